@@ -1,0 +1,103 @@
+"""all_to_all: exchange rows that the caller has already sorted by expert."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks, _compat
+from jax_ep._types import AllToAll
+
+if TYPE_CHECKING:
+    from jax_ep._group import Group
+
+
+def all_to_all(x: jax.Array, splits: jax.Array, *, group: Group, wire: str | None = None) -> AllToAll:
+    """Sends rows that are already sorted by expert. Differentiable, in reverse mode, in x.
+
+    Args:
+        x: [M, H] in group.dtype, M static, the same on all ranks and at most group.max_tokens_per_rank: first the rows
+            for expert 0, then those for expert 1, and so on.
+        splits: [E] int32, rows for each expert. Their sum may be less than M: rows beyond it are not sent. Where it is
+            more, experts get rows in order until the M rows are spent; the received splits show it.
+        group: the `Group`.
+        wire: as for `dispatch`. fp8 rows are not differentiable.
+
+    Returns:
+        `AllToAll`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+    """
+    _checks.group("all_to_all", group)
+    _checks.array("all_to_all", "x", x, {"M": None, "H": group.hidden}, group.dtype)
+    _checks.num_rows("all_to_all", "M", x.shape[0], group)
+    _checks.array("all_to_all", "splits", splits, {"E": group.num_experts}, jnp.int32)
+    _checks.wire("all_to_all", wire, group)
+    return _all_to_all((group, wire), *_compat.vary((x, splits), [group.axis_name]))
+
+
+def all_to_all_back(y: jax.Array, splits: jax.Array, *, group: Group) -> jax.Array:
+    """Returns rows to where `all_to_all` took them from: its inverse, and its gradient.
+
+    Differentiable, in reverse mode, in y.
+
+    Args:
+        y: [R, M, H] in group.dtype, laid out as AllToAll.x.
+        splits: [E] int32, the splits that this rank gave to `all_to_all`.
+        group: the `Group`.
+
+    Returns:
+        [M, H]; zero in rows beyond the sum of splits.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+    """
+    _checks.group("all_to_all_back", group)
+    _checks.array("all_to_all_back", "y", y, {"R": group.num_ranks, "M": None, "H": group.hidden}, group.dtype)
+    _checks.num_rows("all_to_all_back", "M", y.shape[1], group)
+    _checks.array("all_to_all_back", "splits", splits, {"E": group.num_experts}, jnp.int32)
+    return _all_to_all_back(group, *_compat.vary((y, splits), [group.axis_name]))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_to_all(static: tuple[Group, str | None], x: jax.Array, splits: jax.Array) -> AllToAll:
+    group, wire = static
+    return group._impl.all_to_all(x, splits, wire)
+
+
+def _all_to_all_fwd(static: tuple[Group, str | None], x: jax.Array, splits: jax.Array) -> tuple[AllToAll, jax.Array]:
+    _, wire = static
+    if wire is not None:
+        raise TypeError(
+            f"all_to_all: wire is {wire!r} and fp8 rows cannot be differentiated; use wire=None, or dispatch with "
+            "dequantize=True"
+        )
+    return _all_to_all(static, x, splits), splits
+
+
+def _all_to_all_bwd(static: tuple[Group, str | None], splits: jax.Array, g: AllToAll) -> tuple[jax.Array, None]:
+    group, _ = static
+    return _all_to_all_back(group, g.x, splits), None
+
+
+_all_to_all.defvjp(_all_to_all_fwd, _all_to_all_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_to_all_back(group: Group, y: jax.Array, splits: jax.Array) -> jax.Array:
+    return group._impl.all_to_all_back(y, splits)
+
+
+def _all_to_all_back_fwd(group: Group, y: jax.Array, splits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _all_to_all_back(group, y, splits), splits
+
+
+def _all_to_all_back_bwd(group: Group, splits: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+    return _all_to_all((group, None), g, splits).x, None
+
+
+_all_to_all_back.defvjp(_all_to_all_back_fwd, _all_to_all_back_bwd)

@@ -1,0 +1,95 @@
+"""The one place where a backend is chosen, and what a backend must do.
+
+A backend belongs to one group and moves its rows. The public functions check their arguments, attach the gradient rules
+and call these methods; all of them run inside `shard_map`, on one rank's operands, and are traced by JAX.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import jax
+
+from jax_ep import _native
+from jax_ep._backends.reference import ReferenceBackend
+
+if TYPE_CHECKING:
+    from jax_ep._group import Group
+    from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
+
+
+class Backend(Protocol):
+    """How one group moves its rows. R ranks, T tokens, K = top_k, H = hidden; `rows` are `Route.rows_shape`."""
+
+    memory_bytes: int  # device memory held per rank, outside XLA's
+    closed: bool
+
+    def close(self) -> None: ...
+
+    def dispatch(
+        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+    ) -> Dispatched:
+        """Sends x [T, H] (or its (fp8, scales) pair) to the ranks of its experts and lays out what arrives."""
+
+    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
+        """Sends x [T, H'] along `route`; rows that hold no token are zero."""
+
+    def dispatch_back(
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None."""
+
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> jax.Array:
+        """Sums y [rows, H] times weights [rows] to [T, H]."""
+
+    def combine_back(
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result."""
+        ...
+
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None) -> AllToAll:
+        """Sends x [M, H], sorted by expert, split by splits [E]."""
+
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
+        """Returns y [R, M, H] to where all_to_all took it from: [M, H], zero beyond the splits."""
+
+
+class BackendStatus(NamedTuple):
+    """Whether a backend can be used here, and if not, why."""
+
+    available: bool
+    reason: str
+
+
+def backends() -> dict[str, BackendStatus]:
+    """Which backends there are: a name for `Group(backend=...)` -> (available, reason if it is not)."""
+    cuda_reason = _native.cuda_reason() or "this version has no CUDA kernels for dispatch and combine yet"
+    return {"cuda": BackendStatus(False, cuda_reason), "reference": BackendStatus(True, "")}
+
+
+def choose(requested: str, platform: str) -> str:
+    """The backend that a group on devices of `platform` uses when its user asks for `requested`."""
+    known = backends()
+    if requested != "auto" and requested not in known:
+        raise ValueError(f"backend is {requested!r}; it must be 'auto' or one of {sorted(known)}")
+    if requested == "auto":
+        if platform != "gpu":
+            return "reference"
+        if known["cuda"].available:
+            return "cuda"
+        warnings.warn(f"jax_ep uses the slow reference backend on GPUs: {known['cuda'].reason}", stacklevel=4)
+        return "reference"
+    if not known[requested].available:
+        raise ValueError(
+            f"backend is {requested!r}, which cannot be used here: {known[requested].reason}. "
+            "Use backend='auto' to take the best one there is."
+        )
+    return requested
+
+
+def open_backend(name: str, group: Group) -> Backend:
+    """Makes the backend `name`, as returned by `choose`, for `group`."""
+    del name  # one so far
+    return ReferenceBackend(group)

@@ -1,0 +1,190 @@
+"""The reference backend: plain JAX and `lax` collectives, on any platform and any number of processes.
+
+It is the oracle of the other backends, so it is written to be read. Every rank gathers all ids and all tokens of its
+group and works out alone which rows are its own; combine sends back one partial sum per token and rank, as the kernels
+do. Rows that hold no token are always zero here.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import _layouts, _wires
+from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
+
+if TYPE_CHECKING:
+    from jax_ep._group import Group
+
+
+class RouteArrays(NamedTuple):
+    """One rank's part of a route, seen from the experts' side. An index one past the end stands for "none"."""
+
+    row: jax.Array  # [R, T, K] int32, this rank's row of each (source rank, token, k)
+    source: jax.Array  # [rows] int32, source rank * T + token of each row
+
+
+class ReferenceBackend:
+    memory_bytes = 0
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def dispatch(
+        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+    ) -> Dispatched:
+        del zero_pad  # always zero here
+        placement, arrays = self._route(call, self._gather(topk_idx))
+        route = call.route(arrays)
+        scales = None
+        if call.quantized:
+            x, scales = x
+        elif call.wire is not None:
+            x, scales = _wires.quantize(x, call.wire)
+        rows = self.dispatch_like(route, x)
+        if scales is not None:
+            scales = self.dispatch_like(route, scales)
+            if call.dequantize:
+                rows, scales = _wires.dequantize(rows, scales, call.group.dtype), None
+        return Dispatched(
+            x=rows,
+            counts=placement.counts,
+            group_sizes=placement.group_sizes,
+            weights=self._row_weights(route, topk_weights),
+            scales=scales,
+            num_dropped=placement.num_dropped,
+            route=route,
+        )
+
+    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
+        tokens = self._gather(x).reshape(-1, *x.shape[1:])
+        return _take(tokens, route.arrays.source).reshape(*route.rows_shape, *x.shape[1:])
+
+    def dispatch_back(
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        x = topk_weights = None
+        if rows is not None:
+            x = self._sum_over_ranks(_partial_sums(route, rows, None).astype(rows.dtype), rows.dtype)
+        if weights is not None:
+            # Each (token, k) has its row on one rank at most; the others add zero.
+            topk_weights = self._sum_over_ranks(_take(weights.reshape(-1), route.arrays.row), weights.dtype)
+        return x, topk_weights
+
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> jax.Array:
+        return self._sum_over_ranks(_partial_sums(route, y, weights).astype(y.dtype), out_dtype)
+
+    def combine_back(
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        rows = self.dispatch_like(route, g).astype(jnp.float32)
+        holds_token = (route.arrays.source < self._group.num_ranks * route.num_tokens).reshape(route.rows_shape)
+        y_cotangent = jnp.where(holds_token[..., None], rows * weights[..., None], 0).astype(g.dtype)
+        if y is None:
+            return y_cotangent, None
+        products = jnp.sum(rows * y.astype(jnp.float32), axis=-1)
+        return y_cotangent, jnp.where(holds_token, products, 0)
+
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None) -> AllToAll:
+        splits, rows = self._blocks(splits, x.shape[0])
+        scales = None
+        if wire is not None:
+            x, scales = _wires.quantize(x, wire)
+            scales = self._exchange(_take(scales, rows))
+        return AllToAll(self._exchange(_take(x, rows)), self._exchange(splits), scales, self._group)
+
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
+        num_rows, hidden = y.shape[1:]
+        _, rows = self._blocks(splits, num_rows)
+        back = self._exchange(y).reshape(-1, hidden)
+        return jnp.zeros_like(y[0]).at[rows.reshape(-1)].set(back, mode="drop")
+
+    def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, RouteArrays]:
+        """Places every (source rank, token, k) of topk_idx [R, T, K] that names one of this rank's experts."""
+        num_experts = self._group.experts_per_rank
+        expert = topk_idx.reshape(-1) - lax.axis_index(self._group.axis_name) * num_experts
+        expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+
+        need = jnp.zeros(num_experts + 1, jnp.int32).at[expert].add(1)
+        placement = _layouts.place(
+            need[:num_experts], layout=call.layout, capacity=call.capacity, alignment=call.alignment
+        )
+        # A stable sort by expert keeps the order (source rank, token, k) within each.
+        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+        index = jnp.arange(expert.size, dtype=jnp.int32)
+        sorted_index = jnp.zeros_like(index).at[order].set(index)
+        place_in_group = sorted_index - _take(jnp.cumsum(need, dtype=jnp.int32) - need, expert)
+
+        route = call.route(None)
+        num_rows = _size(route.rows_shape)
+        kept = place_in_group < _take(placement.counts, expert)
+        row = jnp.where(kept, _take(placement.first_row, expert) + place_in_group, num_rows)
+        none = topk_idx.shape[0] * topk_idx.shape[1]
+        source = jnp.full(num_rows, none, jnp.int32).at[row].set(index // self._group.top_k, mode="drop")
+        return placement, RouteArrays(row.reshape(topk_idx.shape), source)
+
+    def _row_weights(self, route: Route, topk_weights: jax.Array | None) -> jax.Array:
+        """The weight of each row: float32 [rows]."""
+        row = route.arrays.row.reshape(-1)
+        weights = 1.0 if topk_weights is None else self._gather(topk_weights).reshape(-1)
+        zeros = jnp.zeros(_size(route.rows_shape), jnp.float32)
+        return zeros.at[row].set(weights, mode="drop").reshape(route.rows_shape)
+
+    def _blocks(self, splits: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+        """Cuts rows sorted by expert: (splits [R, E_local] that fit in num_rows, row [R, M] of each rank's block)."""
+        ends = jnp.minimum(jnp.cumsum(jnp.maximum(splits, 0), dtype=jnp.int32), num_rows)
+        splits = jnp.diff(ends, prepend=0).reshape(self._group.num_ranks, -1)
+        sizes = jnp.sum(splits, axis=1, dtype=jnp.int32)
+        first = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+        place = jnp.arange(num_rows, dtype=jnp.int32)
+        return splits, jnp.where(place < sizes[:, None], first[:, None] + place, num_rows)
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        """Every rank's x: [R, ...]."""
+        return _as_bits(lambda bits: lax.all_gather(bits, self._group.axis_name), x)
+
+    def _exchange(self, blocks: jax.Array) -> jax.Array:
+        """Block r of [R, ...] goes to rank r; block r of the result came from rank r."""
+        return _as_bits(lambda bits: lax.all_to_all(bits, self._group.axis_name, 0, 0), blocks)
+
+    def _sum_over_ranks(self, blocks: jax.Array, out_dtype: Any) -> jax.Array:
+        """Sends block r of [R, T, ...] to rank r and sums what arrives in float32, in the order of ranks."""
+        arrived = self._exchange(blocks).astype(jnp.float32)
+        return reduce(operator.add, arrived).astype(out_dtype)
+
+
+def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """This rank's part of each token's sum: float32 [R, T, H]. Adds in the order of k; reads no row without a token."""
+    y = y.reshape(-1, y.shape[-1])
+    total = jnp.zeros((), jnp.float32)
+    for k in range(route.group.top_k):
+        row = route.arrays.row[..., k]
+        term = _take(y, row).astype(jnp.float32)
+        total += term if weights is None else term * _take(weights.reshape(-1), row)[..., None]
+    return total
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index], zero where index is one past the end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return reduce(operator.mul, shape)
+
+
+def _as_bits(move: Any, x: jax.Array) -> jax.Array:
+    """Moves floating-point x as integers, so that no compiler pass may widen, flush or otherwise change a value."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return move(x)
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(move(bits), x.dtype)

@@ -1,0 +1,84 @@
+"""combine: bring the expert outputs back and sum them with the router's weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks, _compat
+from jax_ep._types import Dispatched, Pending, Route
+
+_OUT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
+
+    The experts' side sums its part of a token in float32 and sends it back in y's dtype; the source sums those parts in
+    float32, in a fixed order: the same bits on every run. Differentiable, in reverse mode, in y and recv.weights.
+
+    Args:
+        y: expert outputs in the shape of recv.x and the group's dtype. Rows that hold no token are never read, and
+            their cotangents are exactly zero.
+        recv: what dispatch returned.
+        out_dtype: bfloat16, float16 or float32; None means y's dtype.
+
+    Returns:
+        [T, H] in out_dtype. A token none of whose rows were kept gives zero.
+    """
+    return _combine(*_prepare("combine", y, recv, out_dtype))
+
+
+def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> Pending:
+    """Starts a `combine`, with its arguments, and waits for no peer; `combine_done` gives the result."""
+    out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
+    return Pending(tuple(operands), "combine", out_dtype)
+
+
+def combine_done(pending: Pending) -> jax.Array:
+    """Ends what `combine_start` began: the same result as `combine`.
+
+    Raises:
+        jax_ep.Error: `pending` was done before.
+    """
+    out_dtype = _checks.pending("combine", pending)
+    _checks.group("combine_done", pending.operands[2].group)
+    return _combine(out_dtype, *pending.take())
+
+
+def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array, jax.Array, Route]:
+    """Checks the arguments of a combine; returns its static part and its operands."""
+    route = _checks.received(op, recv)
+    group = route.group
+    _checks.group(op, group)
+    letters = ("E_local", "capacity") if route.layout == "expert" else ("capacity",)
+    rows: dict[str, int | None] = dict(zip(letters, route.rows_shape, strict=True))
+    _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype)
+    _checks.array(op, "recv.weights", recv.weights, rows, jnp.float32)
+    out_dtype = jnp.dtype(y.dtype if out_dtype is None else out_dtype)
+    _checks.choice(op, "out_dtype", out_dtype.name, _OUT_DTYPES)
+    return out_dtype, *_compat.vary((y, recv.weights, route), [group.axis_name])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route) -> jax.Array:
+    return route.group._impl.combine(route, y, weights, out_dtype)
+
+
+def _combine_fwd(out_dtype: Any, y: Any, weights: Any, route: Any) -> tuple[jax.Array, Any]:
+    needs_y = weights.perturbed
+    y, weights, route = jax.tree.map(lambda primal: primal.value, (y, weights, route))
+    # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
+    return _combine(out_dtype, y, weights, route), (y if needs_y else None, weights, route)
+
+
+def _combine_bwd(out_dtype: Any, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+    y, weights, route = saved
+    y_cotangent, weights_cotangent = route.group._impl.combine_back(route, g.astype(route.group.dtype), y, weights)
+    return y_cotangent, weights_cotangent, None
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd, symbolic_zeros=True)

@@ -1,0 +1,41 @@
+"""Every use of JAX that is private or differs between the supported releases (0.10 to 0.12). Nothing else may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+from jax.extend import core as jex_core
+
+T = TypeVar("T")
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """The manual mesh axes over which any of `arrays` varies, as `shard_map(check_vma=True)` tracks it.
+
+    Empty under `check_vma=False`, where nothing is tracked.
+    """
+    leaves = jax.tree.leaves(arrays)
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
+
+
+def vary(operands: T, axes: Iterable[str]) -> T:
+    """Casts every array in the pytree `operands` to vary over `axes` and over all that any of them varies over.
+
+    A collective or foreign call mixes its operands, so each result varies over the union. The cast's transpose is the
+    sum over the added axes, which is what makes gradients right for an operand that was replicated.
+    """
+    union = varying_axes(operands) | set(axes)
+
+    def cast(leaf: Any) -> Any:
+        missing = tuple(sorted(union - varying_axes(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, operands)
+
+
+def current_trace() -> Any:
+    """An object equal to itself for as long as the same function is being traced, to tell one trace from another."""
+    return jex_core.get_opaque_trace_state()

@@ -1,0 +1,266 @@
+"""dispatch: send each token to the ranks that hold its experts.
+
+The path of a call: `dispatch` checks its arguments and makes a `DispatchCall`, the static facts; `_dispatch` attaches
+the gradient; the group's backend moves the rows. What combine and the backward pass need is the result's `Route`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jax_ep import _checks, _compat, _layouts, _wires
+from jax_ep._types import AllToAll, DispatchCall, Dispatched, Pending, Route
+
+if TYPE_CHECKING:
+    from jax_ep._group import Group
+
+
+def dispatch(
+    x: Any,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None = None,
+    *,
+    group: Group,
+    layout: str,
+    capacity: int | None = None,
+    alignment: int = 1,
+    wire: str | None = None,
+    dequantize: bool = False,
+    zero_pad: bool | None = None,
+) -> Dispatched:
+    """Sends each token to the ranks that hold its top-k experts. Call it inside `jax.shard_map` over `group.mesh`.
+
+    Shapes are per device: T tokens (static, the same on all ranks), K = group.top_k, H = group.hidden, R ranks.
+    Differentiable, in reverse mode, in x and topk_weights.
+
+    Args:
+        x: [T, H] in group.dtype; or a pair (float8_e4m3fn [T, H], float32 scales [T, H/128]), already quantised.
+        topk_idx: [T, K] int32, global expert ids. An id outside [0, num_experts) means no expert: nothing is sent. The
+            same expert twice in a row of topk_idx means two rows.
+        topk_weights: [T, K] float32, the router's weights; None means 1.
+        group: the `Group`.
+        layout: "expert" for recv.x [E_local, capacity, H], "ragged" for recv.x [capacity, H] grouped by expert.
+        capacity: rows per local expert ("expert") or in all ("ragged"), a multiple of alignment. By default enough for
+            any routing that names no expert twice for a token. Where room runs out, the lowest rows are kept,
+            recv.num_dropped counts the others, and combine takes them as zero.
+        alignment: in the ragged layout each expert's group is padded with zero rows to a multiple of it.
+        wire: None sends rows in x's dtype; "fp8" as float8_e4m3fn with one float32 scale per 128 channels; "fp8_pow2"
+            the same with scales that are powers of two.
+        dequantize: turns fp8 rows back into group.dtype on arrival. The gradient is then that of wire=None
+            (straight-through).
+        zero_pad: True makes rows that hold no token zero, False leaves them unspecified; None means True where the call
+            is differentiated and False elsewhere.
+
+    Returns:
+        `Dispatched`: the same bits on every run and every backend.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        TypeError: a call that returns fp8 rows is differentiated.
+    """
+    return _dispatch(
+        *_prepare("dispatch", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad)
+    )
+
+
+def dispatch_start(
+    x: Any,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None = None,
+    *,
+    group: Group,
+    layout: str,
+    capacity: int | None = None,
+    alignment: int = 1,
+    wire: str | None = None,
+    dequantize: bool = False,
+    zero_pad: bool | None = None,
+) -> Pending:
+    """Starts a `dispatch`, with its arguments, and waits for no peer; `dispatch_done` gives the result.
+
+    What is computed between the two runs while the rows travel.
+    """
+    call, *operands = _prepare(
+        "dispatch_start", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
+    )
+    return Pending(tuple(operands), "dispatch", call)
+
+
+def dispatch_done(pending: Pending) -> Dispatched:
+    """Ends what `dispatch_start` began: the same result as `dispatch`.
+
+    Raises:
+        jax_ep.Error: `pending` was done before.
+    """
+    call = _checks.pending("dispatch", pending)
+    _checks.group("dispatch_done", call.group)
+    return _dispatch(call, *pending.take())
+
+
+def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
+    """Sends another tensor along the route of an earlier dispatch; no ids and no counts are sent again.
+
+    Differentiable, in reverse mode, in x: the transpose is the unweighted combine.
+
+    Args:
+        x: [T, H'] of any dtype, T that of the dispatch, with H' * itemsize at most the group's
+            hidden * dtype.itemsize.
+        recv: what the dispatch returned.
+
+    Returns:
+        [E_local, capacity, H'] or [capacity, H'], as recv.x, in x's dtype. Rows that hold no token are as with
+        dispatch's zero_pad=None.
+    """
+    route = _checks.received("dispatch_like", recv)
+    _checks.group("dispatch_like", route.group)
+    _checks.array("dispatch_like", "x", x, {"T": route.num_tokens, "H'": None}, getattr(x, "dtype", None))
+    group = route.group
+    limit = group.hidden * group.dtype.itemsize
+    if x.shape[1] * x.dtype.itemsize > limit:
+        raise ValueError(
+            f"dispatch_like: x has H' = {x.shape[1]} channels of {x.dtype}; a row of the group holds {limit} bytes, so "
+            f"at most {limit // x.dtype.itemsize} channels"
+        )
+    return _dispatch_like(*_compat.vary((x, route), [group.axis_name]))
+
+
+def dequantize(recv: Dispatched | AllToAll) -> jax.Array:
+    """The received rows in group.dtype: recv.x * recv.scales in float32, rounded once.
+
+    Args:
+        recv: what dispatch or all_to_all returned; without scales, recv.x is returned as it is.
+    """
+    if recv.scales is None:
+        return recv.x
+    return _wires.dequantize(recv.x, recv.scales, recv.group.dtype)
+
+
+def _prepare(
+    op: str,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    group: Group,
+    layout: str,
+    capacity: int | None,
+    alignment: int,
+    wire: str | None,
+    dequantize: bool,
+    zero_pad: bool | None,
+) -> tuple[DispatchCall, Any, jax.Array, jax.Array | None]:
+    """Checks the arguments of a dispatch; returns its static part and its operands."""
+    _checks.group(op, group)
+    quantized = isinstance(x, (tuple, list))
+    if quantized:
+        num_tokens = _check_quantized(op, x, wire, group)
+    else:
+        _checks.array(op, "x", x, {"T": None, "H": group.hidden}, group.dtype)
+        num_tokens = x.shape[0]
+    _checks.num_rows(op, "T", num_tokens, group)
+    _checks.array(op, "topk_idx", topk_idx, {"T": num_tokens, "K": group.top_k}, jnp.int32)
+    if topk_weights is not None:
+        _checks.array(op, "topk_weights", topk_weights, {"T": num_tokens, "K": group.top_k}, jnp.float32)
+    _checks.choice(op, "layout", layout, _layouts.LAYOUTS)
+    _checks.wire(op, wire, group)
+    _checks.choice(op, "zero_pad", zero_pad, (None, True, False))
+    call = DispatchCall(
+        group=group,
+        layout=layout,
+        capacity=_capacity(op, capacity, alignment, layout, num_tokens, group),
+        alignment=alignment,
+        num_tokens=num_tokens,
+        wire=wire,
+        quantized=quantized,
+        dequantize=bool(dequantize),
+        zero_pad=zero_pad,
+    )
+    operands = _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), [group.axis_name])
+    return call, *operands
+
+
+def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
+    """Checks a pair of fp8 rows and scales; returns T."""
+    if len(x) != 2:
+        raise ValueError(
+            f"{op}: x is a tuple of {len(x)}; a quantised x is a pair (float8_e4m3fn [T, H], scales [T, H/128])"
+        )
+    if wire is not None:
+        raise ValueError(f"{op}: wire is {wire!r}, but x is already quantised; it must be None")
+    _checks.wire(op, "fp8", group)
+    _checks.array(op, "x[0]", x[0], {"T": None, "H": group.hidden}, _wires.FP8)
+    num_tokens = x[0].shape[0]
+    blocks = group.hidden // _wires.CHANNELS_PER_SCALE
+    _checks.array(op, "x[1]", x[1], {"T": num_tokens, "H/128": blocks}, jnp.float32)
+    return num_tokens
+
+
+def _capacity(op: str, capacity: Any, alignment: Any, layout: str, num_tokens: int, group: Group) -> int:
+    """The capacity to use, checked against alignment."""
+    for name, value in {"alignment": alignment, "capacity": capacity}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{op}: {name} is {value!r}, a {type(value).__name__}; it must be a (static) int")
+    if alignment < 1:
+        raise ValueError(f"{op}: alignment is {alignment}; it must be at least 1")
+    if capacity is None:
+        return _layouts.default_capacity(
+            layout,
+            num_ranks=group.num_ranks,
+            num_tokens=num_tokens,
+            top_k=group.top_k,
+            experts_per_rank=group.experts_per_rank,
+            alignment=alignment,
+        )
+    if capacity < 1 or capacity % alignment:
+        raise ValueError(
+            f"{op}: capacity is {capacity}; it must be a positive multiple of alignment = {alignment}, "
+            f"e.g. {_layouts.align_up(max(capacity, 1), alignment)}"
+        )
+    return capacity
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None) -> Dispatched:
+    return call.group._impl.dispatch(call, x, topk_idx, topk_weights, zero_pad=bool(call.zero_pad))
+
+
+def _dispatch_fwd(call: DispatchCall, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Dispatched, Route]:
+    if call.returns_fp8 or (call.quantized and any(part.perturbed for part in x)):
+        given = "x is quantised already" if call.quantized else f"wire is {call.wire!r}"
+        raise TypeError(
+            f"dispatch: fp8 rows cannot be differentiated ({given}); give x in the group's dtype and use "
+            "wire='fp8', dequantize=True"
+        )
+    x, topk_idx, topk_weights = jax.tree.map(lambda primal: primal.value, (x, topk_idx, topk_weights))
+    recv = call.group._impl.dispatch(call, x, topk_idx, topk_weights, zero_pad=call.zero_pad is not False)
+    return recv, recv.route
+
+
+def _dispatch_bwd(call: DispatchCall, route: Route, g: Dispatched) -> tuple[Any, None, jax.Array | None]:
+    rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
+    x, topk_weights = call.group._impl.dispatch_back(route, rows, weights)
+    return x, None, topk_weights
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _dispatch_like(x: jax.Array, route: Route) -> jax.Array:
+    return route.group._impl.dispatch_like(route, x)
+
+
+def _dispatch_like_fwd(x: jax.Array, route: Route) -> tuple[jax.Array, Route]:
+    return _dispatch_like(x, route), route
+
+
+def _dispatch_like_bwd(route: Route, g: jax.Array) -> tuple[jax.Array | None, None]:
+    x, _ = route.group._impl.dispatch_back(route, g, None)
+    return x, None
+
+
+_dispatch_like.defvjp(_dispatch_like_fwd, _dispatch_like_bwd)

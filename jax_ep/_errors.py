@@ -1,0 +1,35 @@
+"""What jax_ep raises besides ValueError and TypeError, which report what can be seen while tracing."""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base of every error that only shows when an operation runs."""
+
+
+class PeerTimeoutError(Error):
+    """A device waited longer than `Group(timeout=...)` for a peer.
+
+    Attributes:
+        op: the operation that waited, e.g. "dispatch".
+        waiting_rank: the rank that gave up.
+        missing_rank: the rank that it waited for.
+        expected: the value (epoch, operation or hash) that the waiting rank had to see.
+        seen: the value that it saw last.
+    """
+
+    def __init__(self, op: str, *, waiting_rank: int, missing_rank: int, expected: int, seen: int) -> None:
+        super().__init__(
+            f"{op}: rank {waiting_rank} gave up waiting for rank {missing_rank} "
+            f"(expected {expected}, saw {seen}). Every rank of a group must run the same operations in the same order; "
+            "see whether that rank's process is alive, or raise the group's timeout if it is only late."
+        )
+        self.op = op
+        self.waiting_rank = waiting_rank
+        self.missing_rank = missing_rank
+        self.expected = expected
+        self.seen = seen
+
+
+class SplitCallError(Error):
+    """A `*_done` that has no `*_start` of its own: the pending call was already taken."""

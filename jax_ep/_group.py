@@ -1,0 +1,131 @@
+"""The group of devices over which experts are spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _backends
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_MAX_TOP_K = 32
+
+
+class Group:
+    """An expert-parallel group: the devices along one mesh axis, which share `num_experts` experts.
+
+    Rank r, the index along `axis_name`, owns the experts [r * E_local, (r + 1) * E_local) with
+    E_local = num_experts // num_ranks. Every setting of the mesh's other axes is a group of its own, with the same
+    shape. A group is static: it is hashed by identity, may be closed over by jitted functions, and is a context manager
+    that closes itself.
+
+    Args:
+        mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`.
+        axis_name: the mesh axis along which experts are spread.
+        num_experts: experts in all, a multiple of the number of ranks.
+        top_k: experts per token, 1 to 32.
+        hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
+        max_tokens_per_rank: the largest T of any call.
+        dtype: of activations: bfloat16, float16 or float32.
+        backend: "auto" takes the fastest that works here, `jax_ep.backends()` lists them.
+        num_sms: streaming multiprocessors that one operation may use; None lets each choose.
+        timeout: seconds that a device waits for a peer before the operation fails.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message says what would.
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str = "ep",
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens_per_rank: int,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        backend: str = "auto",
+        num_sms: int | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        if not isinstance(mesh, jax.sharding.Mesh):
+            raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh of devices")
+        if axis_name not in mesh.axis_names:
+            raise ValueError(f"axis_name is {axis_name!r}; it must be one of the mesh's axes {mesh.axis_names}")
+        self.mesh = mesh
+        self.axis_name = axis_name
+        self.num_ranks: int = mesh.shape[axis_name]
+        self.num_experts = _integer("num_experts", num_experts, 1)
+        self.top_k = _integer("top_k", top_k, 1, _MAX_TOP_K)
+        self.hidden = _integer("hidden", hidden, 1)
+        self.max_tokens_per_rank = _integer("max_tokens_per_rank", max_tokens_per_rank, 1)
+        self.dtype = _dtype(dtype)
+        self.num_sms = None if num_sms is None else _integer("num_sms", num_sms, 1)
+        self.timeout = float(timeout)
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
+        if self.num_experts % self.num_ranks:
+            up = -(-self.num_experts // self.num_ranks) * self.num_ranks
+            raise ValueError(
+                f"num_experts is {num_experts}; it must be a multiple of the {self.num_ranks} ranks along mesh axis "
+                f"{axis_name!r}, e.g. {up}"
+            )
+        self.experts_per_rank = self.num_experts // self.num_ranks
+        row_bytes = self.hidden * self.dtype.itemsize
+        if row_bytes % 16:
+            unit = 16 // self.dtype.itemsize
+            raise ValueError(
+                f"hidden is {hidden}, a row of {row_bytes} bytes in {self.dtype}; it must be a multiple of {unit} "
+                f"(16 bytes), e.g. {-(-self.hidden // unit) * unit}"
+            )
+        self.backend = _backends.choose(backend, mesh.devices.flat[0].platform)
+        """Name of the backend in use."""
+        self._impl = _backends.open_backend(self.backend, self)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of device memory that the group holds on each device, outside XLA's."""
+        return self._impl.memory_bytes
+
+    @property
+    def closed(self) -> bool:
+        return self._impl.closed
+
+    def close(self) -> None:
+        """Gives the group's memory back. Closing twice is fine; tracing an operation of a closed group is an error."""
+        self._impl.close()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Group({self.num_ranks} ranks along {self.axis_name!r}, num_experts={self.num_experts}, "
+            f"top_k={self.top_k}, hidden={self.hidden}, max_tokens_per_rank={self.max_tokens_per_rank}, "
+            f"dtype={self.dtype}, backend={self.backend!r}{', closed' if self.closed else ''})"
+        )
+
+
+def _integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be an int")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name} is {value}; it must be {f'{least} to {most}' if most else f'at least {least}'}")
+    return int(value)
+
+
+def _dtype(value: Any) -> np.dtype:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _DTYPES:
+        raise TypeError(f"dtype is {value!r}; it must be one of {', '.join(_DTYPES)}")
+    return dtype

@@ -1,0 +1,61 @@
+"""Where a rank's received rows lie in its buffer. A new layout is a new name here (and in ffi/layout.h).
+
+Both layouts group rows by local expert and keep the order (source rank, source token, k) inside an expert:
+
+* "expert": `[experts_per_rank, capacity]`, each expert has `capacity` rows of its own;
+* "ragged": `[capacity]`, one expert after the other, each group rounded up to `alignment` rows, as
+  `jax.lax.ragged_dot` and grouped GEMMs want it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LAYOUTS = ("expert", "ragged")
+
+
+class Placement(NamedTuple):
+    """Where each local expert's rows start and how many there are; arrays are [experts_per_rank] int32."""
+
+    first_row: jax.Array  # row of the flattened buffer
+    counts: jax.Array  # rows that are kept
+    group_sizes: jax.Array  # counts, rounded up to alignment in the ragged layout
+    num_dropped: jax.Array  # [] int32, rows beyond the capacity
+
+
+def align_up(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
+
+
+def default_capacity(
+    layout: str, *, num_ranks: int, num_tokens: int, top_k: int, experts_per_rank: int, alignment: int
+) -> int:
+    """The smallest capacity that never drops a row, provided that no token names an expert twice."""
+    if layout == "expert":
+        return num_ranks * num_tokens
+    most_rows = num_ranks * num_tokens * min(top_k, experts_per_rank)
+    return align_up(most_rows + experts_per_rank * (alignment - 1), alignment)
+
+
+def rows_shape(layout: str, *, capacity: int, experts_per_rank: int) -> tuple[int, ...]:
+    """The leading dimensions of a buffer of rows."""
+    return (experts_per_rank, capacity) if layout == "expert" else (capacity,)
+
+
+def place(need: jax.Array, *, layout: str, capacity: int, alignment: int) -> Placement:
+    """Places `need` [experts_per_rank] int32 rows per expert; where room runs out the first rows are kept."""
+    if layout == "expert":
+        first_row = jnp.arange(need.shape[0], dtype=jnp.int32) * capacity
+        counts = jnp.minimum(need, capacity)
+        group_sizes = counts
+    else:
+        # A group that overflows fills the buffer, so that clipping the start of all later groups to the capacity is the
+        # same as adding up the sizes that are left after dropping.
+        aligned = (need + (alignment - 1)) // alignment * alignment
+        first_row = jnp.minimum(jnp.cumsum(aligned, dtype=jnp.int32) - aligned, capacity)
+        counts = jnp.minimum(need, capacity - first_row)
+        group_sizes = jnp.minimum(aligned, capacity - first_row)
+    return Placement(first_row, counts, group_sizes, jnp.sum(need - counts, dtype=jnp.int32))

@@ -1,0 +1,86 @@
+"""The formats in which rows cross the link. A new wire format is a new entry of `WIRES`.
+
+An fp8 wire carries float8_e4m3fn values and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
+activations, https://arxiv.org/abs/2412.19437, section 3.3). Every backend makes the same bits, so nothing here may
+depend on how a compiler rounds: XLA divides with 2 ulp on GPUs and may convert to fp8 by way of float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+FP8 = jnp.float8_e4m3fn
+CHANNELS_PER_SCALE = 128
+
+_FP8_MAX = np.float32(448)
+_AMAX_FLOOR = np.float32(1e-4)  # keeps the scale of an all-zero block finite
+_MANTISSA = np.uint32(0x7FFFFF)
+_ONE = np.uint32(0x800000)  # the leading one of a float32 mantissa, and one step of its exponent
+
+
+def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
+    """Casts x [..., H] to (float8_e4m3fn [..., H], float32 scales [..., H/128]) such that x ~= q * scale."""
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+    amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), _AMAX_FLOOR)
+    scales, factor = WIRES[wire](amax)
+    return _round_to_fp8(blocks * factor[..., None]).reshape(x.shape), scales
+
+
+def dequantize(q: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Inverts `quantize`: q * scale in float32, rounded once to `dtype`."""
+    blocks = q.astype(jnp.float32).reshape(*scales.shape, CHANNELS_PER_SCALE)
+    return (blocks * scales[..., None]).reshape(q.shape).astype(dtype)
+
+
+def _amax_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scale, factor) where the block's largest value becomes 448."""
+    return amax * np.float32(1 / 448), _divide_448_by(amax)
+
+
+def _power_of_two_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scale, 1 / scale) with the scale rounded up to a power of two, exact in UE8M0."""
+    bits = lax.bitcast_convert_type(amax * np.float32(1 / 448), jnp.uint32)
+    exponent = (bits + _MANTISSA) & ~_MANTISSA
+    scale = lax.bitcast_convert_type(exponent, jnp.float32)
+    inverse = lax.bitcast_convert_type(np.uint32(254) * _ONE - exponent, jnp.float32)
+    return scale, jnp.where(jnp.isfinite(scale), inverse, 1 / scale)
+
+
+WIRES: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
+    "fp8": _amax_scale,
+    "fp8_pow2": _power_of_two_scale,
+}
+
+
+def _divide_448_by(amax: jax.Array) -> jax.Array:
+    """448 / amax, correctly rounded, for amax >= 1e-4: long division of the mantissas, bit by bit."""
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    divisor = bits & _MANTISSA | _ONE
+    numerator = jnp.full_like(divisor, 7 << 21)  # 448 = 1.75 * 2**8
+    below = (numerator < divisor).astype(jnp.uint32)
+    remainder = numerator << below
+    quotient = jnp.zeros_like(divisor)
+    for _ in range(24):
+        bit = (remainder >= divisor).astype(jnp.uint32)
+        quotient = quotient << 1 | bit
+        remainder = (remainder - bit * divisor) << 1
+    round_up = (remainder > divisor) | ((remainder == divisor) & (quotient & 1 == 1))
+    exponent = np.uint32(127 + 8 + 127) - (bits >> 23) - below
+    # Added, not or-ed: a mantissa that rounds up to 2 carries into the exponent.
+    result = (exponent << 23) + (quotient - _ONE) + round_up.astype(jnp.uint32)
+    return jnp.where(jnp.isfinite(amax), lax.bitcast_convert_type(result, jnp.float32), _FP8_MAX / amax)
+
+
+def _round_to_fp8(x: jax.Array) -> jax.Array:
+    """float32 to float8_e4m3fn, to nearest even, saturated. Rounds on the fp8 grid first, so that the cast is exact."""
+    x = jnp.clip(x, -_FP8_MAX, _FP8_MAX)
+    exponent = lax.bitcast_convert_type(x, jnp.uint32) >> 23 & 0xFF
+    exponent = jnp.clip(exponent, 127 - 6, 127 + 8)  # below 2**-6 the grid stays as it is: fp8 subnormals
+    step = lax.bitcast_convert_type((exponent - 3) << 23, jnp.float32)  # three mantissa bits
+    inverse_step = lax.bitcast_convert_type((254 + 3 - exponent) << 23, jnp.float32)
+    return (lax.round(x * inverse_step, lax.RoundingMethod.TO_NEAREST_EVEN) * step).astype(FP8)
