@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks, _compat
+from jax_ep._group import Group, check_usable
 from jax_ep._types import AllToAll
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
 
 
 def all_to_all(x: jax.Array, splits: jax.Array, *, group: Group, wire: str | None = None) -> AllToAll:
@@ -32,7 +29,7 @@ def all_to_all(x: jax.Array, splits: jax.Array, *, group: Group, wire: str | Non
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
     """
-    _checks.group("all_to_all", group)
+    check_usable("all_to_all", group)
     _checks.array("all_to_all", "x", x, {"M": None, "H": group.hidden}, group.dtype)
     _checks.num_rows("all_to_all", "M", x.shape[0], group)
     _checks.array("all_to_all", "splits", splits, {"E": group.num_experts}, jnp.int32)
@@ -56,7 +53,7 @@ def all_to_all_back(y: jax.Array, splits: jax.Array, *, group: Group) -> jax.Arr
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
     """
-    _checks.group("all_to_all_back", group)
+    check_usable("all_to_all_back", group)
     _checks.array("all_to_all_back", "y", y, {"R": group.num_ranks, "M": None, "H": group.hidden}, group.dtype)
     _checks.num_rows("all_to_all_back", "M", y.shape[1], group)
     _checks.array("all_to_all_back", "splits", splits, {"E": group.num_experts}, jnp.int32)

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_ep._group import Group
 from jax_ep._types import Dispatched, Pending, Route
 from jax_ep._wires import CHANNELS_PER_SCALE, WIRES
 
-
-def group(op: str, value: Any) -> None:
-    """`value` is an open group, and `op` is called inside a shard_map over the whole of its mesh."""
-    if not isinstance(value, Group):
-        raise TypeError(f"{op}: group is a {type(value).__name__}; it must be a jax_ep.Group")
-    if value.closed:
-        raise ValueError(f"{op}: group is closed: {value}; make a new Group")
-    _inside_shard_map(op, value)
+if TYPE_CHECKING:
+    from jax_ep._group import Group
 
 
-def _inside_shard_map(op: str, group: Group) -> None:
-    mesh = jax.sharding.get_abstract_mesh()
-    wanted = dict(group.mesh.shape)
-    if not mesh.manual_axes:
+def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`value` is an int (a NumPy one will do) from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be a (static) int")
+    if value < least or (most is not None and value > most):
         raise ValueError(
-            f"{op}: called outside jax.shard_map; call it in a function that jax.shard_map(..., mesh=group.mesh) maps "
-            f"over the group's mesh {wanted}"
+            f"{name} is {value}; it must be {f'at least {least}' if most is None else f'{least} to {most}'}"
         )
-    if not mesh.are_all_axes_manual:
-        automatic = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
-        raise ValueError(
-            f"{op}: the surrounding jax.shard_map leaves the mesh axes {automatic} automatic, so that XLA would gather "
-            "the operands; make all axes manual: leave out axis_names="
-        )
-    if dict(mesh.shape) != wanted:
-        raise ValueError(
-            f"{op}: the surrounding jax.shard_map has the mesh {dict(mesh.shape)}, the group {wanted}; "
-            "pass mesh=group.mesh to jax.shard_map"
-        )
+    return int(value)
 
 
 def array(op: str, name: str, value: Any, dims: dict[str, int | None], dtype: Any) -> None:

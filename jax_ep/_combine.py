@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks, _compat
+from jax_ep._group import check_usable
 from jax_ep._types import Dispatched, Pending, Route
 
 _OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -45,7 +46,7 @@ def combine_done(pending: Pending) -> jax.Array:
         jax_ep.Error: `pending` was done before.
     """
     out_dtype = _checks.pending("combine", pending)
-    _checks.group("combine_done", pending.operands[2].group)
+    check_usable("combine_done", pending.operands[2].group)
     return _combine(out_dtype, *pending.take())
 
 
@@ -53,7 +54,7 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     """Checks the arguments of a combine; returns its static part and its operands."""
     route = _checks.received(op, recv)
     group = route.group
-    _checks.group(op, group)
+    check_usable(op, group)
     letters = ("E_local", "capacity") if route.layout == "expert" else ("capacity",)
     rows: dict[str, int | None] = dict(zip(letters, route.rows_shape, strict=True))
     _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype)

@@ -7,17 +7,15 @@ the gradient; the group's backend moves the rows. What combine and the backward 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jax_ep import _checks, _compat, _layouts, _wires
+from jax_ep._group import Group, check_usable
 from jax_ep._types import AllToAll, DispatchCall, Dispatched, Pending, Route
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
 
 
 def dispatch(
@@ -98,7 +96,7 @@ def dispatch_done(pending: Pending) -> Dispatched:
         jax_ep.Error: `pending` was done before.
     """
     call = _checks.pending("dispatch", pending)
-    _checks.group("dispatch_done", call.group)
+    check_usable("dispatch_done", call.group)
     return _dispatch(call, *pending.take())
 
 
@@ -117,7 +115,7 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
         dispatch's zero_pad=None.
     """
     route = _checks.received("dispatch_like", recv)
-    _checks.group("dispatch_like", route.group)
+    check_usable("dispatch_like", route.group)
     _checks.array("dispatch_like", "x", x, {"T": route.num_tokens, "H'": None}, getattr(x, "dtype", None))
     group = route.group
     limit = group.hidden * group.dtype.itemsize
@@ -154,7 +152,7 @@ def _prepare(
     zero_pad: bool | None,
 ) -> tuple[DispatchCall, Any, jax.Array, jax.Array | None]:
     """Checks the arguments of a dispatch; returns its static part and its operands."""
-    _checks.group(op, group)
+    check_usable(op, group)
     quantized = isinstance(x, (tuple, list))
     if quantized:
         num_tokens = _check_quantized(op, x, wire, group)
@@ -168,6 +166,7 @@ def _prepare(
     _checks.choice(op, "layout", layout, _layouts.LAYOUTS)
     _checks.wire(op, wire, group)
     _checks.choice(op, "zero_pad", zero_pad, (None, True, False))
+    alignment = _checks.integer(f"{op}: alignment", alignment, 1)
     call = DispatchCall(
         group=group,
         layout=layout,
@@ -199,13 +198,8 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
     return num_tokens
 
 
-def _capacity(op: str, capacity: Any, alignment: Any, layout: str, num_tokens: int, group: Group) -> int:
+def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: int, group: Group) -> int:
     """The capacity to use, checked against alignment."""
-    for name, value in {"alignment": alignment, "capacity": capacity}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{op}: {name} is {value!r}, a {type(value).__name__}; it must be a (static) int")
-    if alignment < 1:
-        raise ValueError(f"{op}: alignment is {alignment}; it must be at least 1")
     if capacity is None:
         return _layouts.default_capacity(
             layout,
@@ -215,10 +209,11 @@ def _capacity(op: str, capacity: Any, alignment: Any, layout: str, num_tokens: i
             experts_per_rank=group.experts_per_rank,
             alignment=alignment,
         )
-    if capacity < 1 or capacity % alignment:
+    capacity = _checks.integer(f"{op}: capacity", capacity, 1)
+    if capacity % alignment:
         raise ValueError(
-            f"{op}: capacity is {capacity}; it must be a positive multiple of alignment = {alignment}, "
-            f"e.g. {_layouts.align_up(max(capacity, 1), alignment)}"
+            f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
+            f"e.g. {_layouts.align_up(capacity, alignment)}"
         )
     return capacity
 

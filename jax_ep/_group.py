@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _backends
+from jax_ep import _backends, _checks
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _MAX_TOP_K = 32
@@ -59,12 +59,12 @@ class Group:
         self.mesh = mesh
         self.axis_name = axis_name
         self.num_ranks: int = mesh.shape[axis_name]
-        self.num_experts = _integer("num_experts", num_experts, 1)
-        self.top_k = _integer("top_k", top_k, 1, _MAX_TOP_K)
-        self.hidden = _integer("hidden", hidden, 1)
-        self.max_tokens_per_rank = _integer("max_tokens_per_rank", max_tokens_per_rank, 1)
+        self.num_experts = _checks.integer("num_experts", num_experts, 1)
+        self.top_k = _checks.integer("top_k", top_k, 1, _MAX_TOP_K)
+        self.hidden = _checks.integer("hidden", hidden, 1)
+        self.max_tokens_per_rank = _checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1)
         self.dtype = _dtype(dtype)
-        self.num_sms = None if num_sms is None else _integer("num_sms", num_sms, 1)
+        self.num_sms = None if num_sms is None else _checks.integer("num_sms", num_sms, 1)
         self.timeout = float(timeout)
         if not self.timeout > 0:
             raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
@@ -113,14 +113,6 @@ class Group:
         )
 
 
-def _integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be an int")
-    if value < least or (most is not None and value > most):
-        raise ValueError(f"{name} is {value}; it must be {f'{least} to {most}' if most else f'at least {least}'}")
-    return int(value)
-
-
 def _dtype(value: Any) -> np.dtype:
     try:
         dtype = jnp.dtype(value)
@@ -129,3 +121,33 @@ def _dtype(value: Any) -> np.dtype:
     if dtype is None or dtype.name not in _DTYPES:
         raise TypeError(f"dtype is {value!r}; it must be one of {', '.join(_DTYPES)}")
     return dtype
+
+
+def check_usable(op: str, value: Any) -> None:
+    """`value` is an open group, and `op` is called inside a shard_map over the whole of its mesh."""
+    if not isinstance(value, Group):
+        raise TypeError(f"{op}: group is a {type(value).__name__}; it must be a jax_ep.Group")
+    if value.closed:
+        raise ValueError(f"{op}: group is closed: {value}; make a new Group")
+    _inside_shard_map(op, value)
+
+
+def _inside_shard_map(op: str, group: Group) -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    wanted = dict(group.mesh.shape)
+    if not mesh.manual_axes:
+        raise ValueError(
+            f"{op}: called outside jax.shard_map; call it in a function that jax.shard_map(..., mesh=group.mesh) maps "
+            f"over the group's mesh {wanted}"
+        )
+    if not mesh.are_all_axes_manual:
+        automatic = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+        raise ValueError(
+            f"{op}: the surrounding jax.shard_map leaves the mesh axes {automatic} automatic, so that XLA would gather "
+            "the operands; make all axes manual: leave out axis_names="
+        )
+    if dict(mesh.shape) != wanted:
+        raise ValueError(
+            f"{op}: the surrounding jax.shard_map has the mesh {dict(mesh.shape)}, the group {wanted}; "
+            "pass mesh=group.mesh to jax.shard_map"
+        )
