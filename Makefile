@@ -1,0 +1,55 @@
+# make demo    train the example on this machine
+# make test    run every test that this machine can run; ARGS goes to pytest: make test ARGS='-k combine'
+# make lint    check style, types and formatting
+# make clean   remove what make and builds left behind
+#
+# PYTHON=python3.13 chooses the interpreter that .venv is made from. NO_VENV=1 uses PYTHON's own environment as it is,
+# and installs nothing.
+
+PYTHON ?= python3
+ARGS ?=
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find ffi -type f)
+
+.PHONY: help demo test lint clean
+help:
+	@sed -n '/^#/!q; s/^# \?//p' Makefile
+
+ifdef NO_VENV
+RUN := $(PYTHON)
+# An environment without jax_ep takes it from this folder, then without native extensions.
+ifneq ($(shell $(PYTHON) -P -c 'import importlib.util as u; print(u.find_spec("jax_ep") is not None)'),True)
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+else
+RUN := .venv/bin/python
+demo: .venv/installed-examples
+test: .venv/installed-test
+lint: .venv/installed-dev
+endif
+
+demo:
+	$(RUN) examples/train_moe.py $(ARGS)
+
+# -P: or else this folder's jax_ep/, which has no native extensions, would hide an installed one.
+test:
+	$(RUN) -P -m pytest $(ARGS)
+
+lint:
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	PATH="$(dir $(RUN)):$$PATH" clang-format --dry-run -Werror $(shell find ffi tests/native -name '*.h' -o -name '*.cc' -o -name '*.cu')
+
+clean:
+	rm -rf .venv build dist
+
+# Another interpreter starts a new environment.
+.venv/of-$(notdir $(PYTHON)):
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+# The installation is editable: an edit of Python code counts at once, one of native code makes the next run build.
+.venv/installed-%: .venv/of-$(notdir $(PYTHON)) $(BUILD_INPUTS)
+	.venv/bin/python -m pip install --disable-pip-version-check --editable '.[$*]'
+	@touch $@

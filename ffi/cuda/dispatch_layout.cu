@@ -1,0 +1,86 @@
+#include <cooperative_groups.h>
+
+#include "ffi/cuda/dispatch_layout.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kBlocksPerCluster = 8;
+
+// What one cluster of blocks counts: the tokens that name an expert of [first, first + size) and, for a rank, also the
+// rest of what there is to say about it.
+struct Share {
+  bool is_rank;  // or else a node
+  int32_t first, size;
+  int32_t* num_tokens;
+  int32_t* num_tokens_per_expert;  // [size], a rank's only
+  bool* is_token_in_rank;          // a column, a rank's only
+};
+
+// The first clusters take a rank each, the others a node.
+__device__ Share share_of_cluster(const DispatchLayoutArgs& args, int32_t cluster) {
+  if (cluster < args.num_ranks) {
+    const int32_t size = args.num_experts / args.num_ranks;
+    const int32_t first = cluster * size;
+    return {true,
+            first,
+            size,
+            args.num_tokens_per_rank + cluster,
+            args.num_tokens_per_expert + first,
+            args.is_token_in_rank + cluster};
+  }
+  const int32_t node = cluster - args.num_ranks;
+  const int32_t size = args.num_experts / args.num_nodes;
+  return {false, node * size, size, args.num_tokens_per_node + node, nullptr, nullptr};
+}
+
+// Every cluster scans all ids and alone writes its share of the results. So it can zero them itself, no cluster waits
+// for another, and as what it adds up are integers, their order does not matter.
+__global__ void __cluster_dims__(kBlocksPerCluster) __launch_bounds__(kThreads)
+    dispatch_layout_kernel(const DispatchLayoutArgs args) {
+  extern __shared__ int32_t block_counts[];  // per expert of a rank: adding to global memory at once is far slower
+  const auto cluster = cooperative_groups::this_cluster();
+  const Share share = share_of_cluster(args, blockIdx.x / kBlocksPerCluster);
+  const int32_t num_counts = share.is_rank ? share.size : 0;
+
+  if (cluster.thread_rank() == 0) *share.num_tokens = 0;
+  for (int32_t i = threadIdx.x; i < num_counts; i += kThreads) {
+    block_counts[i] = 0;
+    if (cluster.block_rank() == 0) share.num_tokens_per_expert[i] = 0;
+  }
+  cluster.sync();
+
+  int32_t count = 0;
+  for (int64_t token = cluster.thread_rank(); token < args.num_tokens; token += cluster.num_threads()) {
+    bool is_here = false;
+    for (int32_t k = 0; k < args.top_k; ++k) {
+      const int64_t local = int64_t{__ldg(args.topk_idx + token * args.top_k + k)} - share.first;
+      if (local < 0 || local >= share.size) continue;
+      is_here = true;
+      if (share.is_rank) atomicAdd(block_counts + local, 1);
+    }
+    count += is_here;
+    if (share.is_rank) share.is_token_in_rank[token * args.num_ranks] = is_here;
+  }
+  count = __reduce_add_sync(0xffffffff, count);
+  if (threadIdx.x % warpSize == 0 && count > 0) atomicAdd(share.num_tokens, count);
+
+  __syncthreads();
+  for (int32_t i = threadIdx.x; i < num_counts; i += kThreads) {
+    if (block_counts[i] > 0) atomicAdd(share.num_tokens_per_expert + i, block_counts[i]);
+  }
+}
+
+}  // namespace
+
+cudaError_t dispatch_layout_on_device(const DispatchLayoutArgs& args, cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = (args.num_ranks + args.num_nodes) * kBlocksPerCluster;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = args.num_experts / args.num_ranks * sizeof(int32_t);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, dispatch_layout_kernel, args);
+}
+
+}  // namespace jax_ep

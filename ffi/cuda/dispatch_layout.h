@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ffi/dispatch_layout.h"
+
+namespace jax_ep {
+
+// What a block can count in the shared memory that every kernel may use.
+inline constexpr int32_t kMaxExpertsPerRank = 48 * 1024 / sizeof(int32_t);
+
+// Enqueues one kernel on `stream`; the same bits on every run.
+cudaError_t dispatch_layout_on_device(const DispatchLayoutArgs& args, cudaStream_t stream);
+
+}  // namespace jax_ep

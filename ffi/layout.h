@@ -1,0 +1,70 @@
+// Layout arithmetic that every kernel, handler and host function shares: who owns an expert, how much room a layout
+// takes, and where received rows go.
+//
+// The functions are constexpr and nothing else: nvcc's --expt-relaxed-constexpr makes such functions callable on the
+// device, so that host and device cannot disagree. Counts of rows are int32, as XLA sees them; sums of counts, row
+// numbers and byte sizes are int64, since they can be larger.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace jax_ep {
+
+// A new layout is a new name here and in jax_ep/_layouts.py.
+enum class Layout {
+  kExpert,  // [experts_per_rank, capacity]: every expert has `capacity` rows of its own
+  kRagged,  // [capacity]: one expert after the other, each rounded up to `alignment` rows
+};
+
+// Any id outside [0, num_experts) means "no expert".
+constexpr bool is_expert(int32_t id, int32_t num_experts) { return id >= 0 && id < num_experts; }
+
+constexpr int32_t rank_of_expert(int32_t expert, int32_t experts_per_rank) { return expert / experts_per_rank; }
+
+constexpr int32_t local_expert(int32_t expert, int32_t experts_per_rank) { return expert % experts_per_rank; }
+
+constexpr int64_t align_up(int64_t n, int64_t alignment) { return (n + alignment - 1) / alignment * alignment; }
+
+// One float32 scale covers this many channels of an fp8 row.
+inline constexpr int64_t kChannelsPerScale = 128;
+
+// Bytes of a row's payload: its channels and, for an fp8 row, their scales.
+constexpr int64_t row_bytes(int64_t hidden, int64_t itemsize, bool has_scales) {
+  const int64_t num_scales = has_scales ? hidden / kChannelsPerScale : 0;
+  return hidden * itemsize + num_scales * static_cast<int64_t>(sizeof(float));
+}
+
+// The smallest capacity that never drops a row, provided that no token names an expert twice.
+constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,
+                                   int64_t experts_per_rank, int64_t alignment) {
+  if (layout == Layout::kExpert) return num_ranks * num_tokens;
+  const int64_t most_rows = num_ranks * num_tokens * std::min(top_k, experts_per_rank);
+  return align_up(most_rows + experts_per_rank * (alignment - 1), alignment);
+}
+
+// Where one local expert has its rows within a rank's flattened buffer.
+struct Placement {
+  int64_t first_row;
+  int32_t count;       // rows kept
+  int32_t group_size;  // count, rounded up to the alignment in the ragged layout
+};
+
+// Places `need` rows of local expert `expert`; where room runs out, the first rows are kept. `rows_before` is the sum
+// of align_up(need, alignment) over the experts before it, and matters in the ragged layout only.
+//
+// Nothing here depends on what the earlier groups dropped: a group that overflows fills the buffer to its end, because
+// the capacity is a multiple of the alignment, so that clipping `rows_before` to the capacity is enough. A parallel
+// prefix sum over `need` therefore places all groups.
+constexpr Placement place_group(Layout layout, int32_t expert, int64_t rows_before, int32_t need, int64_t capacity,
+                                int64_t alignment) {
+  if (layout == Layout::kExpert) {
+    const int32_t count = static_cast<int32_t>(std::min<int64_t>(need, capacity));
+    return {expert * capacity, count, count};
+  }
+  const int64_t first_row = std::min(rows_before, capacity);
+  const int32_t count = static_cast<int32_t>(std::min<int64_t>(need, capacity - first_row));
+  return {first_row, count, static_cast<int32_t>(align_up(count, alignment))};
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,39 @@
+"""The native extension modules: loads them and registers their XLA FFI targets, once, when jax_ep is imported.
+
+An extension that is missing never fails the import: what needs it says why it is missing, or runs in pure JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import jax
+
+
+def _load(name: str, platform: str) -> tuple[ModuleType | None, ImportError | None]:
+    """The extension module jax_ep.<name> with its targets registered for `platform`, or why it does not load."""
+    try:
+        module = importlib.import_module(f"jax_ep.{name}")
+    except ImportError as error:
+        return None, error
+    for target, handler in module.targets().items():
+        jax.ffi.register_ffi_target(target, handler, platform=platform)
+    return module, None
+
+
+cpu, _cpu_error = _load("_cpu", "cpu")
+cuda, _cuda_error = _load("_cuda", "CUDA")
+
+
+def cuda_reason() -> str | None:
+    """Why the CUDA extension is missing, as a sentence that says what to do; None when it is loaded."""
+    if cuda is not None:
+        return None
+    if not isinstance(_cuda_error, ModuleNotFoundError):
+        return f"the CUDA extension does not load ({_cuda_error}); reinstall jax_ep on this machine"
+    if cpu is not None:
+        return f"jax_ep has no CUDA extension: {cpu.cuda_absence}"
+    if not isinstance(_cpu_error, ModuleNotFoundError):
+        return f"the native extensions do not load ({_cpu_error}); reinstall jax_ep on this machine"
+    return "the native extensions are not built; install jax_ep (pip install .) instead of importing its source folder"

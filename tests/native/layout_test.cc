@@ -1,0 +1,81 @@
+#include "ffi/layout.h"
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "check.h"
+
+using namespace jax_ep;
+
+constexpr int32_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+void test_experts() {
+  EXPECT_EQ(is_expert(0, 8), true);
+  EXPECT_EQ(is_expert(7, 8), true);
+  EXPECT_EQ(is_expert(8, 8), false);
+  EXPECT_EQ(is_expert(-1, 8), false);
+  EXPECT_EQ(is_expert(std::numeric_limits<int32_t>::min(), 8), false);
+  EXPECT_EQ(rank_of_expert(11, 4), 2);
+  EXPECT_EQ(local_expert(11, 4), 3);
+}
+
+void test_sizes() {
+  EXPECT_EQ(align_up(0, 16), 0);
+  EXPECT_EQ(align_up(1, 16), 16);
+  EXPECT_EQ(align_up(16, 16), 16);
+  EXPECT_EQ(align_up(kMaxInt32, 128), int64_t{1} << 31);
+  EXPECT_EQ(row_bytes(7168, 2, false), 14336);
+  EXPECT_EQ(row_bytes(7168, 1, true), 7168 + 56 * 4);
+}
+
+void test_default_capacity() {
+  EXPECT_EQ(default_capacity(Layout::kExpert, 8, 128, 8, 32, 16), 1024);
+  EXPECT_EQ(default_capacity(Layout::kRagged, 8, 128, 8, 32, 1), 8192);
+  EXPECT_EQ(default_capacity(Layout::kRagged, 8, 128, 8, 32, 16), 8192 + 480);
+  EXPECT_EQ(default_capacity(Layout::kRagged, 8, 128, 8, 2, 1), 2048);  // at most two experts of a rank
+  EXPECT_EQ(default_capacity(Layout::kRagged, 8, 1, 1, 1, 128), 256);   // 8 + 127, rounded up
+  EXPECT_EQ(default_capacity(Layout::kRagged, 1024, 1 << 20, 32, 32, 1), int64_t{1} << 35);
+}
+
+// Places groups one after the other by the contract's own words: group e keeps min(need, capacity - sum of the
+// group_sizes before).
+void expect_ragged(const std::vector<int32_t>& need, int64_t capacity, int64_t alignment) {
+  int64_t rows_before = 0, rows_taken = 0;
+  for (size_t expert = 0; expert < need.size(); ++expert) {
+    const Placement group = place_group(Layout::kRagged, expert, rows_before, need[expert], capacity, alignment);
+    const int64_t kept = std::min<int64_t>(need[expert], capacity - rows_taken);
+    EXPECT_EQ(group.first_row, rows_taken);
+    EXPECT_EQ(group.count, kept);
+    EXPECT_EQ(group.group_size, align_up(kept, alignment));
+    rows_before += align_up(need[expert], alignment);
+    rows_taken += group.group_size;
+  }
+}
+
+void test_ragged_places() {
+  for (int64_t alignment : {1, 8, 128}) {
+    for (int64_t blocks = 0; blocks <= 40; ++blocks) {
+      expect_ragged({3, 0, 8, 130, 0, 0, 1, 129}, blocks * alignment, alignment);
+    }
+  }
+  expect_ragged({kMaxInt32, kMaxInt32, kMaxInt32}, 1024, 128);
+}
+
+void test_expert_places() {
+  const Placement group = place_group(Layout::kExpert, 3, 0, 20, 16, 8);
+  EXPECT_EQ(group.first_row, 48);
+  EXPECT_EQ(group.count, 16);
+  EXPECT_EQ(group.group_size, 16);
+  EXPECT_EQ(place_group(Layout::kExpert, 3, 0, 5, 16, 8).group_size, 5);
+  EXPECT_EQ(place_group(Layout::kExpert, 64, 0, 0, int64_t{1} << 31, 1).first_row, int64_t{1} << 37);
+}
+
+int main() {
+  test_experts();
+  test_sizes();
+  test_default_capacity();
+  test_ragged_places();
+  test_expert_places();
+  return check::exit_status();
+}
