@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -64,22 +63,21 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     return out_dtype, *_compat.vary((y, recv.weights, route), [group.axis_name])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route) -> jax.Array:
-    return route.group._impl.combine(route, y, weights, out_dtype)
+def _combine_rows(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route) -> jax.Array:
+    return route.backend.combine(route, y, weights, out_dtype)
 
 
 def _combine_fwd(out_dtype: Any, y: Any, weights: Any, route: Any) -> tuple[jax.Array, Any]:
     needs_y = weights.perturbed
     y, weights, route = jax.tree.map(lambda primal: primal.value, (y, weights, route))
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
-    return _combine(out_dtype, y, weights, route), (y if needs_y else None, weights, route)
+    return _combine_rows(out_dtype, y, weights, route), (y if needs_y else None, weights, route)
 
 
 def _combine_bwd(out_dtype: Any, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
     y, weights, route = saved
-    y_cotangent, weights_cotangent = route.group._impl.combine_back(route, g.astype(route.group.dtype), y, weights)
+    y_cotangent, weights_cotangent = route.backend.combine_back(route, g.astype(route.group.dtype), y, weights)
     return y_cotangent, weights_cotangent, None
 
 
-_combine.defvjp(_combine_fwd, _combine_bwd, symbolic_zeros=True)
+_combine = _compat.differentiable(_combine_rows, _combine_fwd, _combine_bwd)

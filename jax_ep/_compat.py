@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
 
@@ -36,6 +38,21 @@ def vary(operands: T, axes: Iterable[str]) -> T:
     return jax.tree.map(cast, operands)
 
 
+def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of a foreign call's result that varies over the same manual mesh axes as `operand`."""
+    return jax.typeof(operand).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
+
+
 def current_trace() -> Any:
     """An object equal to itself for as long as the same function is being traced, to tell one trace from another."""
     return jex_core.get_opaque_trace_state()
+
+
+def differentiable(function: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """`function(static, *operands)` with a gradient rule; forward and backward see which operands and cotangents count.
+
+    It is inlined by jit everywhere but in an eager shard_map, which takes such rules from compiled functions only.
+    """
+    rule = jax.custom_vjp(function, nondiff_argnums=(0,))
+    rule.defvjp(forward, backward, symbolic_zeros=True)
+    return partial(jax.jit, static_argnums=(0,), inline=True)(rule)

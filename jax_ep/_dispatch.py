@@ -6,7 +6,6 @@ the gradient; the group's backend moves the rows. What combine and the backward 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -218,9 +217,8 @@ def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: i
     return capacity
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None) -> Dispatched:
-    return call.group._impl.dispatch(call, x, topk_idx, topk_weights, zero_pad=bool(call.zero_pad))
+def _dispatch_rows(call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None) -> Dispatched:
+    return call.backend.dispatch(call, x, topk_idx, topk_weights, zero_pad=bool(call.zero_pad))
 
 
 def _dispatch_fwd(call: DispatchCall, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Dispatched, Route]:
@@ -231,22 +229,22 @@ def _dispatch_fwd(call: DispatchCall, x: Any, topk_idx: Any, topk_weights: Any) 
             "wire='fp8', dequantize=True"
         )
     x, topk_idx, topk_weights = jax.tree.map(lambda primal: primal.value, (x, topk_idx, topk_weights))
-    recv = call.group._impl.dispatch(call, x, topk_idx, topk_weights, zero_pad=call.zero_pad is not False)
+    recv = call.backend.dispatch(call, x, topk_idx, topk_weights, zero_pad=call.zero_pad is not False)
     return recv, recv.route
 
 
 def _dispatch_bwd(call: DispatchCall, route: Route, g: Dispatched) -> tuple[Any, None, jax.Array | None]:
     rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
-    x, topk_weights = call.group._impl.dispatch_back(route, rows, weights)
+    x, topk_weights = call.backend.dispatch_back(route, rows, weights)
     return x, None, topk_weights
 
 
-_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd, symbolic_zeros=True)
+_dispatch = _compat.differentiable(_dispatch_rows, _dispatch_fwd, _dispatch_bwd)
 
 
 @jax.custom_vjp
 def _dispatch_like(x: jax.Array, route: Route) -> jax.Array:
-    return route.group._impl.dispatch_like(route, x)
+    return route.backend.dispatch_like(route, x)
 
 
 def _dispatch_like_fwd(x: jax.Array, route: Route) -> tuple[jax.Array, Route]:
@@ -254,7 +252,7 @@ def _dispatch_like_fwd(x: jax.Array, route: Route) -> tuple[jax.Array, Route]:
 
 
 def _dispatch_like_bwd(route: Route, g: jax.Array) -> tuple[jax.Array | None, None]:
-    x, _ = route.group._impl.dispatch_back(route, g, None)
+    x, _ = route.backend.dispatch_back(route, g, None)
     return x, None
 
 

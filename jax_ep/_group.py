@@ -82,7 +82,7 @@ class Group:
                 f"hidden is {hidden}, a row of {row_bytes} bytes in {self.dtype}; it must be a multiple of {unit} "
                 f"(16 bytes), e.g. {-(-self.hidden // unit) * unit}"
             )
-        self.backend = _backends.choose(backend, mesh.devices.flat[0].platform)
+        self.backend = _backends.choose(backend, mesh)
         """Name of the backend in use."""
         self._impl = _backends.open_backend(self.backend, self)
 
@@ -98,6 +98,19 @@ class Group:
     def close(self) -> None:
         """Gives the group's memory back. Closing twice is fine; tracing an operation of a closed group is an error."""
         self._impl.close()
+
+    def check(self) -> None:
+        """Raises what went wrong on a device, if anything did: results up to then may be poison.
+
+        Raises:
+            PeerTimeoutError: a rank waited for another longer than the timeout.
+            Error: ranks were in different calls, or on other devices than those of the mesh.
+        """
+        self._impl.check()
+
+    def _backend_for(self, num_tokens: int) -> _backends.Backend:
+        """What moves `num_tokens` tokens per rank. Where there are none, no rank need wait for another."""
+        return self._impl if num_tokens else _backends.open_backend("reference", self)
 
     def __enter__(self) -> Group:
         return self
@@ -129,6 +142,7 @@ def check_usable(op: str, value: Any) -> None:
         raise TypeError(f"{op}: group is a {type(value).__name__}; it must be a jax_ep.Group")
     if value.closed:
         raise ValueError(f"{op}: group is closed: {value}; make a new Group")
+    value.check()
     _inside_shard_map(op, value)
 
 

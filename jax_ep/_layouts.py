@@ -59,3 +59,19 @@ def place(need: jax.Array, *, layout: str, capacity: int, alignment: int) -> Pla
         counts = jnp.minimum(need, capacity - first_row)
         group_sizes = jnp.minimum(aligned, capacity - first_row)
     return Placement(first_row, counts, group_sizes, jnp.sum(need - counts, dtype=jnp.int32))
+
+
+class Blocks(NamedTuple):
+    """Rows sorted by expert, cut into one block per rank."""
+
+    splits: jax.Array  # [R, E_local] int32, rows for each expert
+    sizes: jax.Array  # [R] int32, rows for each rank
+    first_row: jax.Array  # [R] int32
+
+
+def split_blocks(splits: jax.Array, num_rows: int, num_ranks: int) -> Blocks:
+    """Cuts num_rows rows by splits [E]; experts get rows in order until there are none left."""
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(splits, 0), dtype=jnp.int32), num_rows)
+    splits = jnp.diff(ends, prepend=0).reshape(num_ranks, -1)
+    sizes = jnp.sum(splits, axis=1, dtype=jnp.int32)
+    return Blocks(splits, sizes, jnp.cumsum(sizes, dtype=jnp.int32) - sizes)

@@ -12,6 +12,7 @@ from jax_ep import _compat, _layouts
 from jax_ep._errors import SplitCallError
 
 if TYPE_CHECKING:
+    from jax_ep._backends import Backend
     from jax_ep._group import Group
 
 
@@ -30,6 +31,10 @@ class Route:
     capacity: int
     alignment: int
     num_tokens: int
+
+    @property
+    def backend(self) -> Backend:
+        return self.group._backend_for(self.num_tokens)
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
@@ -91,6 +96,10 @@ class DispatchCall:
     @property
     def returns_fp8(self) -> bool:
         return (self.wire is not None or self.quantized) and not self.dequantize
+
+    @property
+    def backend(self) -> Backend:
+        return self.group._backend_for(self.num_tokens)
 
     def route(self, arrays: Any) -> Route:
         return Route(arrays, self.group, self.layout, self.capacity, self.alignment, self.num_tokens)

@@ -63,12 +63,14 @@ def _divide_448_by(amax: jax.Array) -> jax.Array:
     divisor = bits & _MANTISSA | _ONE
     numerator = jnp.full_like(divisor, 7 << 21)  # 448 = 1.75 * 2**8
     below = (numerator < divisor).astype(jnp.uint32)
-    remainder = numerator << below
-    quotient = jnp.zeros_like(divisor)
-    for _ in range(24):
+
+    def next_bit(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        quotient, remainder = state
         bit = (remainder >= divisor).astype(jnp.uint32)
-        quotient = quotient << 1 | bit
-        remainder = (remainder - bit * divisor) << 1
+        return quotient << 1 | bit, (remainder - bit * divisor) << 1
+
+    # A loop, for unrolled it takes seconds to compile.
+    quotient, remainder = lax.fori_loop(0, 24, next_bit, (jnp.zeros_like(divisor), numerator << below))
     round_up = (remainder > divisor) | ((remainder == divisor) & (quotient & 1 == 1))
     exponent = np.uint32(127 + 8 + 127) - (bits >> 23) - below
     # Added, not or-ed: a mantissa that rounds up to 2 carries into the exponent.

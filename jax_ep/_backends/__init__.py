@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 
 from jax_ep import _native
+from jax_ep._backends.cuda import CudaBackend
 from jax_ep._backends.reference import ReferenceBackend
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ class Backend(Protocol):
     closed: bool
 
     def close(self) -> None: ...
+
+    def check(self) -> None:
+        """Raises what went wrong on a device, if anything did."""
 
     def dispatch(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
@@ -49,7 +53,7 @@ class Backend(Protocol):
         """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result."""
         ...
 
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None) -> AllToAll:
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
         """Sends x [M, H], sorted by expert, split by splits [E]."""
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
@@ -65,31 +69,44 @@ class BackendStatus(NamedTuple):
 
 def backends() -> dict[str, BackendStatus]:
     """Which backends there are: a name for `Group(backend=...)` -> (available, reason if it is not)."""
-    cuda_reason = _native.cuda_reason() or "this version has no CUDA kernels for dispatch and combine yet"
-    return {"cuda": BackendStatus(False, cuda_reason), "reference": BackendStatus(True, "")}
+    reason = _cuda_reason()
+    return {"cuda": BackendStatus(reason is None, reason or ""), "reference": BackendStatus(True, "")}
 
 
-def choose(requested: str, platform: str) -> str:
-    """The backend that a group on devices of `platform` uses when its user asks for `requested`."""
+def choose(requested: str, mesh: jax.sharding.Mesh) -> str:
+    """The backend for a group on `mesh` whose user asks for `requested`."""
     known = backends()
     if requested != "auto" and requested not in known:
         raise ValueError(f"backend is {requested!r}; it must be 'auto' or one of {sorted(known)}")
-    if requested == "auto":
-        if platform != "gpu":
-            return "reference"
-        if known["cuda"].available:
-            return "cuda"
-        warnings.warn(f"jax_ep uses the slow reference backend on GPUs: {known['cuda'].reason}", stacklevel=4)
-        return "reference"
-    if not known[requested].available:
-        raise ValueError(
-            f"backend is {requested!r}, which cannot be used here: {known[requested].reason}. "
-            "Use backend='auto' to take the best one there is."
-        )
-    return requested
+    if requested == "reference":
+        return requested
+    on_gpus = mesh.devices.flat[0].platform == "gpu"
+    reason = known["cuda"].reason if on_gpus else "the mesh's devices are not GPUs"
+    if not reason and any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        reason = "the mesh has devices of other processes, and it spans one process only"
+    if not reason:
+        return "cuda"
+    if requested == "cuda":
+        raise ValueError(f"backend is 'cuda', which cannot be used here: {reason}. Use backend='auto' or 'reference'.")
+    if on_gpus:
+        warnings.warn(f"jax_ep uses the slow reference backend on GPUs: {reason}", stacklevel=4)
+    return "reference"
 
 
 def open_backend(name: str, group: Group) -> Backend:
     """Makes the backend `name`, as returned by `choose`, for `group`."""
-    del name  # one so far
-    return ReferenceBackend(group)
+    return CudaBackend(group) if name == "cuda" else ReferenceBackend(group)
+
+
+def _cuda_reason() -> str | None:
+    """Why the CUDA backend cannot be used, or None."""
+    if reason := _native.cuda_reason():
+        return reason
+    try:
+        devices = jax.local_devices(backend="gpu")
+    except RuntimeError:
+        return "JAX sees no GPU; install jax_ep[cuda13] on a machine with an NVIDIA driver"
+    oldest = min(devices, key=lambda device: float(device.compute_capability))
+    if float(oldest.compute_capability) < 9.0:
+        return f"{oldest.device_kind} has compute capability {oldest.compute_capability}; the kernels need 9.0 (Hopper)"
+    return None

@@ -8,7 +8,7 @@ do. Rows that hold no token are always zero here.
 from __future__ import annotations
 
 import operator
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -38,6 +38,9 @@ class ReferenceBackend:
 
     def close(self) -> None:
         self.closed = True
+
+    def check(self) -> None:
+        """Nothing fails here that JAX does not report."""
 
     def dispatch(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
@@ -94,17 +97,19 @@ class ReferenceBackend:
         products = jnp.sum(rows * y.astype(jnp.float32), axis=-1)
         return y_cotangent, jnp.where(holds_token, products, 0)
 
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None) -> AllToAll:
-        splits, rows = self._blocks(splits, x.shape[0])
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
+        del zero_pad  # always zero here
+        blocks = _layouts.split_blocks(splits, x.shape[0], self._group.num_ranks)
+        rows = _rows_of_blocks(blocks, x.shape[0])
         scales = None
         if wire is not None:
             x, scales = _wires.quantize(x, wire)
             scales = self._exchange(_take(scales, rows))
-        return AllToAll(self._exchange(_take(x, rows)), self._exchange(splits), scales, self._group)
+        return AllToAll(self._exchange(_take(x, rows)), self._exchange(blocks.splits), scales, self._group)
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows, hidden = y.shape[1:]
-        _, rows = self._blocks(splits, num_rows)
+        rows = _rows_of_blocks(_layouts.split_blocks(splits, num_rows, self._group.num_ranks), num_rows)
         back = self._exchange(y).reshape(-1, hidden)
         return jnp.zeros_like(y[0]).at[rows.reshape(-1)].set(back, mode="drop")
 
@@ -139,15 +144,6 @@ class ReferenceBackend:
         zeros = jnp.zeros(_size(route.rows_shape), jnp.float32)
         return zeros.at[row].set(weights, mode="drop").reshape(route.rows_shape)
 
-    def _blocks(self, splits: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-        """Cuts rows sorted by expert: (splits [R, E_local] that fit in num_rows, row [R, M] of each rank's block)."""
-        ends = jnp.minimum(jnp.cumsum(jnp.maximum(splits, 0), dtype=jnp.int32), num_rows)
-        splits = jnp.diff(ends, prepend=0).reshape(self._group.num_ranks, -1)
-        sizes = jnp.sum(splits, axis=1, dtype=jnp.int32)
-        first = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-        place = jnp.arange(num_rows, dtype=jnp.int32)
-        return splits, jnp.where(place < sizes[:, None], first[:, None] + place, num_rows)
-
     def _gather(self, x: jax.Array) -> jax.Array:
         """Every rank's x: [R, ...]."""
         return _as_bits(lambda bits: lax.all_gather(bits, self._group.axis_name), x)
@@ -173,6 +169,12 @@ def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.
     return total
 
 
+def _rows_of_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
+    """The row that each place of each rank's block holds: [R, M] int32."""
+    place = jnp.arange(num_rows, dtype=jnp.int32)
+    return jnp.where(place < blocks.sizes[:, None], blocks.first_row[:, None] + place, num_rows)
+
+
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index], zero where index is one past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
@@ -182,9 +184,16 @@ def _size(shape: tuple[int, ...]) -> int:
     return reduce(operator.mul, shape)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _as_bits(move: Any, x: jax.Array) -> jax.Array:
     """Moves floating-point x as integers, so that no compiler pass may widen, flush or otherwise change a value."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return move(x)
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return lax.bitcast_convert_type(move(bits), x.dtype)
+
+
+@_as_bits.defjvp
+def _as_bits_jvp(move: Any, primals: Any, tangents: Any) -> Any:
+    # The rules of the public functions come first; without this, a second derivative would be a silent zero.
+    raise TypeError("jax_ep's operations have first derivatives in reverse mode only")

@@ -1,0 +1,104 @@
+"""Run a function on every device of a mesh, NumPy in and NumPy out, and compare with the oracle."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import oracle
+from shapes import np_dtype, random_array
+
+COMBINE_BOUND = {"bfloat16": 5e-3, "float16": 6e-4, "float32": 1e-6}
+
+
+def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> Mesh:
+    """A mesh over the first devices; the test is skipped where there are too few."""
+    size = int(np.prod(shape))
+    if size > len(jax.devices()):
+        pytest.skip(f"needs {size} devices, there are {len(jax.devices())}")
+    return Mesh(np.array(jax.devices()[:size]).reshape(shape), axis_names)
+
+
+def spmd(fn: Callable, mesh: Mesh, *, check_vma: bool = True, replicated: tuple[int, ...] = ()) -> Callable:
+    """shard_map of fn over all axes of mesh, for global arrays whose leading axes are those of the mesh.
+
+    fn sees and returns one device's part, without those axes. Arguments listed in `replicated` have no such axes:
+    every device gets the whole.
+    """
+    lead = mesh.devices.ndim
+    split = PartitionSpec(*mesh.axis_names)
+
+    def on_device(*args):
+        args = [
+            arg if i in replicated else jax.tree.map(lambda a: a.reshape(a.shape[lead:]), arg)
+            for i, arg in enumerate(args)
+        ]
+        return jax.tree.map(lambda a: a[(None,) * lead], fn(*args))
+
+    @functools.wraps(fn)
+    def run(*args):
+        in_specs = tuple(PartitionSpec() if i in replicated else split for i in range(len(args)))
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=check_vma)
+        return mapped(*args)
+
+    return run
+
+
+def run_spmd(fn: Callable, mesh: Mesh, *args, **options):
+    """`fn` compiled and run once on every device; a pytree of NumPy arrays."""
+    return to_numpy(jax.jit(spmd(fn, mesh, **options))(*args))
+
+
+def to_numpy(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def assert_same_bits(actual, expected, what: str = "") -> None:
+    """Equal dtype, shape and bits: -0 is not 0, and a NaN equals itself."""
+    actual, expected = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
+    assert actual.dtype == expected.dtype, what
+    assert actual.shape == expected.shape, what
+    bits = f"u{actual.dtype.itemsize}"
+    np.testing.assert_array_equal(actual.view(bits), expected.view(bits), err_msg=what)
+
+
+def assert_trees_same_bits(actual, expected) -> None:
+    """The same structure, and the same bits in every leaf."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(a, b, jax.tree_util.keystr(path))
+
+
+def assert_dispatched(recv, expected: oracle.Dispatched, *, zero_pad: bool = False) -> None:
+    """All that the contract promises about recv; with zero_pad, x is zero in every row that holds no token."""
+    route = expected.route
+    for name in ("counts", "group_sizes", "num_dropped"):
+        assert_same_bits(getattr(recv, name), getattr(route, name), name)
+    assert_same_bits(recv.weights, expected.weights, "weights")
+    assert recv.x.shape == expected.x.shape
+    promised = np.ones_like(route.is_token) if zero_pad else route.is_token | route.is_alignment
+    assert_same_bits(recv.x[promised], expected.x[promised], "x")
+    if expected.scales is None:
+        assert recv.scales is None
+    else:
+        assert recv.scales.shape == expected.scales.shape
+        assert_same_bits(recv.scales[route.is_token], expected.scales[route.is_token], "scales")
+
+
+def assert_combined(out, y, weights, route: oracle.Route, *, dtype: str) -> None:
+    """out [R, T, H] lies within the contract's bound for y of this dtype."""
+    total, magnitude = oracle.combine(y, weights, route)
+    assert out.shape == total.shape
+    error = np.linalg.norm(out.astype(np.float64) - total)
+    assert error <= COMBINE_BOUND[dtype] * np.linalg.norm(magnitude)
+    assert not out[magnitude == 0].any(), "a token without any row must be zero"
+
+
+def random_rows(route: oracle.Route, hidden: int, dtype: str, seed: int = 1) -> np.ndarray:
+    """Experts' outputs [R, *rows, H]: NaN in every row that holds no token, as nobody may read those."""
+    y = random_array(np.random.default_rng(seed), (*route.is_token.shape, hidden), dtype)
+    y[~route.is_token] = np.array(np.nan, np_dtype(dtype))
+    return y

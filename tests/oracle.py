@@ -1,0 +1,203 @@
+"""What jax_ep must return, in NumPy, for all ranks of an expert-parallel group at once.
+
+Shares no code with jax_ep and is written for clarity: it states the contract a second time. The leading axis of every
+array is the rank. Only `dense_moe`, whose gradients JAX takes, is JAX.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP8_MAX = np.float32(448)
+CHANNELS_PER_SCALE = 128
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where every row of the receive buffers came from; `rows` is [E_local, capacity] or [capacity]."""
+
+    source: np.ndarray  # [R, *rows, 3]: source rank, token, k; -1 in rows that hold no token
+    is_alignment: np.ndarray  # [R, *rows] bool: rows that only round a group up
+    counts: np.ndarray  # [R, E_local] int32
+    group_sizes: np.ndarray  # [R, E_local] int32
+    num_dropped: np.ndarray  # [R] int32
+    topk_shape: tuple[int, int, int]  # R, T, K
+
+    @property
+    def is_token(self) -> np.ndarray:
+        """[R, *rows] bool: rows that hold a token."""
+        return self.source[..., 0] >= 0
+
+    @property
+    def kept(self) -> np.ndarray:
+        """[R, T, K] bool, by source: choices that found an expert and room there."""
+        kept = np.zeros(self.topk_shape, bool)
+        kept[tuple(self.source[self.is_token].T)] = True
+        return kept
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """values [R, T, ...] of the sources, as rows [R, *rows, ...]; zero where there is no token."""
+        rank, token, _ = np.moveaxis(self.source, -1, 0)
+        rows = values[rank, token]
+        rows[~self.is_token] = 0
+        return rows
+
+    def gather_choices(self, values: np.ndarray) -> np.ndarray:
+        """values [R, T, K] of the sources, as rows [R, *rows]; zero where there is no token."""
+        return np.where(self.is_token, values[tuple(np.moveaxis(self.source, -1, 0))], 0)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What dispatch returns, x and scales zero in rows that hold no token."""
+
+    x: np.ndarray
+    weights: np.ndarray
+    scales: np.ndarray | None
+    route: Route
+
+
+def default_capacity(num_ranks, tokens, top_k, experts_per_rank, layout, alignment=1) -> int:
+    """Rows that are enough unless a token names one expert twice."""
+    if layout == "expert":
+        return num_ranks * tokens
+    rows = num_ranks * tokens * min(top_k, experts_per_rank) + experts_per_rank * (alignment - 1)
+    return round_up(rows, alignment)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def needed_capacity(topk_idx, num_experts, layout, alignment=1) -> int:
+    """The least capacity, a multiple of alignment, at which no rank drops a row."""
+    num_ranks = len(topk_idx)
+    counts = np.array([np.sum(topk_idx == expert) for expert in range(num_experts)]).reshape(num_ranks, -1)
+    aligned = round_up(counts, alignment)
+    return int(aligned.max() if layout == "expert" else aligned.sum(axis=1).max())
+
+
+def route(topk_idx, *, num_experts, layout, capacity=None, alignment=1) -> Route:
+    """The places of all rows: by local expert, source rank, source token, k; the lowest rows are kept."""
+    num_ranks, tokens, top_k = topk_idx.shape
+    experts_per_rank = num_experts // num_ranks
+    if capacity is None:
+        capacity = default_capacity(num_ranks, tokens, top_k, experts_per_rank, layout, alignment)
+    rows = (experts_per_rank, capacity) if layout == "expert" else (capacity,)
+    source = np.full((num_ranks, *rows, 3), -1)
+    is_alignment = np.zeros((num_ranks, *rows), bool)
+    counts = np.zeros((num_ranks, experts_per_rank), np.int32)
+    group_sizes = np.zeros_like(counts)
+    num_dropped = np.zeros(num_ranks, np.int32)
+    for rank in range(num_ranks):
+        start = 0
+        for expert in range(experts_per_rank):
+            # argwhere lists source rank, token, k in just the order that rows keep.
+            wanted = np.argwhere(topk_idx == rank * experts_per_rank + expert)
+            count = min(len(wanted), capacity - start)
+            counts[rank, expert] = count
+            num_dropped[rank] += len(wanted) - count
+            if layout == "expert":
+                group_sizes[rank, expert] = count
+                source[rank, expert, :count] = wanted[:count]
+            else:
+                size = group_sizes[rank, expert] = round_up(count, alignment)
+                source[rank, start : start + count] = wanted[:count]
+                is_alignment[rank, start + count : start + size] = True
+                start += size
+    return Route(source, is_alignment, counts, group_sizes, num_dropped, topk_idx.shape)
+
+
+def dispatch(x, topk_idx, topk_weights, *, wire=None, dequantize_to=None, **layout) -> Dispatched:
+    """x is [R, T, H] or already quantised, (x_fp8 [R, T, H], scales [R, T, H/128]); `layout` as for `route`."""
+    where = route(topk_idx, **layout)
+    if topk_weights is None:
+        topk_weights = np.ones(topk_idx.shape, np.float32)
+    payload, scales = x if isinstance(x, tuple) else (x, None)
+    if wire is not None:
+        payload, scales = quantize(x, wire)
+    if dequantize_to is not None:
+        payload, scales = dequantize(payload, scales, dequantize_to), None
+    return Dispatched(
+        x=where.gather(payload),
+        weights=where.gather_choices(topk_weights),
+        scales=None if scales is None else where.gather(scales),
+        route=where,
+    )
+
+
+def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
+    """float8_e4m3fn of x [..., H] with one float32 scale per 128 channels, every step rounded to float32."""
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+    amax = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-4))
+    scale = amax * (np.float32(1) / FP8_MAX)
+    if wire == "fp8":
+        scaled = blocks * (FP8_MAX / amax)[..., None]
+    else:
+        mantissa, exponent = np.frexp(scale)
+        exponent -= mantissa == 0.5  # a power of two already
+        scale = np.ldexp(np.float32(1), exponent)
+        scaled = blocks / scale[..., None]
+    assert scaled.dtype == scale.dtype == np.float32
+    return np.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8).reshape(x.shape), scale
+
+
+def dequantize(x_fp8, scales, dtype) -> np.ndarray:
+    return (x_fp8.astype(np.float32) * np.repeat(scales, CHANNELS_PER_SCALE, axis=-1)).astype(dtype)
+
+
+def combine(y, weights, where: Route) -> tuple[np.ndarray, np.ndarray]:
+    """The sum for every token and the sum of its terms' absolute values, both [R, T, H] float64.
+
+    y [R, *rows, H]; weights [R, *rows], or None for the unweighted combine.
+    """
+    rank, token, _ = where.source[where.is_token].T
+    terms = y[where.is_token].astype(np.float64)
+    if weights is not None:
+        terms *= weights[where.is_token].astype(np.float64)[:, None]
+    total = np.zeros((*where.topk_shape[:2], y.shape[-1]))
+    magnitude = np.zeros_like(total)
+    np.add.at(total, (rank, token), terms)
+    np.add.at(magnitude, (rank, token), np.abs(terms))
+    return total, magnitude
+
+
+def all_to_all(x, splits) -> tuple[np.ndarray, np.ndarray]:
+    """x [R, M, H] sorted by expert, splits [R, E] -> blocks [R, R, M, H], zero where nothing came, [R, R, E_local]."""
+    num_ranks = len(x)
+    by_rank = splits.reshape(num_ranks, num_ranks, -1)
+    blocks = np.zeros((num_ranks, *x.shape), x.dtype)
+    for source in range(num_ranks):
+        start = 0
+        for target, n in enumerate(by_rank[source].sum(axis=-1)):
+            blocks[target, source, :n] = x[source, start : start + n]
+            start += n
+    return blocks, by_rank.swapaxes(0, 1)
+
+
+def all_to_all_back(y, splits) -> np.ndarray:
+    """y [R, R, M, H] and the senders' splits [R, E] -> [R, M, H], zero beyond what had been sent."""
+    num_ranks = len(y)
+    back = np.zeros(y.shape[1:], y.dtype)
+    for source in range(num_ranks):
+        start = 0
+        for target, n in enumerate(splits[source].reshape(num_ranks, -1).sum(axis=-1)):
+            back[source, start : start + n] = y[target, source, :n]
+            start += n
+    return back
+
+
+def dense_moe(x, topk_idx, topk_weights, experts) -> jax.Array:
+    """Every expert on every token, in float32, for JAX to differentiate.
+
+    x [tokens, H], topk_idx and topk_weights [tokens, K], experts [E, H, H]; expert e computes tanh(x @ experts[e]).
+    """
+    x, experts = x.astype(jnp.float32), experts.astype(jnp.float32)
+    outputs = jnp.tanh(jnp.einsum("th,ehf->tef", x, experts, precision="highest"))
+    # one_hot of an id outside [0, E) is a row of zeros: no expert.
+    gates = jnp.einsum("tk,tke->te", topk_weights, jax.nn.one_hot(topk_idx, len(experts)), precision="highest")
+    return jnp.einsum("te,tef->tf", gates, outputs, precision="highest")

@@ -1,0 +1,247 @@
+"""dispatch: rows, places, counts, capacity and padding, bit for bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jax_ep as ep
+import oracle
+from helpers import assert_dispatched, assert_same_bits, make_mesh, run_spmd, spmd, to_numpy
+from shapes import ROUTINGS, SMALL, make_inputs
+
+SMALL_F32 = dataclasses.replace(SMALL, dtype="float32", hidden=16)
+
+
+def check_dispatch(group, mesh, inputs, *, layout, zero_pad=None, **options):
+    """Runs one dispatch, compares it with the oracle, and returns what the oracle says."""
+    expected = oracle.dispatch(*inputs, num_experts=group.num_experts, layout=layout, **options)
+
+    def dispatch(x, topk_idx, topk_weights):
+        return ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=zero_pad, **options)
+
+    recv = run_spmd(dispatch, mesh, *inputs)
+    assert_dispatched(recv, expected, zero_pad=zero_pad is True)
+    return expected
+
+
+@pytest.fixture(scope="module")
+def small_dispatch(make_group, any_mesh, layout):
+    """dispatch of the small shape, compiled once for all routings."""
+    group = make_group(any_mesh, SMALL)
+    return jax.jit(spmd(lambda *inputs: ep.dispatch(*inputs, group=group, layout=layout), any_mesh))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing_at_every_ep_size(small_dispatch, any_mesh, layout, routing):
+    inputs = make_inputs(SMALL, any_mesh.size, routing)
+    expected = oracle.dispatch(*inputs, num_experts=SMALL.num_experts, layout=layout)
+    assert_dispatched(to_numpy(small_dispatch(*inputs)), expected)
+
+
+def test_same_bits_on_every_run(small_dispatch, any_mesh, layout):
+    """All but the padding, which is unspecified; the oracle comparison is exact."""
+    inputs = make_inputs(SMALL, any_mesh.size)
+    expected = oracle.dispatch(*inputs, num_experts=SMALL.num_experts, layout=layout)
+    for _ in range(5):
+        assert_dispatched(to_numpy(small_dispatch(*inputs)), expected)
+
+
+def test_one_expert_per_rank(make_group, any_mesh, layout):
+    shape = dataclasses.replace(SMALL_F32, num_experts=any_mesh.size, top_k=min(2, any_mesh.size))
+    check_dispatch(make_group(any_mesh, shape), any_mesh, make_inputs(shape, any_mesh.size), layout=layout)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtypes_and_padding_with_zeros(make_group, mesh, layout, dtype):
+    shape = dataclasses.replace(SMALL, dtype=dtype)
+    inputs = make_inputs(shape, mesh.size, "uneven")
+    check_dispatch(make_group(mesh, shape), mesh, inputs, layout=layout, zero_pad=True)
+
+
+def test_padding_is_zero_when_differentiated(make_group, mesh, layout):
+    """zero_pad=None: the experts' own gradients may read the padding, so that it must be zero then."""
+    group = make_group(mesh, SMALL_F32)
+    inputs = make_inputs(SMALL_F32, mesh.size, "uneven")
+
+    def forward_of_vjp(x, topk_idx, topk_weights):
+        return jax.vjp(lambda x: ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout), x)[0]
+
+    recv = run_spmd(forward_of_vjp, mesh, *inputs)
+    assert_dispatched(recv, oracle.dispatch(*inputs, num_experts=group.num_experts, layout=layout), zero_pad=True)
+
+
+def test_no_weights_means_ones(make_group, mesh, layout):
+    x, topk_idx, _ = make_inputs(SMALL_F32, mesh.size, "uneven")
+    check_dispatch(make_group(mesh, SMALL_F32), mesh, (x, topk_idx, None), layout=layout)
+
+
+def test_rows_keep_every_bit(make_group, mesh, layout):
+    """NaN, infinity, -0 and subnormal values travel like any other, and spoil no other row."""
+    inputs = make_inputs(SMALL_F32, mesh.size)
+    inputs.x[:, ::2, :5] = [np.nan, -np.inf, -0.0, 1e-45, -np.nan]
+    check_dispatch(make_group(mesh, SMALL_F32), mesh, inputs, layout=layout)
+
+
+def test_default_capacity(make_group, mesh):
+    group = make_group(mesh, SMALL)
+    inputs = make_inputs(SMALL, mesh.size)
+    rows = mesh.size * SMALL.tokens
+    experts_per_rank = SMALL.num_experts // mesh.size
+
+    def shapes(**options):
+        dispatch = spmd(lambda *inputs: ep.dispatch(*inputs, group=group, **options), mesh)
+        recv = jax.eval_shape(dispatch, *inputs)
+        return recv.x.shape[1:], recv.weights.shape[1:]
+
+    assert shapes(layout="expert") == ((experts_per_rank, rows, SMALL.hidden), (experts_per_rank, rows))
+    for alignment in (1, 8, 128):
+        capacity = rows * min(SMALL.top_k, experts_per_rank) + experts_per_rank * (alignment - 1)
+        capacity = -(-capacity // alignment) * alignment
+        assert shapes(layout="ragged", alignment=alignment) == ((capacity, SMALL.hidden), (capacity,))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "hot_expert"])
+@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize("shortage", ["none", "one", "most"])
+def test_capacity(make_group, mesh, layout, alignment, shortage, routing):
+    """Exactly what is needed, one unit (an alignment) less, and far less; what is left over is counted."""
+    inputs = make_inputs(SMALL_F32, mesh.size, routing)
+    needed = oracle.needed_capacity(inputs.topk_idx, SMALL_F32.num_experts, layout, alignment)
+    capacity = {"none": needed, "one": needed - alignment, "most": oracle.round_up(needed // 4, alignment)}[shortage]
+    capacity = max(capacity, alignment)
+    group = make_group(mesh, SMALL_F32)
+    expected = check_dispatch(group, mesh, inputs, layout=layout, alignment=alignment, capacity=capacity)
+    assert expected.route.num_dropped.any() == (capacity < needed)
+
+
+def test_duplicates_beyond_the_default_capacity_are_counted(make_group, mesh, layout):
+    inputs = make_inputs(SMALL_F32, mesh.size)
+    inputs.topk_idx[:] = SMALL_F32.num_experts - 1
+    expected = check_dispatch(make_group(mesh, SMALL_F32), mesh, inputs, layout=layout)
+    rows_sent = inputs.topk_idx.size
+    assert expected.route.counts.sum() + expected.route.num_dropped.sum() == rows_sent
+    assert layout == "ragged" or expected.route.num_dropped[-1] > 0
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 16, 128])
+@pytest.mark.parametrize("zero_pad", [True, False])
+def test_alignment_of_ragged_groups(make_group, mesh, alignment, zero_pad):
+    """Rows that alignment adds are zero whatever zero_pad says, as a grouped matmul reads them."""
+    inputs = make_inputs(SMALL_F32, mesh.size, "uneven")
+    group = make_group(mesh, SMALL_F32)
+    expected = check_dispatch(group, mesh, inputs, layout="ragged", alignment=alignment, zero_pad=zero_pad)
+    assert not (expected.route.group_sizes % alignment).any()
+
+
+def test_alignment_leaves_group_sizes_of_the_expert_layout(make_group, mesh):
+    inputs = make_inputs(SMALL_F32, mesh.size, "uneven")
+    check_dispatch(make_group(mesh, SMALL_F32), mesh, inputs, layout="expert", alignment=16, capacity=32)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_fewer_tokens_than_the_group_allows(make_group, mesh, layout, tokens):
+    inputs = make_inputs(SMALL_F32, mesh.size)
+    group = make_group(mesh, SMALL_F32)
+
+    def dispatch_first(*inputs):
+        return ep.dispatch(*(a[:tokens] for a in inputs), group=group, layout=layout)
+
+    recv = run_spmd(dispatch_first, mesh, *inputs)
+    first = (a[:, :tokens] for a in inputs)
+    assert_dispatched(recv, oracle.dispatch(*first, num_experts=SMALL_F32.num_experts, layout=layout))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_names", [("data", "ep"), ("ep", "data")], ids="-".join)
+def test_every_setting_of_the_other_axes_is_a_group(make_group, layout, axis_names, check_vma):
+    mesh = make_mesh((2, 2), axis_names)
+    group = make_group(mesh, SMALL_F32)
+    replicas = [make_inputs(SMALL_F32, 2, "uneven", seed) for seed in range(2)]
+    data_axis = axis_names.index("data")
+    inputs = [np.stack(arrays, axis=data_axis) for arrays in zip(*replicas, strict=True)]
+
+    def dispatch(*inputs):
+        return ep.dispatch(*inputs, group=group, layout=layout)
+
+    recv = run_spmd(dispatch, mesh, *inputs, check_vma=check_vma)
+    for replica, its_inputs in enumerate(replicas):
+        its_recv = jax.tree.map(lambda a, i=replica: np.take(a, i, axis=data_axis), recv)
+        assert_dispatched(its_recv, oracle.dispatch(*its_inputs, num_experts=group.num_experts, layout=layout))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_mesh_in_context(make_group, mesh, layout, axis_type):
+    """A mesh with devices in another order, of either type of axes, that shard_map takes from the context."""
+    mesh = Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=(axis_type,))
+    group = make_group(mesh, SMALL_F32)
+    inputs = make_inputs(SMALL_F32, mesh.size)
+    by_rank = PartitionSpec("ep")
+
+    def dispatch(*inputs):
+        recv = ep.dispatch(*(a[0] for a in inputs), group=group, layout=layout)
+        return jax.tree.map(lambda a: a[None], recv)
+
+    with jax.set_mesh(mesh):
+        arguments = jax.device_put(inputs, NamedSharding(mesh, by_rank))
+        recv = to_numpy(jax.jit(jax.shard_map(dispatch, in_specs=by_rank, out_specs=by_rank))(*arguments))
+    assert_dispatched(recv, oracle.dispatch(*inputs, num_experts=SMALL_F32.num_experts, layout=layout))
+
+
+def test_permuted_mesh_is_an_error_or_right(make_group, mesh, layout):
+    """The ranks are those of the shard_map at hand. Kernels cannot follow: they poison the result and say so."""
+    group = make_group(mesh, SMALL_F32)
+    permuted = Mesh(np.roll(mesh.devices, 1), mesh.axis_names)
+    inputs = make_inputs(SMALL_F32, mesh.size)
+    if group.backend == "reference" or mesh.size == 1:
+        check_dispatch(group, permuted, inputs, layout=layout)
+        return
+    recv = run_spmd(lambda *inputs: ep.dispatch(*inputs, group=group, layout=layout), permuted, *inputs)
+    assert (recv.counts == 0).all()
+    assert (recv.num_dropped == -1).all()
+    with pytest.raises(ep.Error, match="mesh"):
+        group.check()
+    with pytest.raises(ep.Error, match="mesh"):
+        run_spmd(lambda *inputs: ep.dispatch(*inputs, group=group, layout=layout).counts, mesh, *inputs)
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [("float32", 128), ("float32", 4), ("bfloat16", 256), ("float16", 8)])
+def test_dispatch_like(make_group, mesh, layout, dtype, hidden):
+    """Another dtype and another width take the saved route, as long as the row is no longer than the group's."""
+    shape = dataclasses.replace(SMALL, hidden=256)
+    group = make_group(mesh, shape)
+    inputs = make_inputs(shape, mesh.size, "uneven")
+    other = make_inputs(dataclasses.replace(shape, dtype=dtype, hidden=hidden), mesh.size, seed=1).x
+    capacity = oracle.needed_capacity(inputs.topk_idx, shape.num_experts, layout) - 1
+    route = oracle.route(inputs.topk_idx, num_experts=shape.num_experts, layout=layout, capacity=capacity)
+
+    def dispatch_like(other, *inputs):
+        return ep.dispatch_like(other, ep.dispatch(*inputs, group=group, layout=layout, capacity=capacity))
+
+    rows = run_spmd(dispatch_like, mesh, other, *inputs)
+    assert rows.shape == (*route.is_token.shape, hidden)
+    assert_same_bits(rows[route.is_token], route.gather(other)[route.is_token])
+
+
+def test_two_groups_in_one_program(make_group, mesh, layout):
+    """Groups share nothing: other shapes, dtypes and numbers of experts side by side."""
+    wide = dataclasses.replace(SMALL, num_experts=8, top_k=2, hidden=64, tokens=5)
+    groups = [make_group(mesh, shape) for shape in (SMALL_F32, wide)]
+    all_inputs = [make_inputs(shape, mesh.size, "uneven") for shape in (SMALL_F32, wide)]
+
+    def dispatch_both(*all_inputs):
+        return [ep.dispatch(*i, group=g, layout=layout) for i, g in zip(all_inputs, groups, strict=True)]
+
+    for recv, inputs, group in zip(run_spmd(dispatch_both, mesh, *all_inputs), all_inputs, groups, strict=True):
+        assert_dispatched(recv, oracle.dispatch(*inputs, num_experts=group.num_experts, layout=layout))
+
+
+def test_types_under_x64(make_group, mesh, layout):
+    """64-bit mode changes neither a type nor a bit."""
+    group = make_group(mesh, SMALL_F32)
+    with jax.enable_x64(True):
+        check_dispatch(group, mesh, make_inputs(SMALL_F32, mesh.size, "uneven"), layout=layout)
+        assert jnp.asarray(1.0).dtype == jnp.float64

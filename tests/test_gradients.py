@@ -1,0 +1,273 @@
+"""Gradients, against a dense MoE that JAX differentiates and against the oracle's transposes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jax_ep as ep
+import oracle
+from helpers import COMBINE_BOUND, assert_same_bits, make_mesh, random_rows, run_spmd, spmd, to_numpy
+from shapes import SMALL, make_inputs, np_dtype, random_array
+
+SHAPE = dataclasses.replace(SMALL, hidden=32, dtype="float32")
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def moe(x, topk_idx, topk_weights, experts, *, group, **options):
+    """One MoE layer on one device; experts [E_local, H, H]."""
+    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, **options)
+    if options["layout"] == "ragged":
+        y = jax.lax.ragged_dot(recv.x, experts, recv.group_sizes, precision="highest")
+    else:
+        y = jnp.einsum("ech,ehf->ecf", recv.x, experts, precision="highest")
+    return ep.combine(jnp.tanh(y), recv)
+
+
+def make_case(shape, num_ranks, routing="uneven"):
+    """x, topk_idx, topk_weights, experts [R, E_local, H, H], and the cotangent of the output."""
+    rng = np.random.default_rng(4)
+    experts = random_array(rng, (num_ranks, shape.num_experts // num_ranks, shape.hidden, shape.hidden), "float32")
+    cotangent = random_array(rng, (num_ranks, shape.tokens, shape.hidden), "float32")
+    inputs = make_inputs(shape, num_ranks, routing)
+    return *inputs, (experts / np.sqrt(shape.hidden)).astype(np_dtype(shape.dtype)), cotangent
+
+
+def dense_gradients(x, topk_idx, topk_weights, experts, cotangent, kept=True):
+    """Value, and gradients in x, topk_weights and experts; choices that are not `kept` count as no expert's."""
+
+    def loss(x, topk_weights, experts):
+        flat = (a.reshape(-1, a.shape[-1]) for a in (x, topk_idx, jnp.where(kept, topk_weights, 0)))
+        out = oracle.dense_moe(*flat, experts.reshape(-1, *experts.shape[2:]))
+        return jnp.sum(out * cotangent.reshape(out.shape))
+
+    float32 = [np.asarray(a, np.float32) for a in (x, topk_weights, experts)]
+    return to_numpy(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*float32))
+
+
+def assert_close(actual, expected, tolerance):
+    for name, a, b in zip(("x", "topk_weights", "experts"), actual, expected, strict=True):
+        error = np.linalg.norm(a.astype(np.float32) - b)
+        assert error <= tolerance * np.linalg.norm(b), f"gradient in {name}"
+
+
+def check_against_dense(group, mesh, shape, case, *, check_vma=True, kept=True, **options):
+    x, topk_idx, topk_weights, experts, cotangent = case
+    layer = spmd(lambda *args: moe(*args, group=group, **options), mesh, check_vma=check_vma)
+
+    def loss(x, topk_weights, experts):
+        return jnp.sum(layer(x, topk_idx, topk_weights, experts).astype(jnp.float32) * cotangent)
+
+    value, gradients = to_numpy(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, topk_weights, experts))
+    dense_value, dense = dense_gradients(*case, kept)
+    np.testing.assert_allclose(value, dense_value, rtol=TOLERANCE[shape.dtype], atol=TOLERANCE[shape.dtype])
+    assert_close(gradients, dense, TOLERANCE[shape.dtype])
+    return gradients
+
+
+def test_moe_at_every_ep_size(make_group, any_mesh, layout):
+    check_against_dense(make_group(any_mesh, SHAPE), any_mesh, SHAPE, make_case(SHAPE, any_mesh.size), layout=layout)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_moe_in_bfloat16(make_group, mesh, layout, check_vma):
+    shape = dataclasses.replace(SHAPE, dtype="bfloat16")
+    group = make_group(mesh, shape)
+    check_against_dense(group, mesh, shape, make_case(shape, mesh.size), layout=layout, check_vma=check_vma)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_names", [("data", "ep"), ("ep", "data")], ids="-".join)
+def test_moe_whose_experts_are_replicated_over_the_data_axis(make_group, layout, axis_names, check_vma):
+    """The usual training step: tokens split over both axes, one gradient for all replicas of an expert."""
+    mesh = make_mesh((2, 2), axis_names)
+    group = make_group(mesh, SHAPE)
+    x, topk_idx, topk_weights, _, cotangent = (a.reshape(-1, a.shape[-1]) for a in make_case(SHAPE, 4))
+    experts = np.concatenate(make_case(SHAPE, 2)[3])
+    by_token, by_expert = PartitionSpec(axis_names), PartitionSpec("ep")
+    layer = jax.shard_map(
+        lambda *args: moe(*args, group=group, layout=layout),
+        mesh=mesh,
+        in_specs=(by_token, by_token, by_token, by_expert),
+        out_specs=by_token,
+        check_vma=check_vma,
+    )
+
+    def loss(x, topk_weights, experts):
+        return jnp.sum(layer(x, topk_idx, topk_weights, experts) * cotangent)
+
+    gradients = to_numpy(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, topk_weights, experts))
+    _, dense = dense_gradients(x, topk_idx, topk_weights, experts[None], cotangent)
+    assert_close(gradients, (*dense[:2], dense[2][0]), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("routing", ["duplicates", "hot_expert", "out_of_range", "nothing"])
+def test_dropped_choices_have_no_gradient(make_group, mesh, layout, routing):
+    capacity, alignment = {"expert": (8, 1), "ragged": (32, 8)}[layout]
+    case = make_case(SHAPE, mesh.size, routing)
+    options = {"layout": layout, "capacity": capacity, "alignment": alignment}
+    kept = oracle.route(case[1], num_experts=SHAPE.num_experts, **options).kept
+    _, dweights, _ = check_against_dense(make_group(mesh, SHAPE), mesh, SHAPE, case, kept=kept, **options)
+    assert not dweights[~kept].any()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_x_replicated_over_the_ep_axis(make_group, mesh, layout, check_vma):
+    """Every rank routes the same x its own way: the gradient is the sum over the ranks."""
+    x, topk_idx, topk_weights, experts, cotangent = make_case(SHAPE, mesh.size)
+    x[1:] = x[0]
+    group = make_group(mesh, SHAPE)
+    layer = spmd(lambda *args: moe(*args, group=group, layout=layout), mesh, check_vma=check_vma, replicated=(0,))
+
+    def loss(x, topk_weights, experts):
+        return jnp.sum(layer(x, topk_idx, topk_weights, experts) * cotangent)
+
+    gradients = to_numpy(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x[0], topk_weights, experts))
+    _, (dx, *others) = dense_gradients(x, topk_idx, topk_weights, experts, cotangent)
+    assert_close(gradients, (dx.sum(axis=0), *others), TOLERANCE["float32"])
+
+
+def test_all_inputs_replicated_over_the_ep_axis(make_group, mesh, layout):
+    """The same tokens on every rank, gradients taken inside the shard_map: still the sum over the ranks."""
+    x, topk_idx, topk_weights, experts, cotangent = make_case(SHAPE, mesh.size)
+    group = make_group(mesh, SHAPE)
+
+    def gradients(x, topk_idx, topk_weights, cotangent, experts):
+        def loss(x, topk_weights, experts):
+            return jnp.sum(moe(x, topk_idx, topk_weights, experts, group=group, layout=layout) * cotangent)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(x, topk_weights, experts)
+
+    shared = x[-1], topk_idx[-1], topk_weights[-1], cotangent[-1]
+    dx, dweights, dexperts = run_spmd(gradients, mesh, *shared, experts, replicated=(0, 1, 2, 3))
+    everywhere = [np.broadcast_to(a, (mesh.size, *a.shape)) for a in shared]
+    _, expected = dense_gradients(*everywhere[:3], experts, everywhere[3])
+    assert_close((dx[0], dweights[0], dexperts), (expected[0].sum(axis=0), expected[1].sum(axis=0), expected[2]), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_transposes_of_dispatch(make_group, mesh, layout, dtype):
+    """The cotangent of x is the unweighted combine of the rows', topk_weights' is gathered; padding is never read.
+
+    The same for every wire that dequantises on arrival: rounding on the way is differentiated straight through.
+    """
+    shape = dataclasses.replace(SMALL, dtype=dtype)
+    inputs = make_inputs(shape, mesh.size, "uneven")
+    route = oracle.route(inputs.topk_idx, num_experts=shape.num_experts, layout=layout)
+    drows = random_rows(route, shape.hidden, dtype)
+    dweights = random_array(np.random.default_rng(2), route.is_token.shape, "float32")
+    dweights[~route.is_token] = np.nan
+    group = make_group(mesh, shape)
+
+    def cotangents(drows, dweights, x, topk_idx, topk_weights):
+        def dispatch(x, topk_weights, **wire):
+            recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, **wire)
+            return recv.x, recv.weights
+
+        plain = jax.vjp(dispatch, x, topk_weights)[1]((drows, dweights))
+        options = {"dequantize": True, "wire": "fp8"}
+        through_fp8 = jax.vjp(lambda *args: dispatch(*args, **options), x, topk_weights)[1]((drows, dweights))
+        return plain, through_fp8
+
+    plain, through_fp8 = run_spmd(cotangents, mesh, drows, dweights, *inputs)
+    total, magnitude = oracle.combine(drows, None, route)
+    assert plain[0].dtype == drows.dtype
+    assert np.linalg.norm(plain[0] - total) <= COMBINE_BOUND[dtype] * np.linalg.norm(magnitude)
+    expected = np.zeros_like(inputs.topk_weights)
+    expected[tuple(route.source[route.is_token].T)] = dweights[route.is_token]
+    assert_same_bits(plain[1], expected)
+    for a, b in zip(plain, through_fp8, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_transposes_of_combine(make_group, mesh, layout, dtype):
+    """The cotangents of y and recv.weights, exactly zero in padding although y is NaN there."""
+    shape = dataclasses.replace(SMALL, dtype=dtype)
+    inputs = make_inputs(shape, mesh.size, "hot_expert")
+    options = {"layout": layout, "capacity": {"expert": 8, "ragged": 24}[layout]}
+    expected = oracle.dispatch(*inputs, num_experts=shape.num_experts, **options)
+    route = expected.route
+    y = random_rows(route, shape.hidden, dtype)
+    dout = random_array(np.random.default_rng(2), inputs.x.shape, dtype)
+    group = make_group(mesh, shape)
+
+    def cotangents(y, dout, *inputs):
+        recv = ep.dispatch(*inputs, group=group, **options)
+
+        def combine(y, weights):
+            return ep.combine(y, dataclasses.replace(recv, weights=weights))
+
+        return jax.vjp(combine, y, recv.weights)[1](dout)
+
+    dy, dweights = run_spmd(cotangents, mesh, y, dout, *inputs)
+    assert dy.dtype == y.dtype
+    assert dweights.dtype == np.float32
+    padding = ~route.is_token
+    assert not dy[padding].any()
+    assert not dweights[padding].any()
+    rows = route.gather(dout.astype(np.float64))
+    expected_dy = expected.weights[..., None] * rows
+    assert np.linalg.norm(dy - expected_dy) <= COMBINE_BOUND[dtype] * np.linalg.norm(expected_dy)
+    terms = np.where(padding[..., None], 0, y.astype(np.float64)) * rows
+    error = np.linalg.norm(dweights - terms.sum(axis=-1))
+    assert error <= COMBINE_BOUND[dtype] * np.linalg.norm(np.abs(terms).sum(axis=-1))
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [("float32", 64), ("bfloat16", 128)])
+def test_transpose_of_dispatch_like(make_group, mesh, layout, dtype, hidden):
+    inputs = make_inputs(SMALL, mesh.size, "uneven")
+    other = make_inputs(dataclasses.replace(SMALL, hidden=hidden, dtype=dtype), mesh.size, seed=1).x
+    route = oracle.route(inputs.topk_idx, num_experts=SMALL.num_experts, layout=layout)
+    drows = random_rows(route, hidden, dtype)
+    group = make_group(mesh, SMALL)
+
+    def cotangent(other, drows, *inputs):
+        recv = ep.dispatch(*inputs, group=group, layout=layout)
+        return jax.vjp(lambda other: ep.dispatch_like(other, recv), other)[1](drows)[0]
+
+    dother = run_spmd(cotangent, mesh, other, drows, *inputs)
+    assert dother.dtype == other.dtype
+    total, magnitude = oracle.combine(drows, None, route)
+    assert np.linalg.norm(dother - total) <= COMBINE_BOUND[dtype] * np.linalg.norm(magnitude)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2", None])
+def test_fp8_rows_are_not_differentiable(make_group, mesh, layout, wire):
+    """Neither those that a wire makes nor those that the caller has made: not even in topk_weights alone."""
+    group = make_group(mesh, SMALL)
+    x, topk_idx, topk_weights = make_inputs(SMALL, mesh.size)
+    if wire is None:
+        x = oracle.quantize(x, "fp8")
+
+    def gradient(x, topk_idx, topk_weights):
+        def loss(topk_weights):
+            recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, wire=wire)
+            return jnp.sum(ep.dequantize(recv) * recv.weights[..., None])
+
+        return jax.grad(loss)(topk_weights)
+
+    with pytest.raises(TypeError, match="dequantize=True"):
+        jax.eval_shape(spmd(gradient, mesh), x, topk_idx, topk_weights)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
+@pytest.mark.parametrize("op", [ep.dispatch, ep.all_to_all])
+def test_fp8_wires_are_not_differentiable_in_x(make_group, mesh, op, wire):
+    group = make_group(mesh, SMALL)
+
+    def gradient(x, topk_idx, topk_weights):
+        def loss(x):
+            if op is ep.dispatch:
+                recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged", wire=wire)
+            else:
+                recv = ep.all_to_all(x, jnp.zeros(group.num_experts, jnp.int32), group=group, wire=wire)
+            return jnp.sum(ep.dequantize(recv))
+
+        return jax.grad(loss)(x)
+
+    with pytest.raises(TypeError, match="dequantize=True"):
+        jax.eval_shape(spmd(gradient, mesh), *make_inputs(SMALL, mesh.size))

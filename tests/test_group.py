@@ -1,0 +1,83 @@
+"""Group and backends: what a group says about itself, and its life."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_ep as ep
+from shapes import SMALL
+
+
+@pytest.fixture
+def group(make_group, mesh):
+    return make_group(mesh, SMALL)
+
+
+def test_attributes(group, mesh, backend):
+    assert group.mesh == mesh
+    assert group.axis_name == "ep"
+    assert group.num_ranks == mesh.size
+    assert group.num_experts == SMALL.num_experts
+    assert group.experts_per_rank == SMALL.num_experts // mesh.size
+    assert group.top_k == SMALL.top_k
+    assert group.hidden == SMALL.hidden
+    assert group.max_tokens_per_rank == SMALL.tokens
+    assert group.dtype == jnp.bfloat16
+    assert group.backend == backend
+
+
+def test_memory_bytes(group, backend):
+    assert isinstance(group.memory_bytes, int)
+    assert group.memory_bytes == 0 if backend == "reference" else group.memory_bytes > 0
+
+
+def test_hash_is_by_identity(make_group, mesh):
+    first, second = (make_group(mesh, SMALL) for _ in range(2))
+    assert first == first
+    assert first != second
+    assert len({first, second, first}) == 2
+
+
+def test_is_a_static_argument(group):
+    """Usable as a static argument of jit, and so in a cache's key."""
+    assert jax.jit(lambda x, group: x * group.num_experts, static_argnames="group")(2, group=group) == 2 * 16
+
+
+def test_dtype_defaults_to_bfloat16_and_backend_to_auto(mesh):
+    with ep.Group(mesh, num_experts=16, top_k=2, hidden=128, max_tokens_per_rank=8) as group:
+        assert group.axis_name == "ep"
+        assert group.dtype == jnp.bfloat16
+        assert group.backend in ep.backends()
+
+
+def test_closing_twice_is_fine(make_group, mesh):
+    with make_group(mesh, SMALL) as group:
+        assert group.backend
+    group.close()
+
+
+def test_backends():
+    backends = ep.backends()
+    assert set(backends) >= {"reference", "cuda"}
+    assert backends["reference"].available
+    assert backends["cuda"].available or backends["cuda"].reason
+
+
+def test_auto_takes_the_best_backend(make_group, mesh):
+    best = "cuda" if ep.backends()["cuda"].available else "reference"
+    assert make_group(mesh, SMALL, backend="auto").backend == best
+
+
+def test_public_names():
+    """The contract's names are there, and nothing else is public."""
+    assert set(ep.__all__) >= {
+        "Group", "Dispatched", "AllToAll", "DispatchLayout", "BackendStatus", "backends",
+        "dispatch", "dispatch_start", "dispatch_done", "dispatch_like", "dequantize", "dispatch_layout",
+        "combine", "combine_start", "combine_done", "all_to_all", "all_to_all_back", "Error", "PeerTimeoutError",
+    }  # fmt: skip
+    assert all(getattr(ep, name).__doc__ for name in ep.__all__)
+
+
+def test_errors_share_a_base():
+    assert issubclass(ep.PeerTimeoutError, ep.Error)
+    assert issubclass(ep.Error, Exception)

@@ -1,0 +1,51 @@
+"""Routing that hypothesis makes up, in and out of range, against the oracle."""
+
+import dataclasses
+
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import jax_ep as ep
+import oracle
+from helpers import assert_combined, assert_dispatched, random_rows, spmd, to_numpy
+from shapes import SMALL, make_inputs
+
+SHAPE = dataclasses.replace(SMALL, num_experts=8, top_k=3, hidden=16, tokens=5, dtype="float32")
+OPTIONS = {
+    "default": {},
+    "one_row": {"capacity": 1},
+    "short": {"capacity": 12, "alignment": 4},
+    "aligned": {"capacity": 64, "alignment": 16},
+}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def case(request, make_group, mesh, layout):
+    """Options of dispatch, and a program for them: ids and y in, recv and the combination of y out."""
+    group = make_group(mesh, SHAPE)
+    options = {"layout": layout, **OPTIONS[request.param]}
+
+    def dispatch_combine(y, *inputs):
+        recv = ep.dispatch(*inputs, group=group, **options)
+        return recv, ep.combine(y, recv)
+
+    return jax.jit(spmd(dispatch_combine, mesh)), options
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_routing(case, mesh, data):
+    program, options = case
+    x, topk_idx, topk_weights = make_inputs(SHAPE, mesh.size)
+    # A few experts only, so that duplicates and crowds are as common as spread-out ids.
+    ids = data.draw(st.sampled_from([st.integers(-2, SHAPE.num_experts + 1), st.integers(3, 4), st.integers(-1, 0)]))
+    topk_idx = data.draw(hnp.arrays(np.int32, topk_idx.shape, elements=ids))
+    expected = oracle.dispatch(x, topk_idx, topk_weights, num_experts=SHAPE.num_experts, **options)
+    y = random_rows(expected.route, SHAPE.hidden, SHAPE.dtype)
+    recv, out = to_numpy(program(y, x, topk_idx, topk_weights))
+    assert_dispatched(recv, expected)
+    assert_combined(out, y, expected.weights, expected.route, dtype=SHAPE.dtype)

@@ -1,0 +1,113 @@
+"""The split form: start and done, in any order, each done once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_ep as ep
+from helpers import assert_same_bits, assert_trees_same_bits, run_spmd, spmd
+from shapes import SMALL, make_inputs
+
+SHAPE = dataclasses.replace(SMALL, hidden=128, dtype="float32")
+OPTIONS = {
+    "plain": {},
+    "short": {"capacity": 16, "alignment": 8},
+    "fp8": {"wire": "fp8"},
+    "dequantized": {"wire": "fp8_pow2", "dequantize": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_halves_make_the_whole(make_group, mesh, layout, options):
+    group = make_group(mesh, SHAPE)
+
+    def both_forms(*inputs):
+        settings = {"group": group, "layout": layout, "zero_pad": True, **options}
+        whole = ep.dispatch(*inputs, **settings)
+        halves = ep.dispatch_done(ep.dispatch_start(*inputs, **settings))
+        y = whole.x.astype(SHAPE.dtype) * 3
+        out = ep.combine(y, whole, out_dtype="bfloat16")
+        out_of_halves = ep.combine_done(ep.combine_start(y, halves, out_dtype="bfloat16"))
+        return (whole, out), (halves, out_of_halves)
+
+    whole, halves = run_spmd(both_forms, mesh, *make_inputs(SHAPE, mesh.size, "uneven"))
+    assert_trees_same_bits(halves, whole)
+
+
+def test_two_in_flight_and_done_out_of_order(make_group, mesh, layout):
+    """Two halves of a batch, the second one finished first, and a combine between the halves of a dispatch."""
+    group = make_group(mesh, SHAPE)
+    batches = [make_inputs(SHAPE, mesh.size, "uneven", seed) for seed in range(2)]
+
+    def whole(*batches):
+        recvs = [ep.dispatch(*batch, group=group, layout=layout, zero_pad=True) for batch in batches]
+        return recvs, [ep.combine(jnp.tanh(recv.x), recv) for recv in recvs]
+
+    def interleaved(*batches):
+        first, second = (ep.dispatch_start(*batch, group=group, layout=layout, zero_pad=True) for batch in batches)
+        second = ep.dispatch_done(second)
+        second_out = ep.combine_start(jnp.tanh(second.x), second)
+        first = ep.dispatch_done(first)
+        first_out = ep.combine_start(jnp.tanh(first.x), first)
+        second_out = ep.combine_done(second_out)
+        return [first, second], [ep.combine_done(first_out), second_out]
+
+    assert_trees_same_bits(run_spmd(interleaved, mesh, *batches), run_spmd(whole, mesh, *batches))
+
+
+def test_halves_are_differentiable(make_group, mesh, layout):
+    group = make_group(mesh, SHAPE)
+
+    def whole(x, topk_idx, topk_weights):
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout)
+        return jnp.sum(ep.combine(jnp.tanh(recv.x), recv) ** 2)
+
+    def halves(x, topk_idx, topk_weights):
+        recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout))
+        return jnp.sum(ep.combine_done(ep.combine_start(jnp.tanh(recv.x), recv)) ** 2)
+
+    def gradients(*inputs):
+        return [jax.grad(loss, argnums=(0, 2))(*inputs) for loss in (whole, halves)]
+
+    of_whole, of_halves = run_spmd(gradients, mesh, *make_inputs(SHAPE, mesh.size, "uneven"))
+    assert_trees_same_bits(of_halves, of_whole)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_a_second_done_is_an_error(make_group, mesh, layout, op):
+    group = make_group(mesh, SHAPE)
+
+    def done_twice(*inputs):
+        pending = ep.dispatch_start(*inputs, group=group, layout=layout)
+        done = ep.dispatch_done
+        if op == "combine":
+            recv = done(pending)
+            pending, done = ep.combine_start(recv.x, recv), ep.combine_done
+        return done(pending), done(pending)
+
+    with pytest.raises(ep.Error, match=f"{op}_done"):
+        jax.eval_shape(spmd(done_twice, mesh), *make_inputs(SHAPE, mesh.size))
+
+
+def test_done_in_both_branches_of_cond(make_group, mesh, layout):
+    """Only one branch runs, so that this is one done."""
+    group = make_group(mesh, SHAPE)
+    inputs = make_inputs(SHAPE, mesh.size, "uneven")
+
+    def scaled(scale, *inputs):
+        pending = ep.dispatch_start(*inputs, group=group, layout=layout, zero_pad=True)
+
+        def double():
+            return ep.dispatch_done(pending).x * 2
+
+        def keep():
+            return ep.dispatch_done(pending).x
+
+        return jax.lax.cond(scale > 1, double, keep)
+
+    for scale in (1, 2):
+        out = run_spmd(scaled, mesh, scale, *inputs, replicated=(0,))
+        whole = run_spmd(lambda *i: ep.dispatch(*i, group=group, layout=layout, zero_pad=True).x, mesh, *inputs)
+        assert_same_bits(out, whole * scale)
