@@ -1,0 +1,53 @@
+"""The shortest mixture-of-experts layer: experts spread over all devices, checked against a dense computation."""
+
+import os
+from functools import partial
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # for machines without GPUs
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep as ep
+
+mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+T, H, F, E, K = 64 * mesh.size, 128, 256, 4 * mesh.size, 2  # tokens, hidden, hidden of an expert, experts, top_k
+group = ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=64, dtype=jnp.float32)
+
+
+def route(x, w_router):
+    """The experts of each token and their weights, both [tokens, K]."""
+    logits, topk_idx = jax.lax.top_k(x @ w_router, K)
+    return topk_idx, jax.nn.softmax(logits)
+
+
+specs = P("ep"), P(), P("ep"), P("ep")  # tokens and experts are split over the devices
+
+
+@jax.jit
+@partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+def moe_layer(x, w_router, w_up, w_down):
+    topk_idx, topk_weights = route(x, w_router)
+    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")  # to the devices of the experts
+    up = jax.nn.silu(jax.lax.ragged_dot(recv.x, w_up, recv.group_sizes))
+    y = jax.lax.ragged_dot(up, w_down, recv.group_sizes)
+    return ep.combine(y, recv)  # back, summed with the router's weights
+
+
+def dense_layer(x, w_router, w_up, w_down):
+    """The same on one device, with every expert on every token."""
+    topk_idx, topk_weights = route(x, w_router)
+    weights = jnp.zeros((T, E)).at[jnp.arange(T)[:, None], topk_idx].set(topk_weights)
+    up = jax.nn.silu(jnp.einsum("th,ehf->tef", x, w_up))
+    return jnp.einsum("tef,efh,te->th", up, w_down, weights)
+
+
+keys = jax.random.split(jax.random.key(0), 4)
+shapes = (T, H), (H, E), (E, H, F), (E, F, H)
+arrays = [0.1 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+out, dense = moe_layer(*sharded), dense_layer(*arrays)
+error = jnp.linalg.norm(jax.device_get(out) - dense) / jnp.linalg.norm(dense)
+print(f"{E} experts on {mesh.size} devices; against the dense layer: relative error {error:.1e}")

@@ -1,0 +1,254 @@
+"""Trains a byte-level mixture-of-experts language model on the Python standard library's own sources.
+
+    python examples/train_moe.py                                    # this machine's GPUs, else 8 virtual CPU devices
+    python examples/train_moe.py --mesh 2x4 --capacity-factor 1.25  # two groups of four ranks, with dropping
+    python examples/train_moe.py --checkpoint-dir run --resume      # goes on where the last call was stopped
+
+A place to start a real project from: moe_lm/model.py holds the model, whose MoE layers are jax_ep.dispatch,
+jax.lax.ragged_dot and jax_ep.combine; this file holds the sharding, the training step and the options.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep as ep
+from moe_lm import corpus, model
+from moe_lm.checkpoints import Checkpoints
+from moe_lm.report import Report
+
+BATCH = P(model.AXES)  # windows of text are split over all devices
+HELD_OUT_BATCHES = 16
+SAMPLE_BYTES = 256
+
+
+class Programs(NamedTuple):
+    """The jitted programs of a run. A state is {"params", "optimizer"}; windows are int32 [batch, seq_len + 1]."""
+
+    init: Callable  # key -> state
+    train_step: Callable  # state (donated), windows -> state, metrics
+    evaluate: Callable  # params, windows -> nats per byte
+    sample: Callable  # params, prompts [devices, seq_len], key -> [devices, SAMPLE_BYTES]
+
+
+def make_programs(cfg: model.Config, group: ep.Group, optimizer: optax.GradientTransformation) -> Programs:
+    def init(key):
+        params = model.init(key, cfg)
+        return {"params": params, "optimizer": optimizer.init(params)}
+
+    specs = model.partition_specs(jax.eval_shape(init, jax.random.key(0)))
+    shardings = jax.tree.map(partial(NamedSharding, group.mesh), specs)
+    loss = jax.shard_map(
+        partial(model.loss, cfg=cfg, group=group),
+        mesh=group.mesh,
+        in_specs=(specs["params"], BATCH),
+        out_specs=P(),
+    )
+    sample = jax.shard_map(
+        partial(model.sample, num_bytes=SAMPLE_BYTES, cfg=cfg, group=group),
+        mesh=group.mesh,
+        in_specs=(specs["params"], BATCH, P()),
+        out_specs=BATCH,
+    )
+
+    def train_step(state, windows):
+        # shard_map's transpose sums each gradient over the devices that its parameter is replicated on.
+        grads, metrics = jax.grad(loss, has_aux=True)(state["params"], windows)
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer_state}, metrics
+
+    return Programs(
+        init=jax.jit(init, out_shardings=shardings),
+        train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None)),
+        evaluate=jax.jit(lambda params, windows: loss(params, windows)[1]["nats"]),
+        sample=jax.jit(sample),
+    )
+
+
+def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=options.learning_rate,
+        warmup_steps=max(1, options.steps // 10),
+        decay_steps=options.steps,
+        end_value=options.learning_rate / 10,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+
+
+def run(options: argparse.Namespace, cfg: model.Config, group: ep.Group) -> None:
+    """Trains, evaluates on held-out text, writes the report and a sample."""
+    programs = make_programs(cfg, group, make_optimizer(options))
+    sharding = NamedSharding(group.mesh, BATCH)
+    state, history, checkpoints = initial_state(options, programs)
+    report = Report(
+        steps=options.steps,
+        tokens_per_step=options.batch * options.seq_len,
+        history=history,
+        loud=jax.process_index() == 0,
+    )
+    report.console.print(describe(state["params"], cfg, group))
+    with report:
+        for step in range(len(history["loss"]), options.steps):
+            windows = corpus.training_batch(options.seed, step, options.batch, options.seq_len + 1, sharding)
+            state, metrics = programs.train_step(state, windows)
+            report.step(jax.device_get(metrics))
+            done = step + 1
+            if checkpoints and (done % options.checkpoint_every == 0 or done == options.steps):
+                checkpoints.save(done, state, history)
+    if checkpoints:
+        checkpoints.close()
+
+    held_out = corpus.held_out_batches(HELD_OUT_BATCHES, options.batch, options.seq_len + 1, sharding)
+    losses = [programs.evaluate(state["params"], windows).item() for windows in held_out]
+    _, text = corpus.load()
+    report.write(options.out, held_out=float(np.mean(losses)), unigram=corpus.unigram_entropy(text))
+
+    # Every device continues the same prompt, since the MoE layers need them all.
+    prompts = corpus.windows(text, np.zeros(group.mesh.size, int), options.seq_len, sharding)
+    samples = programs.sample(state["params"], prompts, jax.random.key(options.seed))
+    report.sample(*(bytes(x.addressable_data(0)[0].tolist()) for x in (prompts, samples)))
+
+
+def initial_state(options: argparse.Namespace, programs: Programs) -> tuple[dict, dict, Checkpoints | None]:
+    """A new state, or the latest checkpoint's, with the history of the steps behind it."""
+    state = programs.init(jax.random.key(options.seed))
+    history = {"loss": [], "dropped": [], "load": []}
+    if options.checkpoint_dir is None:
+        return state, history, None
+    checkpoints = Checkpoints(options.checkpoint_dir)
+    if checkpoints.latest() is None:
+        return state, history, checkpoints
+    if not options.resume:
+        raise SystemExit(
+            f"--checkpoint-dir {options.checkpoint_dir} holds a run of {checkpoints.latest()} steps: "
+            "add --resume to go on with it, or name another directory"
+        )
+    return *checkpoints.restore(state), checkpoints
+
+
+def describe(params: dict, cfg: model.Config, group: ep.Group) -> str:
+    mesh = " x ".join(f"{axis}={size}" for axis, size in group.mesh.shape.items())
+    total = sum(p.size for p in jax.tree.leaves(params))
+    inactive = sum(p.size for p in jax.tree.leaves(params["layers"]["experts"])) * (1 - cfg.top_k / cfg.experts)
+    train, held_out = (len(text) / 1e6 for text in corpus.load())
+    return (
+        f"{group.mesh.size} {group.mesh.devices.flat[0].device_kind} devices, mesh {mesh}, {group.backend} backend\n"
+        f"{total / 1e6:.2f} M parameters, {(total - inactive) / 1e6:.2f} M active per token: {cfg.layers} layers of "
+        f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}\n"
+        f"text: {train:.1f} MB of Python's standard library, {held_out:.1f} MB more held out"
+    )
+
+
+def start_devices(distributed: list[str] | None) -> None:
+    """Joins the processes of a distributed run; a single process without GPUs gets 8 virtual CPU devices."""
+    if distributed is not None:
+        address, *numbers = distributed or [None]
+        jax.distributed.initialize(address, *map(int, numbers))
+    elif "JAX_NUM_CPU_DEVICES" not in os.environ and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 8)
+
+
+def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:
+    """By default as many ranks share the experts as divide both the devices and the experts."""
+    devices = jax.device_count()
+    if options.mesh is None:
+        ranks = math.gcd(devices, options.experts)
+        shape = devices // ranks, ranks
+    else:
+        shape = options.mesh
+    if math.prod(shape) > devices:
+        raise SystemExit(f"--mesh {shape[0]}x{shape[1]} needs {math.prod(shape)} devices; there are {devices}")
+    if options.batch % math.prod(shape):
+        raise SystemExit(f"--batch {options.batch} must be a multiple of the mesh's {math.prod(shape)} devices")
+    return jax.make_mesh(shape, model.AXES)
+
+
+def mesh_shape(text: str) -> tuple[int, int]:
+    data, ranks = text.split("x")
+    return int(data), int(ranks)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+
+    def add_number(name, default, meaning):
+        parser.add_argument(name, type=type(default), default=default, help=f"{meaning} ({default})")
+
+    add_number("--steps", 400, "training steps")
+    add_number("--batch", 16, "windows of text per step, over all devices")
+    add_number("--seq-len", 128, "bytes of a window")
+    add_number("--learning-rate", 3e-3, "at the end of the warm-up")
+    add_number("--seed", 0, "of parameters, batches and the sample")
+    add_number("--layers", 2, "transformer blocks")
+    add_number("--hidden", 128, "channels of a token")
+    add_number("--heads", 4, "attention heads")
+    add_number("--experts", 8, "experts of a layer")
+    add_number("--top-k", 2, "experts per token")
+    add_number("--expert-hidden", 256, "channels inside an expert")
+    add_number("--balance", 0.02, "weight of the load-balancing loss")
+    add_number("--checkpoint-every", 100, "steps between checkpoints")
+    add = parser.add_argument
+    add("--checkpoint-dir", type=Path, help="where checkpoints go (there are none)")
+    add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
+    add("--out", type=Path, default=Path("out"), help="where train_moe.json and train_moe.png go (out)")
+    add("--capacity-factor", type=float, help="rows a rank has room for over those of a balanced load (all rows fit)")
+    add("--dtype", choices=["bfloat16", "float32"], help="of activations (bfloat16 on GPUs, else float32)")
+    add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="of jax_ep (auto)")
+    add("--mesh", type=mesh_shape, metavar="DATAxEP", help="shape (EP as large as devices and experts allow)")
+    add(
+        "--distributed",
+        nargs="*",
+        metavar="ADDRESS NUM_PROCESSES PROCESS_ID",
+        help="run as one of several processes; without values, as SLURM or MPI says (one process)",
+    )
+    options = parser.parse_args()
+    if options.resume and options.checkpoint_dir is None:
+        parser.error("--resume needs --checkpoint-dir")
+    if options.distributed and len(options.distributed) != 3:
+        parser.error("--distributed takes ADDRESS NUM_PROCESSES PROCESS_ID, or nothing")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    start_devices(options.distributed)
+    mesh = make_mesh(options)
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    cfg = model.Config(
+        layers=options.layers,
+        hidden=options.hidden,
+        heads=options.heads,
+        experts=options.experts,
+        top_k=options.top_k,
+        expert_hidden=options.expert_hidden,
+        capacity_factor=options.capacity_factor,
+        balance=options.balance,
+        dtype=jnp.dtype(options.dtype or ("bfloat16" if on_gpu else "float32")),
+    )
+    group = ep.Group(
+        mesh,
+        num_experts=cfg.experts,
+        top_k=cfg.top_k,
+        hidden=cfg.hidden,
+        max_tokens_per_rank=options.batch * options.seq_len // mesh.size,
+        dtype=cfg.dtype,
+        backend=options.backend,
+    )
+    with group:
+        run(options, cfg, group)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The examples, run as a user would run them: in processes of their own, on CPU devices."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = ("--hidden=32", "--heads=2", "--expert-hidden=32", "--batch=8", "--seq-len=32", "--checkpoint-every=3")
+
+
+def start(script, *options, num_devices=8):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+    command = [sys.executable, EXAMPLES / script, *map(str, options)]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process):
+    try:
+        stdout, stderr = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return SimpleNamespace(returncode=process.returncode, stdout=stdout, stderr=stderr)
+
+
+def run(script, *options):
+    result = finish(start(script, *options))
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def train(out, *options):
+    """A tiny training run: what it printed, and what it wrote."""
+    stdout = run("train_moe.py", *TINY, "--out", out, *options)
+    return stdout, json.loads((out / "train_moe.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Six steps on the default mesh without interruption, with checkpoints: the folder, and what it wrote."""
+    folder = tmp_path_factory.mktemp("whole_run")
+    _, result = train(folder, "--steps", 6, "--checkpoint-dir", folder / "checkpoints")
+    return folder, result
+
+
+def test_moe_layer_agrees_with_a_dense_layer():
+    assert float(run("moe_layer.py").split()[-1]) < 1e-5
+
+
+def test_training_learns_and_reports(tmp_path):
+    stdout, result = train(tmp_path, "--steps", 60, "--learning-rate", 1e-2)
+    assert result["held_out_nats"] < result["unigram_nats"]
+    assert f"held-out loss {result['held_out_nats']:.3f} nats/byte" in stdout
+    assert "step 60/60: loss" in stdout
+    assert "a sample" in stdout
+    assert (tmp_path / "train_moe.png").stat().st_size > 10_000
+    assert np.shape(result["load"]) == (60, 2, 8)
+    np.testing.assert_allclose(np.sum(result["load"], axis=-1), 1, rtol=1e-5)
+    assert sum(result["dropped"]) == 0
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
+def test_every_mesh_gives_the_same_curve(tmp_path, whole_run, mesh):
+    _, result = train(tmp_path, "--steps", 6, "--mesh", mesh)
+    np.testing.assert_allclose(result["loss"], whole_run[1]["loss"], rtol=1e-4)
+
+
+def test_resumed_run_gives_the_same_curve(tmp_path, whole_run):
+    folder, whole = whole_run
+    checkpoints = shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
+    shutil.rmtree(checkpoints / "6")  # as if the run had been stopped after step 3
+    _, resumed = train(tmp_path, "--steps", 6, "--checkpoint-dir", checkpoints, "--resume")
+    assert resumed["loss"] == whole["loss"]
+    assert resumed["held_out_nats"] == whole["held_out_nats"]
+
+
+def test_a_finished_run_is_not_overwritten(whole_run):
+    result = finish(start("train_moe.py", *TINY, "--checkpoint-dir", whole_run[0] / "checkpoints"))
+    assert result.returncode != 0
+    assert "holds a run of 6 steps: add --resume" in result.stderr
+
+
+def test_dropped_rows_are_counted(tmp_path):
+    _, result = train(tmp_path, "--steps", 2, "--capacity-factor", 0.5)
+    # Half of the balanced load has room: of 8 * 32 tokens * top 2 in each of two layers, half is dropped at least.
+    assert min(result["dropped"]) >= 8 * 32 * 2
+
+
+def test_two_processes_give_the_same_curve(tmp_path, whole_run):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    options = [*TINY, "--steps", 6, "--mesh", "2x4", "--out", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints"]
+    processes = [start("train_moe.py", *options, "--distributed", address, 2, i, num_devices=4) for i in range(2)]
+    first, second = (finish(process) for process in processes)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "step" not in second.stdout
+    result = json.loads((tmp_path / "train_moe.json").read_text())
+    np.testing.assert_allclose(result["loss"], whole_run[1]["loss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "4x4"], "--mesh 4x4 needs 16 devices; there are 8"),
+        (["--batch", 12], "--batch 12 must be a multiple of the mesh's 8 devices"),
+        (["--resume"], "--resume needs --checkpoint-dir"),
+        (["--mesh", "four"], "--mesh"),
+    ],
+)
+def test_a_wrong_option_is_named(options, message):
+    result = finish(start("train_moe.py", *options))
+    assert result.returncode != 0
+    assert message in result.stderr
