@@ -1,0 +1,40 @@
+// Gather: from the rows of experts back to their tokens, one partial sum per token and rank. Serves combine, the
+// backward passes of dispatch and dispatch_like, and all_to_all_back.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ffi/arena.h"
+#include "ffi/cuda/scatter.h"
+#include "ffi/plan.h"
+
+namespace jax_ep {
+
+struct GatherArgs {
+  OpKind op;
+  uint32_t hash;
+  const int32_t* axis_index;
+  int32_t num_tokens, top_k;
+
+  // Experts' side.
+  const void* y;                 // [num_rows, row_bytes]
+  int64_t row_bytes;             // 0 if only weights go back
+  const float* row_weights;      // [num_rows] to sum with, or null for 1
+  const float* weights_to_send;  // [num_rows] cotangents that return to [T, K], or null
+  const int32_t* rows;           // [R, T, K] of the route; null for all_to_all_back
+  const int32_t* num_arrived;    // [R] of the route; all_to_all_back: null, the sources say it
+
+  // Source side.
+  const int32_t* place;     // [T, R] of the route
+  const int32_t* num_sent;  // [R] for all_to_all_back: rows that this rank has at each other; else null
+  void* out;                // [T, elements of row_bytes], or null
+  ElementType out_type;
+  float* topk_weights;  // [T, K] or null
+};
+
+// Enqueues one kernel. `type` is that of y.
+cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, int32_t num_sms,
+                          cudaStream_t stream);
+cudaError_t load_gather();
+
+}  // namespace jax_ep

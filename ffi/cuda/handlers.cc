@@ -1,0 +1,342 @@
+// XLA FFI handlers of the CUDA backend: look up the group's memory on this device, check what the kernel relies on,
+// launch. No allocation, no synchronisation, no host state that changes from call to call: XLA may replay the launch
+// from a CUDA graph without asking. An operand or result with no elements stands for "none".
+#include "ffi/cuda/handlers.h"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "ffi/cuda/gather.h"
+#include "ffi/cuda/group.h"
+#include "ffi/cuda/scatter.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+// Attributes that every call has.
+struct CallAttrs {
+  int64_t group, hash;
+};
+
+struct DispatchAttrs {
+  int64_t group, hash, layout, capacity, alignment, cast;
+  bool dequantize, zero_pad;
+};
+
+struct RouteAttrs {
+  int64_t group, hash, layout, capacity, alignment;
+};
+
+struct AllToAllAttrs {
+  int64_t group, hash, cast;
+  bool zero_pad;
+};
+
+namespace {
+
+using Operand = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+template <typename T>
+T* data(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
+}
+template <typename T>
+T* data(Result buffer) {
+  return data<T>(*buffer);
+}
+
+// Only the kernels that calculate look at the type; the others move bytes.
+ElementType element_type(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::F32:
+      return ElementType::kFloat32;
+    case ffi::F16:
+      return ElementType::kFloat16;
+    default:
+      return ElementType::kBFloat16;
+  }
+}
+
+int64_t row_bytes(const ffi::AnyBuffer& buffer) {
+  return buffer.dimensions().back() * static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
+}
+
+int64_t num_rows(const ffi::AnyBuffer& buffer) {
+  return buffer.dimensions().back() == 0 ? 0
+                                         : static_cast<int64_t>(buffer.element_count()) / buffer.dimensions().back();
+}
+
+// This device's part in the group, if a call of this size fits in it.
+ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal, int64_t num_tokens,
+                                       int64_t payload) {
+  const Group& group = find_group(group_id);
+  const std::string where = std::string(op) + ": ";
+  if (group.closed()) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                      where + "its group is closed; make a new Group and trace the function again"));
+  }
+  const Member* member = group.member_on(ordinal);
+  if (member == nullptr) {
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                   where + "CUDA device " + std::to_string(ordinal) + " is not in the group's mesh"));
+  }
+  const ArenaLayout& layout = member->peers.layout;
+  if (num_tokens > layout.max_tokens || payload > layout.max_payload || payload % 16 != 0) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                                      where + std::to_string(num_tokens) + " rows of " + std::to_string(payload) +
+                                          " bytes do not fit in the group's " + std::to_string(layout.max_tokens) +
+                                          " rows of " + std::to_string(layout.max_payload) + " bytes"));
+  }
+  return member;
+}
+
+ffi::Error launched(const char* op, cudaError_t status) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(op) + ": the kernel was not launched: " + cudaGetErrorString(status));
+}
+
+ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
+                   ScatterArgs args) {
+  // An fp8 row and its scales take less than the same channels in 16 bits.
+  const int64_t payload = args.num_scales > 0 ? args.num_scales * kChannelsPerScale : args.row_bytes;
+  const auto member = member_for(op, group, ordinal, args.num_tokens, payload);
+  if (member.has_error()) return member.error();
+  return launched(op, launch_scatter((*member)->peers, args, type, find_group(group).num_sms(), stream));
+}
+
+ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
+                  const GatherArgs& args) {
+  const auto member = member_for(op, group, ordinal, args.num_tokens, args.row_bytes);
+  if (member.has_error()) return member.error();
+  return launched(op, launch_gather((*member)->peers, args, type, find_group(group).num_sms(), stream));
+}
+
+void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {
+  args.layout = static_cast<Layout>(layout);
+  args.capacity = capacity;
+  args.alignment = alignment;
+}
+
+void set_out(ScatterArgs& args, const ffi::AnyBuffer& out) {
+  args.out = out.untyped_data();
+  args.num_rows = num_rows(out);
+  args.out_row_bytes = row_bytes(out);
+}
+
+ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
+                    Operand x_scales, Operand topk_idx, Operand topk_weights, Result out, Result out_scales,
+                    Result weights, Result counts, Result group_sizes, Result num_dropped, Result place, Result rows,
+                    Result num_arrived) {
+  ScatterArgs args = {};
+  args.op = OpKind::kDispatch;
+  args.hash = static_cast<uint32_t>(attrs.hash);
+  args.axis_index = data<int32_t>(axis_index);
+  args.num_tokens = static_cast<int32_t>(topk_idx.dimensions()[0]);
+  args.top_k = static_cast<int32_t>(topk_idx.dimensions()[1]);
+  args.num_experts = static_cast<int32_t>(counts->element_count() * num_arrived->element_count());
+  args.x = x.untyped_data();
+  args.row_bytes = row_bytes(x);
+  args.x_scales = data<float>(x_scales);
+  args.cast = static_cast<int32_t>(attrs.cast);
+  const bool is_fp8 = args.x_scales != nullptr || args.cast != 0;
+  args.num_scales = is_fp8 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
+  args.topk_idx = data<int32_t>(topk_idx);
+  args.topk_weights = data<float>(topk_weights);
+  args.place = data<int32_t>(place);
+  args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
+  args.zero_pad = attrs.zero_pad;
+  set_route(args, attrs.layout, attrs.capacity, attrs.alignment);
+  set_out(args, *out);
+  args.out_scales = data<float>(out_scales);
+  args.weights = data<float>(weights);
+  args.counts = data<int32_t>(counts);
+  args.group_sizes = data<int32_t>(group_sizes);
+  args.num_dropped = data<int32_t>(num_dropped);
+  args.rows = data<int32_t>(rows);
+  args.num_arrived = data<int32_t>(num_arrived);
+  return scatter("dispatch", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
+}
+
+ScatterArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
+                        const Operand& place, const Operand& rows, const Operand& num_arrived, const Operand& counts,
+                        const Operand& group_sizes, Result out) {
+  ScatterArgs args = {};
+  args.op = op;
+  args.hash = static_cast<uint32_t>(attrs.hash);
+  args.axis_index = data<int32_t>(axis_index);
+  args.num_tokens = static_cast<int32_t>(rows.dimensions()[1]);
+  args.top_k = static_cast<int32_t>(rows.dimensions()[2]);
+  args.num_experts = static_cast<int32_t>(counts.element_count() * num_arrived.element_count());
+  args.x = x.untyped_data();
+  args.row_bytes = row_bytes(x);
+  args.known_place = data<int32_t>(place);
+  args.known_rows = data<int32_t>(rows);
+  args.known_num_arrived = data<int32_t>(num_arrived);
+  args.known_counts = data<int32_t>(counts);
+  args.known_group_sizes = data<int32_t>(group_sizes);
+  args.zero_pad = true;
+  set_route(args, attrs.layout, attrs.capacity, attrs.alignment);
+  set_out(args, *out);
+  return args;
+}
+
+ffi::Error dispatch_like(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand x,
+                         Operand place, Operand rows, Operand num_arrived, Operand counts, Operand group_sizes,
+                         Result out) {
+  ScatterArgs args =
+      along_route(OpKind::kDispatchLike, attrs, axis_index, x, place, rows, num_arrived, counts, group_sizes, out);
+  args.arrival = Arrival::kCopy;
+  return scatter("dispatch_like", stream, ordinal, attrs.group, element_type(x), args);
+}
+
+ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand g,
+                        Operand place, Operand rows, Operand num_arrived, Operand counts, Operand group_sizes,
+                        Operand y, Operand row_weights, Result y_cotangent, Result weights_cotangent) {
+  ScatterArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, place, rows, num_arrived, counts,
+                                 group_sizes, y_cotangent);
+  args.arrival = Arrival::kCombineBack;
+  args.row_weights = data<float>(row_weights);
+  args.y = data<void>(y);
+  args.weights_cotangent = data<float>(weights_cotangent);
+  return scatter("combine (backward)", stream, ordinal, attrs.group, element_type(g), args);
+}
+
+ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
+                      Operand splits, Operand place, Result out, Result out_scales, Result out_splits) {
+  ScatterArgs args = {};
+  args.op = OpKind::kAllToAll;
+  args.hash = static_cast<uint32_t>(attrs.hash);
+  args.axis_index = data<int32_t>(axis_index);
+  args.num_tokens = static_cast<int32_t>(x.dimensions()[0]);
+  args.top_k = 1;
+  args.num_experts = static_cast<int32_t>(splits.element_count());
+  args.x = x.untyped_data();
+  args.row_bytes = row_bytes(x);
+  args.cast = static_cast<int32_t>(attrs.cast);
+  args.num_scales = args.cast != 0 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
+  args.splits = data<int32_t>(splits);
+  args.known_place = data<int32_t>(place);
+  args.arrival = Arrival::kCopy;
+  args.blocks = true;
+  args.zero_pad = attrs.zero_pad;
+  set_out(args, *out);
+  args.out_scales = data<float>(out_scales);
+  args.counts = data<int32_t>(out_splits);
+  return scatter("all_to_all", stream, ordinal, attrs.group, element_type(x), args);
+}
+
+ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+                   Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result out) {
+  GatherArgs args = {};
+  args.op = OpKind::kCombine;
+  args.hash = static_cast<uint32_t>(attrs.hash);
+  args.axis_index = data<int32_t>(axis_index);
+  args.num_tokens = static_cast<int32_t>(rows.dimensions()[1]);
+  args.top_k = static_cast<int32_t>(rows.dimensions()[2]);
+  args.y = y.untyped_data();
+  args.row_bytes = row_bytes(y);
+  args.row_weights = data<float>(row_weights);
+  args.rows = data<int32_t>(rows);
+  args.num_arrived = data<int32_t>(num_arrived);
+  args.place = data<int32_t>(place);
+  args.out = data<void>(out);
+  args.out_type = element_type(*out);
+  return gather("combine", stream, ordinal, attrs.group, element_type(y), args);
+}
+
+ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+                         Operand weights, Operand place, Operand rows, Operand num_arrived, Result out,
+                         Result topk_weights) {
+  GatherArgs args = {};
+  args.op = OpKind::kDispatchBack;
+  args.hash = static_cast<uint32_t>(attrs.hash);
+  args.axis_index = data<int32_t>(axis_index);
+  args.num_tokens = static_cast<int32_t>(rows.dimensions()[1]);
+  args.top_k = static_cast<int32_t>(rows.dimensions()[2]);
+  args.y = data<void>(y);
+  args.row_bytes = args.y ? row_bytes(y) : 0;
+  args.weights_to_send = data<float>(weights);
+  args.rows = data<int32_t>(rows);
+  args.num_arrived = data<int32_t>(num_arrived);
+  args.place = data<int32_t>(place);
+  args.out = data<void>(out);
+  args.out_type = element_type(*out);
+  args.topk_weights = data<float>(topk_weights);
+  return gather("dispatch (backward)", stream, ordinal, attrs.group, element_type(y), args);
+}
+
+ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+                           Operand num_sent, Operand place, Result out) {
+  GatherArgs args = {};
+  args.op = OpKind::kAllToAllBack;
+  args.hash = static_cast<uint32_t>(attrs.hash);
+  args.axis_index = data<int32_t>(axis_index);
+  args.num_tokens = static_cast<int32_t>(y.dimensions()[1]);
+  args.top_k = 1;
+  args.y = y.untyped_data();
+  args.row_bytes = row_bytes(y);
+  args.num_sent = data<int32_t>(num_sent);
+  args.place = data<int32_t>(place);
+  args.out = data<void>(out);
+  args.out_type = element_type(*out);
+  return gather("all_to_all_back", stream, ordinal, attrs.group, element_type(y), args);
+}
+
+// A binding of `operands` buffers in and `results` out, behind what every handler takes.
+template <typename Attrs>
+auto bind_call() {
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>().Attrs<Attrs>();
+}
+template <int operands, int results, typename Binding>
+auto with_buffers(Binding binding) {
+  if constexpr (operands > 0) {
+    return with_buffers<operands - 1, results>(std::move(binding).template Arg<ffi::AnyBuffer>());
+  } else if constexpr (results > 1) {
+    return with_buffers<0, results - 1>(std::move(binding).template Ret<ffi::AnyBuffer>());
+  } else {
+    return std::move(binding).template Ret<ffi::AnyBuffer>();
+  }
+}
+
+constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
+XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kDispatchLike, dispatch_like, (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kCombineBack, combine_back, (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kAllToAll, all_to_all, (with_buffers<4, 3>(bind_call<AllToAllAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kCombine, combine, (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kDispatchBack, dispatch_back, (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kAllToAllBack, all_to_all_back, (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
+
+}  // namespace
+
+std::vector<std::pair<const char*, XLA_FFI_Handler*>> backend_targets() {
+  return {
+      {"jax_ep_dispatch", kDispatch},
+      {"jax_ep_dispatch_like", kDispatchLike},
+      {"jax_ep_dispatch_back", kDispatchBack},
+      {"jax_ep_combine", kCombine},
+      {"jax_ep_combine_back", kCombineBack},
+      {"jax_ep_all_to_all", kAllToAll},
+      {"jax_ep_all_to_all_back", kAllToAllBack},
+  };
+}
+
+}  // namespace jax_ep
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::CallAttrs, StructMember<int64_t>("group"), StructMember<int64_t>("hash"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchAttrs, StructMember<int64_t>("group"),
+                                      StructMember<int64_t>("hash"), StructMember<int64_t>("layout"),
+                                      StructMember<int64_t>("capacity"), StructMember<int64_t>("alignment"),
+                                      StructMember<int64_t>("cast"), StructMember<bool>("dequantize"),
+                                      StructMember<bool>("zero_pad"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RouteAttrs, StructMember<int64_t>("group"), StructMember<int64_t>("hash"),
+                                      StructMember<int64_t>("layout"), StructMember<int64_t>("capacity"),
+                                      StructMember<int64_t>("alignment"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::AllToAllAttrs, StructMember<int64_t>("group"),
+                                      StructMember<int64_t>("hash"), StructMember<int64_t>("cast"),
+                                      StructMember<bool>("zero_pad"));

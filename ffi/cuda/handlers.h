@@ -1,0 +1,13 @@
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_ep {
+
+// The XLA FFI targets of the CUDA backend: name -> handler.
+std::vector<std::pair<const char*, XLA_FFI_Handler*>> backend_targets();
+
+}  // namespace jax_ep

@@ -1,0 +1,248 @@
+"""The CUDA backend: each operation is one XLA FFI call, which launches one kernel (ffi/cuda/) on the rank's device.
+
+What it saves in a route, and hands to the kernels again, is `RouteArrays`. An operand or result of shape [0] stands for
+"none". Nothing here knows how devices reach each other: the native group does (ffi/cuda/group.h).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ep import _compat, _layouts, _native, _wires
+from jax_ep._errors import Error, PeerTimeoutError
+from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
+
+if TYPE_CHECKING:
+    from jax_ep._group import Group
+
+_LAYOUT_CODES = {"expert": 0, "ragged": 1}  # enum Layout in ffi/layout.h
+_CAST_CODES = {None: 0, "fp8": 1, "fp8_pow2": 2}  # enum Cast in ffi/cuda/rows.cuh
+_OPS = (  # enum OpKind in ffi/arena.h
+    "dispatch",
+    "dispatch_like",
+    "dispatch (backward)",
+    "combine",
+    "combine (backward)",
+    "all_to_all",
+    "all_to_all_back",
+)
+_Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
+_NONE: _Result = ((0,), jnp.float32)
+
+
+class RouteArrays(NamedTuple):
+    """One rank's part of a route."""
+
+    place: jax.Array  # [T, R] int32: index of the token among the rows sent to each rank, -1 if it was not
+    rows: jax.Array  # [R, T, K] int32: row here of each arrived (source rank, index, k), -1 if none
+    num_arrived: jax.Array  # [R] int32: rows that came from each rank
+    counts: jax.Array  # [E_local] int32, as in Dispatched
+    group_sizes: jax.Array  # [E_local] int32
+
+
+class CudaBackend:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._native = cast(ModuleType, _native.cuda)
+        devices = np.moveaxis(group.mesh.devices, group.mesh.axis_names.index(group.axis_name), -1)
+        try:
+            self._id: int = self._native.open_group(
+                num_experts=group.num_experts,
+                top_k=group.top_k,
+                max_tokens=group.max_tokens_per_rank,
+                max_payload=group.hidden * group.dtype.itemsize,
+                num_sms=group.num_sms or 0,
+                timeout_seconds=group.timeout,
+                devices=[
+                    [device.local_hardware_id for device in ranks] for ranks in devices.reshape(-1, group.num_ranks)
+                ],
+            )
+        except RuntimeError as error:
+            raise Error(f"Group: {error}") from None
+        self.memory_bytes: int = self._native.group_bytes(self._id)
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        self._native.close_group(self._id)
+
+    def check(self) -> None:
+        failure = self._native.group_failure(self._id)
+        if failure is None:
+            return
+        reason, op, rank, peer, expected, seen = failure
+        op = _OPS[op]
+        if reason == "timeout":
+            raise PeerTimeoutError(op, waiting_rank=rank, missing_rank=peer, expected=expected, seen=seen)
+        if reason == "other op":
+            raise Error(
+                f"{op}: rank {peer} was in another call than rank {rank} (call {seen:#x} against {expected:#x}); every "
+                "rank must run the same operations, with the same shapes, in the same order"
+            )
+        raise Error(
+            f"{op}: the program runs rank {seen} on the device that group.mesh has as rank {rank}; pass "
+            "mesh=group.mesh to jax.shard_map"
+        )
+
+    def dispatch(
+        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+    ) -> Dispatched:
+        group = self._group
+        num_ranks, num_experts = group.num_ranks, group.experts_per_rank
+        x, x_scales = x if call.quantized else (x, None)
+        route = call.route(None)
+        shape = route.rows_shape
+        is_fp8 = call.wire is not None or call.quantized
+        rows_dtype = _wires.FP8 if call.returns_fp8 else group.dtype
+        scales_shape = (*shape, group.hidden // _wires.CHANNELS_PER_SCALE)
+        rows, scales, weights, counts, group_sizes, num_dropped, place, arrived_rows, num_arrived = self._call(
+            "dispatch",
+            (x, x_scales, topk_idx, topk_weights),
+            [
+                ((*shape, group.hidden), rows_dtype),
+                (scales_shape, jnp.float32) if is_fp8 and call.returns_fp8 else _NONE,
+                (shape, jnp.float32),
+                ((num_experts,), jnp.int32),
+                ((num_experts,), jnp.int32),
+                ((), jnp.int32),
+                ((call.num_tokens, num_ranks), jnp.int32),
+                ((num_ranks, call.num_tokens, group.top_k), jnp.int32),
+                ((num_ranks,), jnp.int32),
+            ],
+            agreed=(call.num_tokens, call.wire, call.quantized),
+            cast=_CAST_CODES[call.wire],
+            dequantize=call.dequantize and is_fp8,
+            zero_pad=zero_pad,
+            **_route_attrs(route),
+        )
+        return Dispatched(
+            x=rows,
+            counts=counts,
+            group_sizes=group_sizes,
+            weights=weights,
+            scales=scales if call.returns_fp8 else None,
+            num_dropped=num_dropped,
+            route=call.route(RouteArrays(place, arrived_rows, num_arrived, counts, group_sizes)),
+        )
+
+    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
+        channels = x.shape[1]
+        x = jnp.pad(x, ((0, 0), (0, -channels % (16 // x.dtype.itemsize))))
+        (rows,) = self._call(
+            "dispatch_like",
+            (x, *route.arrays),
+            [((*route.rows_shape, x.shape[1]), x.dtype)],
+            agreed=x.shape,
+            **_route_attrs(route),
+        )
+        return rows[..., :channels]
+
+    def dispatch_back(
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        channels = 0
+        if rows is not None:
+            channels = rows.shape[-1]
+            rows = rows.reshape(-1, channels)
+            rows = jnp.pad(rows, ((0, 0), (0, -channels % (16 // rows.dtype.itemsize))))
+        x, topk_weights = self._call(
+            "dispatch_back",
+            (rows, weights, *route.arrays[:3]),
+            [
+                _NONE if rows is None else ((route.num_tokens, rows.shape[1]), rows.dtype),
+                _NONE if weights is None else ((route.num_tokens, self._group.top_k), jnp.float32),
+            ],
+            agreed=(route.num_tokens, channels, weights is None),
+        )
+        return (None if rows is None else x[:, :channels]), (None if weights is None else topk_weights)
+
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> jax.Array:
+        (out,) = self._call(
+            "combine",
+            (y, weights, *route.arrays[:3]),
+            [((route.num_tokens, y.shape[-1]), out_dtype)],
+            agreed=(route.num_tokens,),
+        )
+        return out
+
+    def combine_back(
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        y_cotangent, weights_cotangent = self._call(
+            "combine_back",
+            (g, *route.arrays, y, weights),
+            [
+                ((*route.rows_shape, g.shape[1]), g.dtype),
+                _NONE if y is None else (route.rows_shape, jnp.float32),
+            ],
+            agreed=(route.num_tokens,),
+            **_route_attrs(route),
+        )
+        return y_cotangent, None if y is None else weights_cotangent
+
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
+        group = self._group
+        num_rows = x.shape[0]
+        shape = (group.num_ranks, num_rows)
+        blocks = _layouts.split_blocks(splits, num_rows, group.num_ranks)
+        rows, scales, out_splits = self._call(
+            "all_to_all",
+            (x, blocks.splits.reshape(-1), _places(blocks, num_rows)),
+            [
+                ((*shape, group.hidden), x.dtype if wire is None else _wires.FP8),
+                _NONE if wire is None else ((*shape, group.hidden // _wires.CHANNELS_PER_SCALE), jnp.float32),
+                ((group.num_ranks, group.experts_per_rank), jnp.int32),
+            ],
+            agreed=(num_rows, wire),
+            cast=_CAST_CODES[wire],
+            zero_pad=zero_pad,
+        )
+        return AllToAll(rows, out_splits, None if wire is None else scales, group)
+
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
+        num_rows = y.shape[1]
+        blocks = _layouts.split_blocks(splits, num_rows, self._group.num_ranks)
+        (out,) = self._call(
+            "all_to_all_back",
+            (y, blocks.sizes, _places(blocks, num_rows)),
+            [((num_rows, y.shape[2]), y.dtype)],
+            agreed=(num_rows,),
+        )
+        return out
+
+    def _call(
+        self,
+        op: str,
+        operands: tuple[Any, ...],
+        results: list[_Result],
+        *,
+        agreed: Any,
+        **attrs: Any,
+    ) -> Sequence[jax.Array]:
+        """One FFI call. `agreed` is what must be equal on all ranks beside the attributes; the kernels compare it."""
+        operands = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
+        axis = self._group.axis_name
+        operands = _compat.vary((lax.axis_index(axis), *operands), [axis])
+        attrs = {name: value if isinstance(value, bool) else np.int64(value) for name, value in attrs.items()}
+        call = zlib.crc32(repr((op, agreed, sorted(attrs.items()))).encode())
+        types = [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results]
+        ffi_call = jax.ffi.ffi_call(f"jax_ep_{op}", types, vmap_method="sequential")
+        return ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs)
+
+
+def _route_attrs(route: Route) -> dict[str, int]:
+    return {"layout": _LAYOUT_CODES[route.layout], "capacity": route.capacity, "alignment": route.alignment}
+
+
+def _places(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
+    """Where in its rank's block each row goes: [M, R] int32, -1 where it does not go to the rank."""
+    place = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row
+    return jnp.where((place >= 0) & (place < blocks.sizes), place, -1)

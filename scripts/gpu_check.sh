@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Builds jax_ep on a machine with GPUs, runs all that needs one, and writes benchmarks/results/gpu_check-*.json.
+#
+#   scripts/gpu_check.sh [build native sanitizer tests ...]     # no names: all steps
+#
+# Uses the environment of $PYTHON (python3), which must hold jax with its CUDA plugin, scikit-build-core, nanobind, pytest
+# and hypothesis: nothing is fetched. Takes every GPU it finds. PYTEST_ARGS goes to pytest.
+set -u
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+steps=${*:-build native sanitizer tests}
+logs=build/gpu_check
+mkdir -p "$logs"
+export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
+export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
+failed=0
+
+step() {  # step NAME COMMAND...: runs a step if it was asked for; its log and status are what the report reads
+  local name=$1 begun=$SECONDS
+  shift
+  [[ " $steps " == *" ${name%%-*} "* ]] || return 0
+  timeout "${STEP_TIMEOUT:-540}" "$@" >"$logs/$name.log" 2>&1
+  local status=$?
+  echo "$status $((SECONDS - begun))" >"$logs/$name.status"
+  [ $status -eq 0 ] || { failed=1; tail -n 40 "$logs/$name.log"; }
+  echo "gpu_check: $name: $([ $status -eq 0 ] && echo ok || echo "FAILED ($status)"), $((SECONDS - begun)) s"
+}
+
+build_native_tests() {
+  cmake -S tests/native -B build/native-gpu -G Ninja -DJAX_EP_GPU_TESTS=ON && cmake --build build/native-gpu
+}
+export -f build_native_tests
+
+rm -f "$logs"/*.status
+step build "$python" -m pip install --no-build-isolation --no-deps --force-reinstall \
+  -C cmake.define.CMAKE_CUDA_ARCHITECTURES=native -C cmake.define.JAX_EP_CUDA=ON .
+step native-build bash -c build_native_tests
+step native-run build/native-gpu/exchange_test
+step sanitizer-memcheck compute-sanitizer --tool memcheck --error-exitcode 9 build/native-gpu/exchange_test 4
+step sanitizer-racecheck compute-sanitizer --tool racecheck --error-exitcode 9 build/native-gpu/exchange_test 4
+step tests "$python" -P -m pytest tests -q -p no:cacheprovider \
+  --junit-xml="$logs/tests.xml" ${PYTEST_ARGS:-}
+"$python" -P scripts/gpu_report.py "$logs" || failed=1
+exit $failed

@@ -1,0 +1,68 @@
+"""Writes what scripts/gpu_check.sh found, from its logs, to benchmarks/results/gpu_check-*.json."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import jax
+import jaxlib
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from native_hash import RESULTS, ROOT, native_hash  # noqa: E402
+
+
+def commit() -> str:
+    """The commit, with "+" if files differ from it; JAX_EP_COMMIT where there is no repository."""
+    try:
+        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
+        dirty = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=ROOT, text=True)
+        return head.strip() + ("+" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("JAX_EP_COMMIT", "unknown")
+
+
+def tests(path: Path) -> dict[str, object] | None:
+    if not path.exists():
+        return None
+    suite = next(ElementTree.parse(path).iter("testsuite"))
+    count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+    failing = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    reasons = sorted({skip.get("message", "") for skip in suite.iter("skipped")})
+    return {**count, "failing": failing, "skip_reasons": reasons}
+
+
+def main(logs: Path) -> None:
+    steps = {}
+    for path in sorted(logs.glob("*.status")):
+        status, seconds = path.read_text().split()
+        steps[path.stem] = {"ok": status == "0", "seconds": int(seconds)}
+    devices = jax.devices()
+    date = datetime.datetime.now(datetime.UTC)
+    result = {
+        "date": date.isoformat(timespec="seconds"),
+        "commit": commit(),
+        "native_hash": native_hash(),
+        "device": devices[0].device_kind,
+        "num_devices": len(devices),
+        "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "steps": steps,
+        "tests": tests(logs / "tests.xml") if "tests" in steps else None,
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    name = f"gpu_check-{len(devices)}x{devices[0].device_kind.replace(' ', '-')}-{date:%Y%m%dT%H%M%S}.json"
+    (RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""The hash that ties GPU results to the native sources they were measured with.
+
+`python scripts/native_hash.py` prints it; `--check` warns, without failing, if the newest results in
+benchmarks/results/ belong to other sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def native_hash() -> str:
+    """Of CMakeLists.txt and all that is compiled in ffi/."""
+    sources = [ROOT / "CMakeLists.txt", *sorted((ROOT / "ffi").rglob("*"))]
+    digest = hashlib.sha256()
+    for source in sources:
+        if source.is_file() and source.suffix != ".md":
+            digest.update(source.relative_to(ROOT).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def check() -> str:
+    """One line on whether the newest results belong to the present sources."""
+    results = [json.loads(path.read_text()) for path in RESULTS.glob("gpu_check-*.json")]
+    if not results:
+        return (
+            "WARNING: there are no GPU results in benchmarks/results/; run scripts/gpu_check.sh on a machine with GPUs"
+        )
+    newest = max(results, key=lambda result: result["date"])
+    if newest["native_hash"] != native_hash():
+        return (
+            f"WARNING: the native sources ({native_hash()}) have not run on a GPU; the newest results, of "
+            f"{newest['date']}, belong to {newest['native_hash']}: run scripts/gpu_check.sh on a machine with GPUs"
+        )
+    return (
+        f"The native sources ({native_hash()}) ran on {newest['num_devices']} x {newest['device']}, {newest['date']}."
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    print(check() if parser.parse_args().check else native_hash())

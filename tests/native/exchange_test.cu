@@ -1,0 +1,207 @@
+// Runs the CUDA backend's operations between 1 to 8 ranks that share ONE GPU, each on a stream of its own. Meant for
+// compute-sanitizer as much as for its own checks; several epochs, so that slots are used again.
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "ffi/cuda/gather.h"
+#include "ffi/cuda/group.h"
+#include "ffi/cuda/scatter.h"
+
+using namespace jax_ep;
+
+namespace {
+
+constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 256, kExpertsPerRank = 3, kAlignment = 4;
+constexpr int64_t kRowBytes = kHidden * sizeof(float);
+
+void must(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  std::cerr << cudaGetErrorString(status) << "\n";
+  std::exit(1);
+}
+
+// Device memory with a host copy.
+template <typename T>
+struct Array {
+  std::vector<T> host;
+  T* device = nullptr;
+
+  explicit Array(size_t size) : host(size) { must(cudaMalloc(&device, size * sizeof(T))); }
+  Array(const Array&) = delete;
+  ~Array() { cudaFree(device); }
+  void upload() { must(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice)); }
+  const std::vector<T>& download() {
+    must(cudaMemcpy(host.data(), device, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
+    return host;
+  }
+};
+
+// The buffers of one rank.
+struct Rank {
+  int32_t ranks, experts = ranks * kExpertsPerRank;
+  int64_t capacity = align_up(int64_t{ranks} * kTokens * kTopK + kExpertsPerRank * (kAlignment - 1), kAlignment);
+  cudaStream_t stream;
+  Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
+      rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{kExpertsPerRank},
+      group_sizes{kExpertsPerRank}, num_dropped{1};
+  Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
+      weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
+      cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
+      topk_cotangent{kTokens * kTopK};
+
+  Rank(int32_t ranks, int32_t rank) : ranks(ranks) {
+    must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    axis_index.host[0] = rank;
+    axis_index.upload();
+  }
+  ~Rank() { cudaStreamDestroy(stream); }
+
+  void randomize(std::mt19937& random) {
+    for (float& value : x.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
+    for (float& value : topk_weights.host) value = std::uniform_real_distribution<float>(0, 1)(random);
+    for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
+    x.upload(), topk_weights.upload(), ids.upload();
+  }
+
+  ScatterArgs scatter(OpKind op) {
+    ScatterArgs args = {};
+    args.op = op;
+    args.hash = static_cast<uint32_t>(op);
+    args.axis_index = axis_index.device;
+    args.num_tokens = kTokens, args.top_k = kTopK, args.num_experts = experts;
+    args.x = x.device, args.row_bytes = args.out_row_bytes = kRowBytes;
+    args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = kAlignment;
+    args.zero_pad = true;
+    return args;
+  }
+  ScatterArgs dispatch(int32_t cast) {
+    ScatterArgs args = scatter(OpKind::kDispatch);
+    args.cast = cast, args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
+    args.arrival = cast ? Arrival::kDequantize : Arrival::kCopy;
+    args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.place = place.device;
+    args.out = recv.device, args.weights = weights.device, args.counts = counts.device;
+    args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.rows = rows.device;
+    args.num_arrived = num_arrived.device;
+    return args;
+  }
+  ScatterArgs along_route(OpKind op, Array<float>& result) {
+    ScatterArgs args = scatter(op);
+    args.known_place = place.device, args.known_rows = rows.device, args.known_num_arrived = num_arrived.device;
+    args.known_counts = counts.device, args.known_group_sizes = group_sizes.device, args.out = result.device;
+    return args;
+  }
+  ScatterArgs combine_back() {
+    ScatterArgs args = along_route(OpKind::kCombineBack, cotangent);
+    args.arrival = Arrival::kCombineBack;
+    args.row_weights = weights.device, args.y = recv.device, args.weights_cotangent = weights_cotangent.device;
+    return args;
+  }
+  GatherArgs gather(OpKind op, Array<float>& result) {
+    GatherArgs args = {};
+    args.op = op;
+    args.hash = static_cast<uint32_t>(op);
+    args.axis_index = axis_index.device;
+    args.num_tokens = kTokens, args.top_k = kTopK;
+    args.y = recv.device, args.row_bytes = kRowBytes;
+    args.rows = rows.device, args.num_arrived = num_arrived.device, args.place = place.device;
+    args.out = result.device, args.out_type = ElementType::kFloat32;
+    return args;
+  }
+  GatherArgs combine() {
+    GatherArgs args = gather(OpKind::kCombine, out);
+    args.row_weights = weights.device;
+    return args;
+  }
+  GatherArgs dispatch_back() {
+    GatherArgs args = gather(OpKind::kDispatchBack, x_cotangent);
+    args.weights_to_send = weights.device, args.topk_weights = topk_cotangent.device;
+    return args;
+  }
+};
+
+// Whether |got - expected| is small against the values' size.
+void expect_near(const std::vector<float>& got, const std::vector<float>& expected, float tolerance, const char* what) {
+  float worst = 0;
+  for (size_t i = 0; i < got.size(); ++i) worst = std::fmax(worst, std::fabs(got[i] - expected[i]));
+  if (worst <= tolerance) return;  // false for NaN, too
+  ++check::failures;
+  std::cerr << what << " is off by " << worst << "\n";
+}
+
+void check_rank(Rank& rank, float tolerance) {
+  std::vector<float> combined(kTokens * kHidden), summed(kTokens * kHidden), returned(kTokens * kTopK);
+  for (int32_t token = 0; token < kTokens; ++token) {
+    for (int32_t k = 0; k < kTopK; ++k) {
+      const int32_t entry = token * kTopK + k;
+      if (!is_expert(rank.ids.host[entry], rank.experts)) continue;
+      returned[entry] = rank.topk_weights.host[entry];
+      for (int32_t h = 0; h < kHidden; ++h) {
+        combined[token * kHidden + h] += rank.topk_weights.host[entry] * rank.x.host[token * kHidden + h];
+        summed[token * kHidden + h] += rank.x.host[token * kHidden + h];
+      }
+    }
+  }
+  expect_near(rank.out.download(), combined, tolerance, "combine");
+  expect_near(rank.x_cotangent.download(), summed, tolerance, "dispatch (backward), x");
+  expect_near(rank.topk_cotangent.download(), returned, 0, "dispatch (backward), topk_weights");
+  rank.recv.download(), rank.weights.download();
+  expect_near(rank.like.download(), rank.recv.host, tolerance, "dispatch_like");
+  std::vector<float> weighted(rank.recv.host.size()), products(rank.weights.host.size());
+  for (size_t i = 0; i < weighted.size(); ++i) {
+    weighted[i] = rank.weights.host[i / kHidden] * rank.like.host[i];
+    products[i / kHidden] += rank.recv.host[i] * rank.like.host[i];
+  }
+  expect_near(rank.cotangent.download(), weighted, tolerance, "combine (backward), y");
+  expect_near(rank.weights_cotangent.download(), products, 1e-3f, "combine (backward), weights");
+  EXPECT_EQ(rank.num_dropped.download()[0], 0);
+}
+
+void exchange(int32_t num_ranks, int32_t cast) {
+  const std::vector<int32_t> devices(num_ranks, 0);
+  Group group({num_ranks * kExpertsPerRank, kTopK, kTokens, kRowBytes, 2, 60.0, {devices}});
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int32_t rank = 0; rank < num_ranks; ++rank) ranks.push_back(std::make_unique<Rank>(num_ranks, rank));
+  std::mt19937 random(num_ranks);
+  for (int32_t round = 0; round < 3; ++round) {
+    for (auto& rank : ranks) rank->randomize(random);
+    must(cudaDeviceSynchronize());
+    const auto on_all = [&](auto launch) {
+      for (int32_t r = 0; r < num_ranks; ++r) must(launch(group.members()[r].peers, *ranks[r]));
+    };
+    const auto scatter = [&](auto args) {
+      on_all([&](const Peers& peers, Rank& rank) {
+        return launch_scatter(peers, args(rank), ElementType::kFloat32, group.num_sms(), rank.stream);
+      });
+    };
+    const auto gather = [&](auto args) {
+      on_all([&](const Peers& peers, Rank& rank) {
+        return launch_gather(peers, args(rank), ElementType::kFloat32, group.num_sms(), rank.stream);
+      });
+    };
+    scatter([&](Rank& rank) { return rank.dispatch(cast); });
+    scatter([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    scatter([&](Rank& rank) { return rank.combine_back(); });
+    gather([&](Rank& rank) { return rank.combine(); });
+    gather([&](Rank& rank) { return rank.dispatch_back(); });
+    must(cudaDeviceSynchronize());
+    EXPECT_EQ(group.failure().has_value(), false);
+    const float tolerance = cast ? 0.3f : 1e-5f;
+    for (auto& rank : ranks) check_rank(*rank, tolerance);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int32_t most_ranks = argc > 1 ? std::atoi(argv[1]) : 8;
+  for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
+    for (int32_t cast = 0; cast <= 2; ++cast) exchange(num_ranks, cast);
+    std::cerr << num_ranks << " ranks: " << check::failures << " failures\n";
+  }
+  return check::exit_status();
+}

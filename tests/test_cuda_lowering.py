@@ -1,0 +1,115 @@
+"""What the CUDA backend gives to XLA, seen where there is no GPU: programs are lowered for CUDA and not run."""
+
+import re
+import types
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_ep as ep
+from jax_ep import _backends, _native
+
+TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
+
+
+@pytest.fixture
+def group(monkeypatch, mesh):
+    """A group of the CUDA backend whose native half does nothing."""
+    native = types.SimpleNamespace(
+        open_group=lambda **config: 7,
+        group_bytes=lambda group_id: 0,
+        close_group=lambda group_id: None,
+        group_failure=lambda group_id: None,
+    )
+    monkeypatch.setattr(_native, "cuda", native)
+    monkeypatch.setattr(_backends, "choose", lambda requested, mesh: "cuda")
+    with ep.Group(
+        mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=jnp.bfloat16
+    ) as group:
+        yield group
+
+
+def lowered(group, body, *shapes, check_vma=True):
+    """The StableHLO, for CUDA, of `body` mapped over the group's mesh; shapes are per device."""
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
+    arguments = [
+        jax.ShapeDtypeStruct(
+            (shape[0] * group.num_ranks, *shape[1:]), dtype, sharding=jax.NamedSharding(group.mesh, P("ep"))
+        )
+        for shape, dtype in shapes
+    ]
+    return jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    return re.findall(r"custom_call @(jax_ep_\w+)", text)
+
+
+X = ((TOKENS, HIDDEN), jnp.bfloat16)
+IDS = ((TOKENS, TOP_K), jnp.int32)
+WEIGHTS = ((TOKENS, TOP_K), jnp.float32)
+COLLECTIVE = re.compile(r"all_gather|all_to_all|all_reduce|reduce_scatter|collective_permute")
+
+
+def layer(group, layout, x, topk_idx, topk_weights, **options):
+    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, **options)
+    return ep.combine(ep.dequantize(recv), recv)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire": "fp8_pow2", "dequantize": True}], ids=str)
+def test_a_layer_is_two_calls(group, layout, options, check_vma):
+    text = lowered(group, partial(layer, group, layout, **options), X, IDS, WEIGHTS, check_vma=check_vma)
+    assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine"]
+    assert not COLLECTIVE.search(text)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_its_gradient_is_two_more(group, layout, check_vma):
+    def body(x, topk_idx, topk_weights):
+        def loss(x, topk_weights):
+            return jnp.sum(layer(group, layout, x, topk_idx, topk_weights).astype(jnp.float32))
+
+        value, gradients = jax.value_and_grad(loss, (0, 1))(x, topk_weights)
+        return value[None], gradients
+
+    text = lowered(group, body, X, IDS, WEIGHTS, check_vma=check_vma)
+    assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_back", "jax_ep_dispatch_back"]
+    assert not COLLECTIVE.search(text)
+
+
+def test_other_operations_are_one_call_each(group, layout):
+    def body(x, topk_idx, y, splits):
+        recv = ep.dispatch(x, topk_idx, group=group, layout=layout)
+        like = ep.dispatch_like(x[:, :3], recv)
+        sent = ep.all_to_all(x, splits, group=group, wire="fp8")
+        back = ep.all_to_all_back(y, splits, group=group)
+        return like.sum()[None], sent.scales.sum()[None], back
+
+    y = ((group.num_ranks, TOKENS, HIDDEN), jnp.bfloat16)
+    text = lowered(group, body, X, IDS, y, ((EXPERTS,), jnp.int32))
+    assert sorted(calls(text)) == [
+        f"jax_ep_{op}" for op in ("all_to_all", "all_to_all_back", "dispatch", "dispatch_like")
+    ]
+
+
+def test_quantized_input(group, layout):
+    def body(x, scales, topk_idx):
+        recv = ep.dispatch((x, scales), topk_idx, group=group, layout=layout)
+        return recv.scales
+
+    text = lowered(group, body, ((TOKENS, HIDDEN), jnp.float8_e4m3fn), ((TOKENS, HIDDEN // 128), jnp.float32), IDS)
+    assert calls(text) == ["jax_ep_dispatch"]
+
+
+def test_what_ranks_must_agree_on_is_in_the_hash(group):
+    def hash_of(layout, **options):
+        text = lowered(group, partial(layer, group, layout, **options), X, IDS, WEIGHTS)
+        return re.search(r"custom_call @jax_ep_dispatch.*?hash = (\d+)", text, re.DOTALL).group(1)
+
+    hashes = {hash_of("ragged"), hash_of("expert"), hash_of("ragged", alignment=8), hash_of("ragged", wire="fp8")}
+    assert len(hashes) == 4
+    assert hash_of("ragged") in hashes
