@@ -42,17 +42,19 @@ struct ArenaLayout {
   constexpr int64_t bytes() const { return align_up(flag_offset(num_rows()), 256); }
 };
 
-// Control memory of one rank; `counts` follows it. It outlives the group, so that an executable that still runs after
-// close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
+// Control memory of one rank; the counts of arriving rows follow it. It outlives the group, so that an executable that
+// still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
 struct Control {
   // Written by this rank's own kernels.
   unsigned long long owner;  // the launch that runs, 0 if none does
-  uint32_t epoch;            // of the last operation that has begun
-  uint32_t next_item[2];     // work claimed by the launch: to send, to receive
-  uint32_t exited;           // thread blocks of the launch that have ended
+  uint32_t newest_epoch;     // of the operation that was begun last
+  uint32_t epoch;            // of the launch that runs, and
+  uint32_t sends;            // whether it sends
+  uint32_t next_item[2];     // work that it has claimed: to send, to receive
+  uint32_t exited;           // thread blocks of it that have ended
   // Written by peers, too.
   uint32_t failed;                                 // 0, or 1 + the rank that failed first; kClosed after close()
-  uint32_t finished[kSlots][kMaxRanks];            // the epoch whose rows each rank has read in its own memory
+  uint32_t finished[kSlots][kMaxRanks];            // the epoch whose rows each rank has read last in its own memory
   unsigned long long op[kSlots][kMaxRanks];        // {epoch, hash of the call} of each rank
   unsigned long long num_rows[kSlots][kMaxRanks];  // {epoch, rows that each rank sends here}
 };
@@ -74,7 +76,13 @@ struct FailureRecord {
   int32_t rank, peer;
   uint32_t expected, seen;
 };
-enum class FailureReason : uint32_t { kTimeout, kOtherOp, kWrongRank };
+enum class FailureReason : uint32_t {
+  kTimeout,
+  kOtherOp,    // a peer is in another call
+  kWrongRank,  // XLA runs another rank on this device than the group's mesh says
+  kSlotTaken,  // an operation was started kSlots operations ago and never done
+  kNotStarted  // a done without a start of its own, or out of turn
+};
 enum class OpKind : uint32_t {
   kDispatch,
   kDispatchLike,
@@ -84,6 +92,12 @@ enum class OpKind : uint32_t {
   kAllToAll,
   kAllToAllBack
 };
+
+// An operation runs in one launch or in two, start and done.
+enum class Half : int32_t { kWhole, kStart, kDone };
+
+// What `start` tells `done`: {epoch, whether the rows were sent}.
+inline constexpr int kTicketWords = 2;
 
 // The kernel ABI: all that a kernel knows of its peers. Who fills it (ffi/cuda/group.cc) decides the transport.
 struct Peers {

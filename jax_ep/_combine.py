@@ -29,13 +29,14 @@ def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike |
     Returns:
         [T, H] in out_dtype. A token none of whose rows were kept gives zero.
     """
-    return _combine(*_prepare("combine", y, recv, out_dtype))
+    out_dtype, *operands = _prepare("combine", y, recv, out_dtype)
+    return _combine(out_dtype, *operands, None)
 
 
 def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> Pending:
     """Starts a `combine`, with its arguments, and waits for no peer; `combine_done` gives the result."""
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
-    return Pending(tuple(operands), "combine", out_dtype)
+    return Pending((*operands, _start(None, *operands)), "combine", out_dtype)
 
 
 def combine_done(pending: Pending) -> jax.Array:
@@ -63,21 +64,38 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     return out_dtype, *_compat.vary((y, recv.weights, route), [group.axis_name])
 
 
-def _combine_rows(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route) -> jax.Array:
-    return route.backend.combine(route, y, weights, out_dtype)
+def _start_rows(_: None, y: jax.Array, weights: jax.Array, route: Route) -> jax.Array | None:
+    return route.backend.combine_start(route, y, weights)
 
 
-def _combine_fwd(out_dtype: Any, y: Any, weights: Any, route: Any) -> tuple[jax.Array, Any]:
+def _start_fwd(_: None, *operands: Any) -> tuple[jax.Array | None, None]:
+    return _start_rows(None, *_compat.values(operands)), None
+
+
+def _start_bwd(_: None, saved: None, g: Any) -> tuple[None, None, None]:
+    return None, None, None  # the gradient takes the way of the operands that the done is given
+
+
+_start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)
+
+
+def _combine_rows(
+    out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route, ticket: jax.Array | None
+) -> jax.Array:
+    return route.backend.combine(route, y, weights, ticket, out_dtype)
+
+
+def _combine_fwd(out_dtype: Any, y: Any, weights: Any, route: Any, ticket: Any) -> tuple[jax.Array, Any]:
     needs_y = weights.perturbed
-    y, weights, route = jax.tree.map(lambda primal: primal.value, (y, weights, route))
+    y, weights, route, ticket = _compat.values((y, weights, route, ticket))
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
-    return _combine_rows(out_dtype, y, weights, route), (y if needs_y else None, weights, route)
+    return _combine_rows(out_dtype, y, weights, route, ticket), (y if needs_y else None, weights, route)
 
 
-def _combine_bwd(out_dtype: Any, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+def _combine_bwd(out_dtype: Any, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     y, weights, route = saved
     y_cotangent, weights_cotangent = route.backend.combine_back(route, g.astype(route.group.dtype), y, weights)
-    return y_cotangent, weights_cotangent, None
+    return y_cotangent, weights_cotangent, None, None
 
 
 _combine = _compat.differentiable(_combine_rows, _combine_fwd, _combine_bwd)

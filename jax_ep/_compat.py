@@ -13,6 +13,9 @@ from jax.extend import core as jex_core
 
 T = TypeVar("T")
 
+# Foreign calls with side effects are refused by remat before this release.
+FFI_EFFECTS_ARE_ALLOWED = jax.__version_info__ >= (0, 11, 1)
+
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
     """The manual mesh axes over which any of `arrays` varies, as `shard_map(check_vma=True)` tracks it.
@@ -56,3 +59,8 @@ def differentiable(function: Callable[..., Any], forward: Callable[..., Any], ba
     rule = jax.custom_vjp(function, nondiff_argnums=(0,))
     rule.defvjp(forward, backward, symbolic_zeros=True)
     return partial(jax.jit, static_argnums=(0,), inline=True)(rule)
+
+
+def values(operands: Any) -> Any:
+    """The operands of a forward rule without the marks of what is differentiated."""
+    return jax.tree.map(lambda primal: primal.value, operands)

@@ -60,9 +60,10 @@ def dispatch(
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
         TypeError: a call that returns fp8 rows is differentiated.
     """
-    return _dispatch(
-        *_prepare("dispatch", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad)
+    call, *operands = _prepare(
+        "dispatch", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
     )
+    return _dispatch(call, *operands, None)
 
 
 def dispatch_start(
@@ -85,7 +86,7 @@ def dispatch_start(
     call, *operands = _prepare(
         "dispatch_start", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
     )
-    return Pending(tuple(operands), "dispatch", call)
+    return Pending((*operands, _start(call, *operands)), "dispatch", call)
 
 
 def dispatch_done(pending: Pending) -> Dispatched:
@@ -217,26 +218,42 @@ def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: i
     return capacity
 
 
-def _dispatch_rows(call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None) -> Dispatched:
-    return call.backend.dispatch(call, x, topk_idx, topk_weights, zero_pad=bool(call.zero_pad))
+def _start_rows(call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None) -> jax.Array | None:
+    return call.backend.dispatch_start(call, x, topk_idx, topk_weights)
 
 
-def _dispatch_fwd(call: DispatchCall, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Dispatched, Route]:
+def _start_fwd(call: DispatchCall, *operands: Any) -> tuple[jax.Array | None, None]:
+    return _start_rows(call, *_compat.values(operands)), None
+
+
+def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[None, None, None]:
+    return None, None, None  # the gradient takes the way of the operands that the done is given
+
+
+_start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)
+
+
+def _dispatch_rows(
+    call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, ticket: jax.Array | None
+) -> Dispatched:
+    return call.backend.dispatch(call, x, topk_idx, topk_weights, ticket, zero_pad=bool(call.zero_pad))
+
+
+def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatched, Route]:
     if call.returns_fp8 or (call.quantized and any(part.perturbed for part in x)):
         given = "x is quantised already" if call.quantized else f"wire is {call.wire!r}"
         raise TypeError(
             f"dispatch: fp8 rows cannot be differentiated ({given}); give x in the group's dtype and use "
             "wire='fp8', dequantize=True"
         )
-    x, topk_idx, topk_weights = jax.tree.map(lambda primal: primal.value, (x, topk_idx, topk_weights))
-    recv = call.backend.dispatch(call, x, topk_idx, topk_weights, zero_pad=call.zero_pad is not False)
+    recv = call.backend.dispatch(call, *_compat.values((x, *operands)), zero_pad=call.zero_pad is not False)
     return recv, recv.route
 
 
-def _dispatch_bwd(call: DispatchCall, route: Route, g: Dispatched) -> tuple[Any, None, jax.Array | None]:
+def _dispatch_bwd(call: DispatchCall, route: Route, g: Dispatched) -> tuple[Any, None, jax.Array | None, None]:
     rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
     x, topk_weights = call.backend.dispatch_back(route, rows, weights)
-    return x, None, topk_weights
+    return x, None, topk_weights, None
 
 
 _dispatch = _compat.differentiable(_dispatch_rows, _dispatch_fwd, _dispatch_bwd)

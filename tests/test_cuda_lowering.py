@@ -81,6 +81,30 @@ def test_its_gradient_is_two_more(group, layout, check_vma):
     assert not COLLECTIVE.search(text)
 
 
+def test_halves_are_calls_of_their_own(group, layout):
+    def body(x, topk_idx, topk_weights):
+        recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout))
+        return ep.combine_done(ep.combine_start(recv.x, recv))
+
+    text = lowered(group, body, X, IDS, WEIGHTS)
+    assert calls(text) == [f"jax_ep_{op}" for op in ("dispatch_start", "dispatch", "combine_start", "combine")]
+    assert len(set(re.findall(r"hash = (\d+)", text))) == 2  # a start and its done are one operation to the peers
+
+
+def test_gradients_of_halves(group, layout):
+    def body(x, topk_idx, topk_weights):
+        def loss(x, topk_weights):
+            recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout))
+            return jnp.sum(ep.combine_done(ep.combine_start(recv.x, recv)).astype(jnp.float32))
+
+        value, gradients = jax.value_and_grad(loss, (0, 1))(x, topk_weights)
+        return value[None], gradients
+
+    text = lowered(group, body, X, IDS, WEIGHTS)
+    assert calls(text)[-2:] == ["jax_ep_combine_back", "jax_ep_dispatch_back"]
+    assert len(calls(text)) == 6
+
+
 def test_other_operations_are_one_call_each(group, layout):
     def body(x, topk_idx, y, splits):
         recv = ep.dispatch(x, topk_idx, group=group, layout=layout)

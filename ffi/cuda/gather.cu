@@ -186,14 +186,15 @@ template <typename X>
 __global__ void __launch_bounds__(kBlockThreads)
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args, int32_t team_threads) {
   __shared__ Shared shared;
-  const void* result = args.out ? args.out : args.topk_weights;
-  const CallId call = {args.op, args.hash, reinterpret_cast<unsigned long long>(result), args.axis_index};
+  const void* result = args.half == Half::kStart ? args.ticket : args.out ? args.out : args.topk_weights;
+  const CallId call = {args.op,         args.half,  args.hash, reinterpret_cast<unsigned long long>(result),
+                       args.axis_index, args.ticket};
   const Gather<X> gather = {peers, args, call, shared, Team::of_size(team_threads)};
   begin(peers, call, shared.operation);
-  if (!shared.operation.failed) gather.send();
+  if (!shared.operation.failed && shared.operation.sends) gather.send();
   __syncthreads();
-  if (!shared.operation.failed) gather.receive();
-  end(peers, shared.operation, [&] { gather.poison(); });
+  if (!shared.operation.failed && args.half != Half::kStart) gather.receive();
+  end(peers, call, shared.operation, [&] { gather.poison(); });
 }
 
 using Kernel = void (*)(Peers, GatherArgs, int32_t);

@@ -12,8 +12,10 @@ namespace jax_ep {
 
 struct GatherArgs {
   OpKind op;
+  Half half;  // a start has no result but its ticket
   uint32_t hash;
   const int32_t* axis_index;
+  int32_t* ticket;
   int32_t num_tokens, top_k;
 
   // Experts' side.

@@ -128,17 +128,14 @@ void set_out(ScatterArgs& args, const ffi::AnyBuffer& out) {
   args.out_row_bytes = row_bytes(out);
 }
 
-ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
-                    Operand x_scales, Operand topk_idx, Operand topk_weights, Result out, Result out_scales,
-                    Result weights, Result counts, Result group_sizes, Result num_dropped, Result place, Result rows,
-                    Result num_arrived) {
+ScatterArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x, Operand x_scales, Operand topk_idx,
+                      Operand topk_weights) {
   ScatterArgs args = {};
   args.op = OpKind::kDispatch;
   args.hash = static_cast<uint32_t>(attrs.hash);
   args.axis_index = data<int32_t>(axis_index);
   args.num_tokens = static_cast<int32_t>(topk_idx.dimensions()[0]);
   args.top_k = static_cast<int32_t>(topk_idx.dimensions()[1]);
-  args.num_experts = static_cast<int32_t>(counts->element_count() * num_arrived->element_count());
   args.x = x.untyped_data();
   args.row_bytes = row_bytes(x);
   args.x_scales = data<float>(x_scales);
@@ -147,10 +144,20 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
   args.num_scales = is_fp8 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
   args.topk_idx = data<int32_t>(topk_idx);
   args.topk_weights = data<float>(topk_weights);
+  set_route(args, attrs.layout, attrs.capacity, attrs.alignment);
+  return args;
+}
+
+ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
+                    Operand x_scales, Operand topk_idx, Operand topk_weights, Operand ticket, Result out,
+                    Result out_scales, Result weights, Result counts, Result group_sizes, Result num_dropped,
+                    Result place, Result rows, Result num_arrived) {
+  ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
+  args.ticket = data<int32_t>(ticket);
+  args.half = args.ticket ? Half::kDone : Half::kWhole;
   args.place = data<int32_t>(place);
   args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
   args.zero_pad = attrs.zero_pad;
-  set_route(args, attrs.layout, attrs.capacity, attrs.alignment);
   set_out(args, *out);
   args.out_scales = data<float>(out_scales);
   args.weights = data<float>(weights);
@@ -162,6 +169,14 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
   return scatter("dispatch", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
 }
 
+ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
+                          Operand x_scales, Operand topk_idx, Operand topk_weights, Result ticket) {
+  ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
+  args.half = Half::kStart;
+  args.ticket = data<int32_t>(ticket);
+  return scatter("dispatch_start", stream, ordinal, attrs.group, element_type(x), args);
+}
+
 ScatterArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
                         const Operand& place, const Operand& rows, const Operand& num_arrived, const Operand& counts,
                         const Operand& group_sizes, Result out) {
@@ -171,7 +186,6 @@ ScatterArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_
   args.axis_index = data<int32_t>(axis_index);
   args.num_tokens = static_cast<int32_t>(rows.dimensions()[1]);
   args.top_k = static_cast<int32_t>(rows.dimensions()[2]);
-  args.num_experts = static_cast<int32_t>(counts.element_count() * num_arrived.element_count());
   args.x = x.untyped_data();
   args.row_bytes = row_bytes(x);
   args.known_place = data<int32_t>(place);
@@ -214,7 +228,6 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   args.axis_index = data<int32_t>(axis_index);
   args.num_tokens = static_cast<int32_t>(x.dimensions()[0]);
   args.top_k = 1;
-  args.num_experts = static_cast<int32_t>(splits.element_count());
   args.x = x.untyped_data();
   args.row_bytes = row_bytes(x);
   args.cast = static_cast<int32_t>(attrs.cast);
@@ -230,8 +243,8 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   return scatter("all_to_all", stream, ordinal, attrs.group, element_type(x), args);
 }
 
-ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
-                   Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result out) {
+GatherArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, Operand row_weights, Operand place,
+                        Operand rows, Operand num_arrived) {
   GatherArgs args = {};
   args.op = OpKind::kCombine;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -244,9 +257,25 @@ ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operan
   args.rows = data<int32_t>(rows);
   args.num_arrived = data<int32_t>(num_arrived);
   args.place = data<int32_t>(place);
+  return args;
+}
+
+ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+                   Operand row_weights, Operand place, Operand rows, Operand num_arrived, Operand ticket, Result out) {
+  GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived);
+  args.ticket = data<int32_t>(ticket);
+  args.half = args.ticket ? Half::kDone : Half::kWhole;
   args.out = data<void>(out);
   args.out_type = element_type(*out);
   return gather("combine", stream, ordinal, attrs.group, element_type(y), args);
+}
+
+ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+                         Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result ticket) {
+  GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived);
+  args.half = Half::kStart;
+  args.ticket = data<int32_t>(ticket);
+  return gather("combine_start", stream, ordinal, attrs.group, element_type(y), args);
 }
 
 ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
@@ -304,11 +333,13 @@ auto with_buffers(Binding binding) {
 }
 
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
-XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<6, 9>(bind_call<DispatchAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kDispatchStart, dispatch_start, (with_buffers<5, 1>(bind_call<DispatchAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kDispatchLike, dispatch_like, (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kCombineBack, combine_back, (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kAllToAll, all_to_all, (with_buffers<4, 3>(bind_call<AllToAllAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kCombine, combine, (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kCombine, combine, (with_buffers<7, 1>(bind_call<CallAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kCombineStart, combine_start, (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kDispatchBack, dispatch_back, (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kAllToAllBack, all_to_all_back, (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
 
@@ -317,9 +348,11 @@ XLA_FFI_DEFINE_HANDLER(kAllToAllBack, all_to_all_back, (with_buffers<4, 1>(bind_
 std::vector<std::pair<const char*, XLA_FFI_Handler*>> backend_targets() {
   return {
       {"jax_ep_dispatch", kDispatch},
+      {"jax_ep_dispatch_start", kDispatchStart},
       {"jax_ep_dispatch_like", kDispatchLike},
       {"jax_ep_dispatch_back", kDispatchBack},
       {"jax_ep_combine", kCombine},
+      {"jax_ep_combine_start", kCombineStart},
       {"jax_ep_combine_back", kCombineBack},
       {"jax_ep_all_to_all", kAllToAll},
       {"jax_ep_all_to_all_back", kAllToAllBack},

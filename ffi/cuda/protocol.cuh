@@ -1,9 +1,10 @@
 // How the ranks of a group run one operation together: begin and end, claims of work, bounded waits, and the words that
 // ranks exchange. Kernels (scatter.cu, gather.cu) are written on top of this and know no epochs.
 //
-// An operation is one launch per rank. Its blocks begin() together, claim work items in order, and end() it; the last
-// block out tells all peers that this rank has read its slot. Items to send never wait for a peer's rows, and are all
-// claimed before the first item to receive: no block waits for one that is not running yet, however few run at a time.
+// An operation is one launch per rank, or two: a start, which sends what it can without waiting, and a done. The blocks
+// of a launch begin() together, claim work items in order, and end() it; the last block out tells all peers that this
+// rank has read its slot. Items to send never wait for a peer's rows, and are all claimed before the first item to
+// receive: no block waits for one that is not running yet, however few run at a time.
 #pragma once
 
 #include "ffi/arena.h"
@@ -14,15 +15,18 @@ namespace jax_ep {
 // What is static in a call and what identifies it.
 struct CallId {
   OpKind op;
+  Half half;
   uint32_t hash;              // of all that must be equal on all ranks
   unsigned long long launch;  // differs between launches that can be on the device together: a result's address
   const int32_t* axis_index;  // where XLA runs this rank
+  int32_t* ticket;            // written by a start, read by its done
 };
 
 // One block's view of the operation; in shared memory.
 struct Operation {
   uint32_t epoch;
   int32_t slot;
+  bool sends;            // this launch sends rows, or has sent none that it could
   bool owned;            // the block takes part in the launch
   volatile bool failed;  // give up: the results will be poisoned
 };
@@ -91,8 +95,39 @@ __device__ bool wait_for(const Peers& peers, const CallId& call, Operation& oper
   }
 }
 
-// Enters the launch; the first block to come claims the epoch and clears the claims. Launches of one group that XLA
-// lets run at once take turns here. Call it with all threads.
+// Settles, as the first thread of a launch, which epoch it is, and whether it sends.
+//
+// A start never waits: where a peer has yet to read what the slot held before, it leaves the sending to its done. A
+// slot's operations are done in the order of their epochs; whoever comes out of turn is told so at once, as nobody else
+// would.
+__device__ inline void set_up(const Peers& peers, const CallId& call, Operation& operation) {
+  Control& control = own_control(peers);
+  const uint32_t epoch = call.half == Half::kDone ? call.ticket[0] : control.newest_epoch + 1;
+  const uint32_t (&finished)[kMaxRanks] = control.finished[epoch % kSlots];
+  const uint32_t before = epoch - kSlots;
+  bool sends = true;
+  operation.epoch = epoch;
+  if (call.half == Half::kDone) {
+    sends = call.ticket[1] == 0;
+  } else {
+    control.newest_epoch = epoch;
+  }
+  if (call.half == Half::kStart) {
+    for (int32_t peer = 0; peer < peers.num_ranks; ++peer) sends = sends && load_acquire(&finished[peer]) == before;
+    call.ticket[0] = static_cast<int32_t>(epoch);
+    call.ticket[1] = sends;
+  } else if (finished[peers.rank] != before) {
+    const bool is_done = call.half == Half::kDone;
+    fail(peers, call, operation, is_done ? FailureReason::kNotStarted : FailureReason::kSlotTaken, peers.rank, before,
+         finished[peers.rank]);
+  }
+  control.epoch = epoch;
+  control.sends = sends;
+  control.next_item[0] = control.next_item[1] = control.exited = 0;
+}
+
+// Enters the launch; the first block to come sets it up. Launches of one group that XLA lets run at once take turns
+// here. Call it with all threads.
 __device__ inline void begin(const Peers& peers, const CallId& call, Operation& operation) {
   constexpr unsigned long long kBeingSetUp = 1;  // no address
   Control& control = own_control(peers);
@@ -101,14 +136,14 @@ __device__ inline void begin(const Peers& peers, const CallId& call, Operation& 
     operation.owned = wait_for(peers, call, operation, peers.rank, 1, [&] {
       const unsigned long long owner = atomicCAS(&control.owner, 0ull, kBeingSetUp);
       if (owner == 0) {
-        control.epoch += 1;
-        control.next_item[0] = control.next_item[1] = control.exited = 0;
+        set_up(peers, call, operation);
         store_release(&control.owner, call.launch);
         return 1;
       }
       return load_acquire(&control.owner) == call.launch ? 1 : 0;
     });
     operation.epoch = *const_cast<volatile uint32_t*>(&control.epoch);
+    operation.sends = *const_cast<volatile uint32_t*>(&control.sends);
     operation.slot = operation.epoch % kSlots;
     if (load_relaxed(&control.failed) != 0) operation.failed = true;
     if (!operation.failed && *call.axis_index != peers.rank) {
@@ -117,17 +152,17 @@ __device__ inline void begin(const Peers& peers, const CallId& call, Operation& 
   }
   __syncthreads();
   // Nobody writes to a peer's slot before the peer has read what it held last, the operation kSlots before.
-  if (!operation.failed && threadIdx.x < peers.num_ranks) {
+  if (!operation.failed && operation.sends && call.half != Half::kStart && threadIdx.x < peers.num_ranks) {
     wait_for(peers, call, operation, threadIdx.x, operation.epoch - kSlots,
              [&] { return load_acquire(&control.finished[operation.slot][threadIdx.x]); });
   }
   __syncthreads();
 }
 
-// Leaves the launch. The last block poisons the results of a failed operation, by poison(), and frees the slot and the
-// group. Call it with all threads.
+// Leaves the launch. The last block poisons the results of a failed operation, by poison(), and frees the slot, if it
+// has been read, and the group. Call it with all threads.
 template <typename Poison>
-__device__ void end(const Peers& peers, Operation& operation, Poison poison) {
+__device__ void end(const Peers& peers, const CallId& call, Operation& operation, Poison poison) {
   Control& control = own_control(peers);
   __shared__ bool is_last;
   __syncthreads();
@@ -142,7 +177,7 @@ __device__ void end(const Peers& peers, Operation& operation, Poison poison) {
   if (operation.failed) poison();
   __syncthreads();
   if (!operation.owned) return;
-  if (threadIdx.x < peers.num_ranks) {
+  if (call.half != Half::kStart && threadIdx.x < peers.num_ranks) {
     store_release(&peers.control[threadIdx.x]->finished[operation.slot][peers.rank], operation.epoch);
   }
   __syncthreads();

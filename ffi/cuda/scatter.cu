@@ -37,19 +37,21 @@ struct Scatter {
 
   __device__ Operation& operation() const { return shared.operation; }
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
+  __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
   __device__ bool new_route() const { return args.topk_idx != nullptr; }
 
   // --- send ---------------------------------------------------------------------------------------------------------
 
-  // Items: the announcement, then one per token.
+  // Items: the announcement, then one per token. A done whose start has sent the rows only makes the route anew.
   __device__ void send() {
+    if (!operation().sends && !(new_route() && args.place)) return;
     const Prefix prefix = clear_prefix();
     int32_t counted = 0;  // tokens in `prefix`
     for (;;) {
       const uint32_t item = claim(peers, operation(), team, shared.answers, kSend);
       if (item > args.num_tokens) return;
       if (item == 0) {
-        announce_counts();
+        if (operation().sends) announce_counts();
       } else {
         const int32_t token = static_cast<int32_t>(item) - 1;
         if (new_route()) count_tokens(prefix, counted, token);
@@ -61,10 +63,10 @@ struct Scatter {
 
   __device__ Prefix clear_prefix() const {
     team.sync();  // everyone has read what was there
-    int32_t* words = scratch + team.index * prefix_words(args.num_experts, peers.num_ranks);
-    for (int32_t i = team.lane; i < prefix_words(args.num_experts, peers.num_ranks); i += team.size) words[i] = 0;
+    int32_t* words = scratch + team.index * prefix_words(num_experts(), peers.num_ranks);
+    for (int32_t i = team.lane; i < prefix_words(num_experts(), peers.num_ranks); i += team.size) words[i] = 0;
     team.sync();
-    return {words, words + args.num_experts};
+    return {words, words + num_experts()};
   }
 
   // Adds the tokens [first, last) to the prefix.
@@ -73,7 +75,7 @@ struct Scatter {
       uint64_t seen_ranks = 0;
       for (int32_t k = 0; k < args.top_k; ++k) {
         const int32_t expert = args.topk_idx[int64_t{token} * args.top_k + k];
-        if (!is_expert(expert, args.num_experts)) continue;
+        if (!is_expert(expert, num_experts())) continue;
         const int32_t rank = rank_of_expert(expert, experts_per_rank());
         atomicAdd(&prefix.experts[expert], 1);
         if (!(seen_ranks >> rank & 1)) atomicAdd(&prefix.ranks[rank], 1);
@@ -89,7 +91,7 @@ struct Scatter {
     if (new_route()) {
       count_tokens(totals, 0, args.num_tokens);
     } else if (args.splits) {
-      for (int32_t expert = team.lane; expert < args.num_experts; expert += team.size) {
+      for (int32_t expert = team.lane; expert < num_experts(); expert += team.size) {
         totals.experts[expert] = args.splits[expert];
         atomicAdd(&totals.ranks[rank_of_expert(expert, experts_per_rank())], args.splits[expert]);
       }
@@ -102,7 +104,7 @@ struct Scatter {
       store_relaxed(&peers.control[peer]->num_rows[slot][peers.rank], tagged(epoch, totals.ranks[peer]));
     }
     if (new_route() || args.splits) {
-      for (int32_t expert = team.lane; expert < args.num_experts; expert += team.size) {
+      for (int32_t expert = team.lane; expert < num_experts(); expert += team.size) {
         unsigned long long* counts = counts_of(peers, expert / experts_per_rank(), slot, peers.rank);
         store_relaxed(&counts[local_expert(expert, experts_per_rank())], tagged(epoch, totals.experts[expert]));
       }
@@ -116,8 +118,8 @@ struct Scatter {
     for (int32_t step = 1; step <= peers.num_ranks; ++step) {
       const int32_t peer = (peers.rank + step) % peers.num_ranks;
       const int32_t index = index_at(token, peer, prefix);
-      if (new_route() && team.lane == 0) args.place[int64_t{token} * peers.num_ranks + peer] = index;
-      if (index < 0) continue;
+      if (args.place && team.lane == 0) args.place[int64_t{token} * peers.num_ranks + peer] = index;
+      if (index < 0 || !operation().sends) continue;
       const RowPlace place = row_place(peers, operation(), peer, peers.rank, index);
       if (new_route()) write_header(place.header, token, peer, prefix);
       write_payload(place.payload, token);
@@ -130,7 +132,7 @@ struct Scatter {
     if (!new_route()) return args.known_place[int64_t{token} * peers.num_ranks + peer];
     for (int32_t k = 0; k < args.top_k; ++k) {
       const int32_t expert = args.topk_idx[int64_t{token} * args.top_k + k];
-      if (is_expert(expert, args.num_experts) && rank_of_expert(expert, experts_per_rank()) == peer) {
+      if (is_expert(expert, num_experts()) && rank_of_expert(expert, experts_per_rank()) == peer) {
         return prefix.ranks[peer];
       }
     }
@@ -141,7 +143,7 @@ struct Scatter {
     const int32_t* ids = args.topk_idx + int64_t{token} * args.top_k;
     for (int32_t k = team.lane; k < args.top_k; k += team.size) {
       RowHeader entry = {-1, 0, 0};
-      if (is_expert(ids[k], args.num_experts) && rank_of_expert(ids[k], experts_per_rank()) == peer) {
+      if (is_expert(ids[k], num_experts()) && rank_of_expert(ids[k], experts_per_rank()) == peer) {
         entry.expert = local_expert(ids[k], experts_per_rank());
         entry.position = prefix.experts[ids[k]];
         for (int32_t earlier = 0; earlier < k; ++earlier) entry.position += ids[earlier] == ids[k];
@@ -471,13 +473,15 @@ __global__ void __launch_bounds__(kBlockThreads)
                    int32_t team_threads) {
   extern __shared__ int32_t scratch[];
   __shared__ Shared shared;
-  const CallId call = {args.op, args.hash, reinterpret_cast<unsigned long long>(args.out), args.axis_index};
+  const void* result = args.half == Half::kStart ? args.ticket : args.out;
+  const CallId call = {args.op,         args.half,  args.hash, reinterpret_cast<unsigned long long>(result),
+                       args.axis_index, args.ticket};
   Scatter<X> scatter = {peers, args, call, shared, scratch, Team::of_size(team_threads)};
   begin(peers, call, shared.operation);
   if (!shared.operation.failed) scatter.send();
   __syncthreads();
-  if (!shared.operation.failed) scatter.receive();
-  end(peers, shared.operation, [&] { scatter.poison(); });
+  if (!shared.operation.failed && args.half != Half::kStart) scatter.receive();
+  end(peers, call, shared.operation, [&] { scatter.poison(); });
 }
 
 using Kernel = void (*)(Peers, ScatterArgs, int32_t);
@@ -495,9 +499,10 @@ Kernel kernel_of(ElementType type) {
 
 constexpr int32_t kMaxScratch = 96 * 1024;
 
-int64_t scratch_bytes(const Peers& peers, const ScatterArgs& args, int32_t num_teams) {
-  const int64_t prefixes = num_teams * prefix_words(args.num_experts, peers.num_ranks);
-  const int64_t places = args.num_experts + 3 * peers.experts_per_rank + peers.num_ranks + 1;
+int64_t scratch_bytes(const Peers& peers, int32_t num_teams) {
+  const int32_t num_experts = peers.num_ranks * peers.experts_per_rank;
+  const int64_t prefixes = num_teams * prefix_words(num_experts, peers.num_ranks);
+  const int64_t places = num_experts + 3 * peers.experts_per_rank + peers.num_ranks + 1;
   return 4 * std::max(prefixes, places);
 }
 
@@ -506,7 +511,7 @@ int64_t scratch_bytes(const Peers& peers, const ScatterArgs& args, int32_t num_t
 cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, int32_t num_sms,
                            cudaStream_t stream) {
   const LaunchPlan plan = plan_launch(args.num_tokens, peers.num_ranks, num_sms);
-  const int64_t scratch = scratch_bytes(peers, args, kBlockThreads / plan.team_threads);
+  const int64_t scratch = scratch_bytes(peers, kBlockThreads / plan.team_threads);
   if (scratch > kMaxScratch) return cudaErrorInvalidConfiguration;
   kernel_of(type)<<<plan.num_blocks, kBlockThreads, scratch, stream>>>(peers, args, plan.team_threads);
   return cudaGetLastError();

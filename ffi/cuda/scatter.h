@@ -20,11 +20,13 @@ enum class Arrival : int32_t {
 
 struct ScatterArgs {
   OpKind op;
+  Half half;  // a start has no results but its ticket
   uint32_t hash;
   const int32_t* axis_index;
+  int32_t* ticket;
 
   // Source side: num_tokens rows.
-  int32_t num_tokens, top_k, num_experts;
+  int32_t num_tokens, top_k;
   const void* x;          // [T, row_bytes]
   const float* x_scales;  // [T, num_scales], of rows that are fp8 already, or null
   int64_t row_bytes;      // of x

@@ -36,6 +36,7 @@ _OPS = (  # enum OpKind in ffi/arena.h
 )
 _Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
 _NONE: _Result = ((0,), jnp.float32)
+_TICKET: _Result = ((2,), jnp.int32)  # kTicketWords in ffi/arena.h
 
 
 class RouteArrays(NamedTuple):
@@ -87,20 +88,49 @@ class CudaBackend:
                 f"{op}: rank {peer} was in another call than rank {rank} (call {seen:#x} against {expected:#x}); every "
                 "rank must run the same operations, with the same shapes, in the same order"
             )
+        if reason == "slot taken":
+            raise Error(
+                f"{op}: rank {rank} found an operation begun by a *_start two operations ago and never done; between a "
+                "start and its done there may be one other operation of the group, or starts alone"
+            )
+        if reason == "not started":
+            raise Error(
+                f"{op}_done: on rank {rank} its start was done before, or one older by two was not; end each start "
+                "once, and those two apart in the order of their starts"
+            )
         raise Error(
             f"{op}: the program runs rank {seen} on the device that group.mesh has as rank {rank}; pass "
             "mesh=group.mesh to jax.shard_map"
         )
 
+    def dispatch_start(
+        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None
+    ) -> jax.Array:
+        x, x_scales = x if call.quantized else (x, None)
+        (ticket,) = self._call(
+            "dispatch_start",
+            (x, x_scales, topk_idx, topk_weights),
+            [_TICKET],
+            has_side_effect=True,
+            **self._dispatch_attrs(call, zero_pad=False),
+        )
+        return ticket
+
     def dispatch(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+        self,
+        call: DispatchCall,
+        x: Any,
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        ticket: Any,
+        *,
+        zero_pad: bool,
     ) -> Dispatched:
         group = self._group
         num_ranks, num_experts = group.num_ranks, group.experts_per_rank
         x, x_scales = x if call.quantized else (x, None)
         route = call.route(None)
         shape = route.rows_shape
-        is_fp8 = call.wire is not None or call.quantized
         rows_dtype = _wires.FP8 if call.returns_fp8 else group.dtype
         scales_shape = (*shape, group.hidden // _wires.CHANNELS_PER_SCALE)
         rows, scales, weights, counts, group_sizes, num_dropped, place, arrived_rows, num_arrived = self._call(
@@ -108,7 +138,7 @@ class CudaBackend:
             (x, x_scales, topk_idx, topk_weights),
             [
                 ((*shape, group.hidden), rows_dtype),
-                (scales_shape, jnp.float32) if is_fp8 and call.returns_fp8 else _NONE,
+                (scales_shape, jnp.float32) if call.returns_fp8 else _NONE,
                 (shape, jnp.float32),
                 ((num_experts,), jnp.int32),
                 ((num_experts,), jnp.int32),
@@ -117,11 +147,9 @@ class CudaBackend:
                 ((num_ranks, call.num_tokens, group.top_k), jnp.int32),
                 ((num_ranks,), jnp.int32),
             ],
-            agreed=(call.num_tokens, call.wire, call.quantized),
-            cast=_CAST_CODES[call.wire],
-            dequantize=call.dequantize and is_fp8,
-            zero_pad=zero_pad,
-            **_route_attrs(route),
+            ticket=(ticket,),
+            has_side_effect=ticket is not None,
+            **self._dispatch_attrs(call, zero_pad=zero_pad),
         )
         return Dispatched(
             x=rows,
@@ -140,7 +168,6 @@ class CudaBackend:
             "dispatch_like",
             (x, *route.arrays),
             [((*route.rows_shape, x.shape[1]), x.dtype)],
-            agreed=x.shape,
             **_route_attrs(route),
         )
         return rows[..., :channels]
@@ -160,16 +187,21 @@ class CudaBackend:
                 _NONE if rows is None else ((route.num_tokens, rows.shape[1]), rows.dtype),
                 _NONE if weights is None else ((route.num_tokens, self._group.top_k), jnp.float32),
             ],
-            agreed=(route.num_tokens, channels, weights is None),
         )
         return (None if rows is None else x[:, :channels]), (None if weights is None else topk_weights)
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> jax.Array:
+    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array) -> jax.Array:
+        operands = (y, weights, *route.arrays[:3])
+        (ticket,) = self._call("combine_start", operands, [_TICKET], has_side_effect=True)
+        return ticket
+
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, ticket: Any, out_dtype: Any) -> jax.Array:
         (out,) = self._call(
             "combine",
             (y, weights, *route.arrays[:3]),
             [((route.num_tokens, y.shape[-1]), out_dtype)],
-            agreed=(route.num_tokens,),
+            ticket=(ticket,),
+            has_side_effect=ticket is not None,
         )
         return out
 
@@ -183,7 +215,6 @@ class CudaBackend:
                 ((*route.rows_shape, g.shape[1]), g.dtype),
                 _NONE if y is None else (route.rows_shape, jnp.float32),
             ],
-            agreed=(route.num_tokens,),
             **_route_attrs(route),
         )
         return y_cotangent, None if y is None else weights_cotangent
@@ -201,7 +232,7 @@ class CudaBackend:
                 _NONE if wire is None else ((*shape, group.hidden // _wires.CHANNELS_PER_SCALE), jnp.float32),
                 ((group.num_ranks, group.experts_per_rank), jnp.int32),
             ],
-            agreed=(num_rows, wire),
+            agreed=(wire,),
             cast=_CAST_CODES[wire],
             zero_pad=zero_pad,
         )
@@ -214,9 +245,17 @@ class CudaBackend:
             "all_to_all_back",
             (y, blocks.sizes, _places(blocks, num_rows)),
             [((num_rows, y.shape[2]), y.dtype)],
-            agreed=(num_rows,),
         )
         return out
+
+    def _dispatch_attrs(self, call: DispatchCall, *, zero_pad: bool) -> dict[str, Any]:
+        return {
+            "agreed": (call.layout, call.capacity, call.alignment, call.wire),
+            "cast": _CAST_CODES[call.wire],
+            "dequantize": call.dequantize and (call.wire is not None or call.quantized),
+            "zero_pad": zero_pad,
+            **_route_attrs(call.route(None)),
+        }
 
     def _call(
         self,
@@ -224,21 +263,29 @@ class CudaBackend:
         operands: tuple[Any, ...],
         results: list[_Result],
         *,
-        agreed: Any,
+        agreed: tuple[Any, ...] = (),
+        ticket: tuple[Any, ...] = (),
+        has_side_effect: bool = False,
         **attrs: Any,
     ) -> Sequence[jax.Array]:
-        """One FFI call. `agreed` is what must be equal on all ranks beside the attributes; the kernels compare it."""
-        operands = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
+        """One FFI call. The kernels compare its operation, its operands' types and `agreed` between ranks, by a hash."""
+        types = [None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands]
+        call = zlib.crc32(repr((op.removesuffix("_start"), types, agreed)).encode())
         axis = self._group.axis_name
-        operands = _compat.vary((lax.axis_index(axis), *operands), [axis])
+        operands = (lax.axis_index(axis), *operands, *ticket)
+        operands = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
+        operands = _compat.vary(operands, [axis])
         attrs = {name: value if isinstance(value, bool) else np.int64(value) for name, value in attrs.items()}
-        call = zlib.crc32(repr((op, agreed, sorted(attrs.items()))).encode())
-        types = [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results]
-        ffi_call = jax.ffi.ffi_call(f"jax_ep_{op}", types, vmap_method="sequential")
+        ffi_call = jax.ffi.ffi_call(
+            f"jax_ep_{op}",
+            [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results],
+            vmap_method="sequential",
+            has_side_effect=has_side_effect and _compat.FFI_EFFECTS_ARE_ALLOWED,
+        )
         return ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs)
 
 
-def _route_attrs(route: Route) -> dict[str, int]:
+def _route_attrs(route: Route) -> dict[str, Any]:
     return {"layout": _LAYOUT_CODES[route.layout], "capacity": route.capacity, "alignment": route.alignment}
 
 

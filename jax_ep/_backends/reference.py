@@ -42,10 +42,20 @@ class ReferenceBackend:
     def check(self) -> None:
         """Nothing fails here that JAX does not report."""
 
+    def dispatch_start(self, call: DispatchCall, *operands: Any) -> None:
+        """The whole operation runs in its done."""
+
     def dispatch(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+        self,
+        call: DispatchCall,
+        x: Any,
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        ticket: None,
+        *,
+        zero_pad: bool,
     ) -> Dispatched:
-        del zero_pad  # always zero here
+        del ticket, zero_pad  # padding is always zero here
         placement, arrays = self._route(call, self._gather(topk_idx))
         route = call.route(arrays)
         scales = None
@@ -83,7 +93,11 @@ class ReferenceBackend:
             topk_weights = self._sum_over_ranks(_take(weights.reshape(-1), route.arrays.row), weights.dtype)
         return x, topk_weights
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> jax.Array:
+    def combine_start(self, route: Route, *operands: Any) -> None:
+        """The whole operation runs in its done."""
+
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, ticket: None, out_dtype: Any) -> jax.Array:
+        del ticket
         return self._sum_over_ranks(_partial_sums(route, y, weights).astype(y.dtype), out_dtype)
 
     def combine_back(

@@ -48,7 +48,7 @@ struct Rank {
   cudaStream_t stream;
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
       rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{kExpertsPerRank},
-      group_sizes{kExpertsPerRank}, num_dropped{1};
+      group_sizes{kExpertsPerRank}, num_dropped{1}, dispatch_ticket{kTicketWords}, combine_ticket{kTicketWords};
   Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
       weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
       cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
@@ -73,7 +73,7 @@ struct Rank {
     args.op = op;
     args.hash = static_cast<uint32_t>(op);
     args.axis_index = axis_index.device;
-    args.num_tokens = kTokens, args.top_k = kTopK, args.num_experts = experts;
+    args.num_tokens = kTokens, args.top_k = kTopK;
     args.x = x.device, args.row_bytes = args.out_row_bytes = kRowBytes;
     args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = kAlignment;
     args.zero_pad = true;
@@ -87,6 +87,12 @@ struct Rank {
     args.out = recv.device, args.weights = weights.device, args.counts = counts.device;
     args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.rows = rows.device;
     args.num_arrived = num_arrived.device;
+    return args;
+  }
+  ScatterArgs dispatch_half(int32_t cast, Half half) {
+    ScatterArgs args = dispatch(cast);
+    args.half = half, args.ticket = dispatch_ticket.device;
+    if (half == Half::kStart) args.place = nullptr, args.out = nullptr;
     return args;
   }
   ScatterArgs along_route(OpKind op, Array<float>& result) {
@@ -115,6 +121,11 @@ struct Rank {
   GatherArgs combine() {
     GatherArgs args = gather(OpKind::kCombine, out);
     args.row_weights = weights.device;
+    return args;
+  }
+  GatherArgs combine_half(Half half) {
+    GatherArgs args = combine();
+    args.half = half, args.ticket = combine_ticket.device;
     return args;
   }
   GatherArgs dispatch_back() {
@@ -191,6 +202,19 @@ void exchange(int32_t num_ranks, int32_t cast) {
     must(cudaDeviceSynchronize());
     EXPECT_EQ(group.failure().has_value(), false);
     const float tolerance = cast ? 0.3f : 1e-5f;
+    for (auto& rank : ranks) check_rank(*rank, tolerance);
+
+    // The same in halves, with another operation between a start and its done, and two starts under way.
+    for (auto& rank : ranks) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));
+    scatter([&](Rank& rank) { return rank.dispatch_half(cast, Half::kStart); });
+    scatter([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    scatter([&](Rank& rank) { return rank.dispatch_half(cast, Half::kDone); });
+    gather([&](Rank& rank) { return rank.combine_half(Half::kStart); });
+    scatter([&](Rank& rank) { return rank.dispatch_half(cast, Half::kStart); });
+    gather([&](Rank& rank) { return rank.combine_half(Half::kDone); });
+    scatter([&](Rank& rank) { return rank.dispatch_half(cast, Half::kDone); });
+    must(cudaDeviceSynchronize());
+    EXPECT_EQ(group.failure().has_value(), false);
     for (auto& rank : ranks) check_rank(*rank, tolerance);
   }
 }
