@@ -268,7 +268,7 @@ class CudaBackend:
         has_side_effect: bool = False,
         **attrs: Any,
     ) -> Sequence[jax.Array]:
-        """One FFI call. The kernels compare its operation, its operands' types and `agreed` between ranks, by a hash."""
+        """One FFI call. By a hash, the kernels compare the operation, the operands' types and `agreed` between ranks."""
         types = [None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands]
         call = zlib.crc32(repr((op.removesuffix("_start"), types, agreed)).encode())
         axis = self._group.axis_name
