@@ -11,8 +11,10 @@ namespace jax_ep {
 
 inline constexpr int kMaxRanks = 64;
 inline constexpr int kMaxTopK = 32;
-// Operations of a group take turns in this many slots, by the parity of their epoch.
-inline constexpr int kSlots = 2;
+// Operations of a group take turns in its slots, by their epoch. Two are enough for whole operations; a small arena has
+// four, for as many halves under way.
+inline constexpr int kMaxSlots = 4;
+inline constexpr int64_t kSmallArena = int64_t{64} << 20;  // bytes
 
 // A row under way: a header of one entry per k, then the payload.
 //
@@ -26,11 +28,18 @@ struct RowHeader {
 
 struct ArenaLayout {
   int32_t num_ranks, top_k, max_tokens;
-  int64_t max_payload;  // bytes, a multiple of 16
+  int64_t max_payload;    // bytes, a multiple of 16
+  int32_t num_slots = 2;  // a power of two, so that epochs may wrap
+
+  // As many slots as fit in a small arena, and at least two.
+  static constexpr ArenaLayout fitting(int32_t num_ranks, int32_t top_k, int32_t max_tokens, int64_t max_payload) {
+    const ArenaLayout most = {num_ranks, top_k, max_tokens, max_payload, kMaxSlots};
+    return most.bytes() <= kSmallArena ? most : ArenaLayout{num_ranks, top_k, max_tokens, max_payload};
+  }
 
   constexpr int64_t header_bytes() const { return align_up(top_k * static_cast<int64_t>(sizeof(RowHeader)), 16); }
   constexpr int64_t row_stride() const { return header_bytes() + max_payload; }
-  constexpr int64_t num_rows() const { return int64_t{kSlots} * num_ranks * max_tokens; }
+  constexpr int64_t num_rows() const { return int64_t{num_slots} * num_ranks * max_tokens; }
 
   // Row `index` of what `peer` sends in the operations of `slot`.
   constexpr int64_t row_number(int32_t slot, int32_t peer, int32_t index) const {
@@ -53,10 +62,10 @@ struct Control {
   uint32_t next_item[2];     // work that it has claimed: to send, to receive
   uint32_t exited;           // thread blocks of it that have ended
   // Written by peers, too.
-  uint32_t failed;                                 // 0, or 1 + the rank that failed first; kClosed after close()
-  uint32_t finished[kSlots][kMaxRanks];            // the epoch whose rows each rank has read last in its own memory
-  unsigned long long op[kSlots][kMaxRanks];        // {epoch, hash of the call} of each rank
-  unsigned long long num_rows[kSlots][kMaxRanks];  // {epoch, rows that each rank sends here}
+  uint32_t failed;                                    // 0, or 1 + the rank that failed first; kClosed after close()
+  uint32_t finished[kMaxSlots][kMaxRanks];            // the epoch whose rows each rank has read last in its own memory
+  unsigned long long op[kMaxSlots][kMaxRanks];        // {epoch, hash of the call} of each rank
+  unsigned long long num_rows[kMaxSlots][kMaxRanks];  // {epoch, rows that each rank sends here}
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
 
@@ -64,7 +73,7 @@ constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, i
   return static_cast<int64_t>(sizeof(Control)) + (int64_t{slot} * num_ranks + peer) * experts_per_rank * 8;
 }
 constexpr int64_t control_bytes(int32_t num_ranks, int32_t experts_per_rank) {
-  return counts_offset(kSlots, 0, num_ranks, experts_per_rank);
+  return counts_offset(kMaxSlots, 0, num_ranks, experts_per_rank);
 }
 
 // What a kernel that gave up leaves in pinned host memory.
@@ -80,7 +89,7 @@ enum class FailureReason : uint32_t {
   kTimeout,
   kOtherOp,    // a peer is in another call
   kWrongRank,  // XLA runs another rank on this device than the group's mesh says
-  kSlotTaken,  // an operation was started kSlots operations ago and never done
+  kSlotTaken,  // the operation that had the slot before was started and never done
   kNotStarted  // a done without a start of its own, or out of turn
 };
 enum class OpKind : uint32_t {

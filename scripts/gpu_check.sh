@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds jax_ep on a machine with GPUs, runs all that needs one, and writes benchmarks/results/gpu_check-*.json.
 #
-#   scripts/gpu_check.sh [build native sanitizer tests ...]     # no names: all steps
+#   scripts/gpu_check.sh [build native sanitizer tests train]     # no names: all steps
 #
 # Uses the environment of $PYTHON (python3), which must hold jax with its CUDA plugin, scikit-build-core, nanobind, pytest
 # and hypothesis: nothing is fetched. Takes every GPU it finds. PYTEST_ARGS goes to pytest.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-steps=${*:-build native sanitizer tests}
+steps=${*:-build native sanitizer tests train}
 logs=build/gpu_check
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
@@ -40,5 +40,8 @@ step sanitizer-memcheck compute-sanitizer --tool memcheck --error-exitcode 9 bui
 step sanitizer-racecheck compute-sanitizer --tool racecheck --error-exitcode 9 build/native-gpu/exchange_test 4
 step tests "$python" -P -m pytest tests -q -p no:cacheprovider \
   --junit-xml="$logs/tests.xml" ${PYTEST_ARGS:-}
+for backend in cuda reference; do
+  step "train-$backend" "$python" examples/train_moe.py --backend=$backend --steps=200 --dtype=float32 --out="$logs/$backend"
+done
 "$python" -P scripts/gpu_report.py "$logs" || failed=1
 exit $failed

@@ -41,6 +41,22 @@ def tests(path: Path) -> dict[str, object] | None:
     return {**count, "failing": failing, "skip_reasons": reasons}
 
 
+def training(logs: Path) -> dict[str, object] | None:
+    """The loss curves of the two backends, every tenth step, and how far they are apart at most."""
+    curves = {}
+    for backend in ("cuda", "reference"):
+        path = logs / backend / "train_moe.json"
+        if not path.exists():
+            return None
+        curves[backend] = json.loads(path.read_text())["loss"]
+    apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
+    return {
+        "steps": len(curves["cuda"]),
+        "largest_difference": apart,
+        **{backend: [round(loss, 5) for loss in curve[::10]] for backend, curve in curves.items()},
+    }
+
+
 def main(logs: Path) -> None:
     steps = {}
     for path in sorted(logs.glob("*.status")):
@@ -57,6 +73,7 @@ def main(logs: Path) -> None:
         "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__},
         "steps": steps,
         "tests": tests(logs / "tests.xml") if "tests" in steps else None,
+        "training": training(logs) if "train-cuda" in steps else None,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     name = f"gpu_check-{len(devices)}x{devices[0].device_kind.replace(' ', '-')}-{date:%Y%m%dT%H%M%S}.json"

@@ -49,12 +49,12 @@ uint8_t* allocate(int64_t bytes, int32_t ordinal) {
   return static_cast<uint8_t*>(memory);
 }
 
-Control* allocate_control(int64_t bytes, int32_t ordinal) {
+Control* allocate_control(int64_t bytes, int32_t num_slots, int32_t ordinal) {
   auto* control = reinterpret_cast<Control*>(allocate(bytes, ordinal));
-  // Operation n may begin when all have finished n - kSlots; the first ones find 1 - kSlots, 2 - kSlots, ...
+  // Operation n may begin when all have finished n - num_slots; the first ones find 1 - num_slots, 2 - num_slots, ...
   Control initial = {};
-  for (int32_t epoch = 1; epoch <= kSlots; ++epoch) {
-    for (uint32_t& finished : initial.finished[epoch % kSlots]) finished = static_cast<uint32_t>(epoch - kSlots);
+  for (int32_t epoch = 1; epoch <= num_slots; ++epoch) {
+    for (uint32_t& finished : initial.finished[epoch % num_slots]) finished = static_cast<uint32_t>(epoch - num_slots);
   }
   check(cudaMemcpy(control, &initial, sizeof(initial), cudaMemcpyHostToDevice), "cudaMemcpy");
   return control;
@@ -75,7 +75,7 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
     throw std::runtime_error("a group has at most " + std::to_string(kMaxRanks) + " ranks, not " +
                              std::to_string(num_ranks));
   }
-  layout_ = {num_ranks, config_.top_k, config_.max_tokens, config_.max_payload};
+  layout_ = ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens, config_.max_payload);
   try {
     open();
   } catch (...) {
@@ -100,7 +100,8 @@ void Group::open() {
       members_.push_back({ordinals[rank], {}});
       members_.back().peers.arena[rank] = table.arena[rank] = allocate(layout_.bytes(), ordinals[rank]);
       members_.back().peers.rank = rank;
-      table.control[rank] = allocate_control(control_bytes(num_ranks, experts_per_rank), ordinals[rank]);
+      table.control[rank] =
+          allocate_control(control_bytes(num_ranks, experts_per_rank), layout_.num_slots, ordinals[rank]);
       check(load_scatter(), "loading the kernels");
       check(load_gather(), "loading the kernels");
     }

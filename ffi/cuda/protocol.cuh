@@ -103,8 +103,8 @@ __device__ bool wait_for(const Peers& peers, const CallId& call, Operation& oper
 __device__ inline void set_up(const Peers& peers, const CallId& call, Operation& operation) {
   Control& control = own_control(peers);
   const uint32_t epoch = call.half == Half::kDone ? call.ticket[0] : control.newest_epoch + 1;
-  const uint32_t (&finished)[kMaxRanks] = control.finished[epoch % kSlots];
-  const uint32_t before = epoch - kSlots;
+  const uint32_t (&finished)[kMaxRanks] = control.finished[epoch % peers.layout.num_slots];
+  const uint32_t before = epoch - peers.layout.num_slots;
   bool sends = true;
   operation.epoch = epoch;
   if (call.half == Half::kDone) {
@@ -144,16 +144,16 @@ __device__ inline void begin(const Peers& peers, const CallId& call, Operation& 
     });
     operation.epoch = *const_cast<volatile uint32_t*>(&control.epoch);
     operation.sends = *const_cast<volatile uint32_t*>(&control.sends);
-    operation.slot = operation.epoch % kSlots;
+    operation.slot = operation.epoch % peers.layout.num_slots;
     if (load_relaxed(&control.failed) != 0) operation.failed = true;
     if (!operation.failed && *call.axis_index != peers.rank) {
       fail(peers, call, operation, FailureReason::kWrongRank, peers.rank, peers.rank, *call.axis_index);
     }
   }
   __syncthreads();
-  // Nobody writes to a peer's slot before the peer has read what it held last, the operation kSlots before.
+  // Nobody writes to a peer's slot before the peer has read what it held last.
   if (!operation.failed && operation.sends && call.half != Half::kStart && threadIdx.x < peers.num_ranks) {
-    wait_for(peers, call, operation, threadIdx.x, operation.epoch - kSlots,
+    wait_for(peers, call, operation, threadIdx.x, operation.epoch - peers.layout.num_slots,
              [&] { return load_acquire(&control.finished[operation.slot][threadIdx.x]); });
   }
   __syncthreads();

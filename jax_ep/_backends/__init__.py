@@ -122,7 +122,7 @@ def _cuda_reason() -> str | None:
         return reason
     try:
         devices = jax.local_devices(backend="gpu")
-    except RuntimeError:
+    except (RuntimeError, AssertionError):  # the latter with JAX_PLATFORMS=cuda and a broken driver
         return "JAX sees no GPU; install jax_ep[cuda13] on a machine with an NVIDIA driver"
     oldest = min(devices, key=lambda device: float(device.compute_capability))
     if float(oldest.compute_capability) < 9.0:

@@ -90,13 +90,13 @@ class CudaBackend:
             )
         if reason == "slot taken":
             raise Error(
-                f"{op}: rank {rank} found an operation begun by a *_start two operations ago and never done; between a "
-                "start and its done there may be one other operation of the group, or starts alone"
+                f"{op}: rank {rank} has no room for another operation while older halves are under way; end each start "
+                "before the group's second (if its arena is small, fourth) operation after it"
             )
         if reason == "not started":
             raise Error(
-                f"{op}_done: on rank {rank} its start was done before, or one older by two was not; end each start "
-                "once, and those two apart in the order of their starts"
+                f"{op}_done: on rank {rank} its start was done before, or an older start that shares its memory was "
+                "not; end each start once, and the older ones first"
             )
         raise Error(
             f"{op}: the program runs rank {seen} on the device that group.mesh has as rank {rank}; pass "
@@ -268,7 +268,7 @@ class CudaBackend:
         has_side_effect: bool = False,
         **attrs: Any,
     ) -> Sequence[jax.Array]:
-        """One FFI call. By a hash, the kernels compare the operation, the operands' types and `agreed` between ranks."""
+        """One FFI call. The kernels compare a hash of operation, operands' types and `agreed` between ranks."""
         types = [None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands]
         call = zlib.crc32(repr((op.removesuffix("_start"), types, agreed)).encode())
         axis = self._group.axis_name
