@@ -29,12 +29,6 @@ constexpr int64_t align_up(int64_t n, int64_t alignment) { return (n + alignment
 // One float32 scale covers this many channels of an fp8 row.
 inline constexpr int64_t kChannelsPerScale = 128;
 
-// Bytes of a row's payload: its channels and, for an fp8 row, their scales.
-constexpr int64_t row_bytes(int64_t hidden, int64_t itemsize, bool has_scales) {
-  const int64_t num_scales = has_scales ? hidden / kChannelsPerScale : 0;
-  return hidden * itemsize + num_scales * static_cast<int64_t>(sizeof(float));
-}
-
 // The smallest capacity that never drops a row, provided that no token names an expert twice.
 constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                    int64_t experts_per_rank, int64_t alignment) {

@@ -83,4 +83,9 @@ cudaError_t dispatch_layout_on_device(const DispatchLayoutArgs& args, cudaStream
   return cudaLaunchKernelEx(&config, dispatch_layout_kernel, args);
 }
 
+cudaError_t load_dispatch_layout() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(dispatch_layout_kernel));
+}
+
 }  // namespace jax_ep

@@ -12,4 +12,7 @@ inline constexpr int32_t kMaxExpertsPerRank = 48 * 1024 / sizeof(int32_t);
 // Enqueues one kernel on `stream`; the same bits on every run.
 cudaError_t dispatch_layout_on_device(const DispatchLayoutArgs& args, cudaStream_t stream);
 
+// Loads the kernel on the current device: one loaded while another waits for a peer can deadlock.
+cudaError_t load_dispatch_layout();
+
 }  // namespace jax_ep

@@ -7,6 +7,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/gather.h"
 #include "ffi/cuda/scatter.h"
 
@@ -102,8 +103,7 @@ void Group::open() {
       members_.back().peers.rank = rank;
       table.control[rank] =
           allocate_control(control_bytes(num_ranks, experts_per_rank), layout_.num_slots, ordinals[rank]);
-      check(load_scatter(), "loading the kernels");
-      check(load_gather(), "loading the kernels");
+      for (auto load : {load_scatter, load_gather, load_dispatch_layout}) check(load(), "loading the kernels");
     }
     for (int32_t rank = 0; rank < num_ranks; ++rank) {
       table.rank = rank;

@@ -1,4 +1,4 @@
-// Loads, stores and clocks whose order or scope matters. The only PTX outside of arithmetic.
+// Loads, stores and barriers whose order or scope matters, and the clock: all PTX there is.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +40,11 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
 }
 __device__ __forceinline__ void store_release(unsigned long long* p, unsigned long long v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// A barrier of some of a block's warps; id 0 is __syncthreads().
+__device__ __forceinline__ void named_barrier(int32_t id, int32_t num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {

@@ -38,7 +38,7 @@ struct Team {
   __device__ static Team of_size(int32_t size) {
     return {static_cast<int32_t>(threadIdx.x) / size, static_cast<int32_t>(threadIdx.x) % size, size};
   }
-  __device__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "r"(size) : "memory"); }
+  __device__ void sync() const { named_barrier(index + 1, size); }
 };
 
 __device__ inline Control& own_control(const Peers& peers) { return *peers.control[peers.rank]; }
@@ -136,6 +136,7 @@ __device__ inline void begin(const Peers& peers, const CallId& call, Operation& 
     operation.owned = wait_for(peers, call, operation, peers.rank, 1, [&] {
       const unsigned long long owner = atomicCAS(&control.owner, 0ull, kBeingSetUp);
       if (owner == 0) {
+        __threadfence();  // what the last launch left comes before what this one reads
         set_up(peers, call, operation);
         store_release(&control.owner, call.launch);
         return 1;

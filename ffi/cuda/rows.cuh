@@ -100,10 +100,12 @@ __device__ inline float team_sum(const Team& team, float x, float* shared) {
   return total;
 }
 
-// Fills an array with a byte, as the poison of failed operations; all ones are NaN in every floating-point format.
+// Fills an array, if there is one, with a byte: the poison of failed operations. All ones are NaN in every
+// floating-point format. Every array of an operation has whole 4-byte words.
 __device__ inline void fill_bytes(void* p, int64_t bytes, uint8_t value) {
   if (p == nullptr) return;
-  for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) static_cast<uint8_t*>(p)[i] = value;
+  const uint32_t word = value * 0x01010101u;
+  for (int64_t i = threadIdx.x; i < bytes / 4; i += blockDim.x) static_cast<uint32_t*>(p)[i] = word;
 }
 
 }  // namespace jax_ep

@@ -309,8 +309,12 @@ struct Scatter {
   }
 
   __device__ void receive_row(int32_t source, int32_t index, const Places& places) const {
+    const int64_t candidate = int64_t{source} * args.num_tokens + index;
     if (index >= places.num_arrived[source]) {
-      if (args.blocks && args.zero_pad) zero_row(int64_t{source} * args.num_tokens + index, team.lane, team.size);
+      if (args.blocks && args.zero_pad) zero_row(candidate, team.lane, team.size);
+      if (new_route()) {
+        for (int32_t k = team.lane; k < args.top_k; k += team.size) args.rows[candidate * args.top_k + k] = -1;
+      }
       return;
     }
     const RowPlace place = row_place(peers, operation(), peers.rank, source, index);
