@@ -13,6 +13,8 @@ from jax_ep._wires import CHANNELS_PER_SCALE, WIRES
 if TYPE_CHECKING:
     from jax_ep._group import Group
 
+_DTYPES = ("bfloat16", "float16", "float32")
+
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """`value` is an int (a NumPy one will do) from `least` to `most`."""
@@ -54,7 +56,7 @@ def num_rows(op: str, letter: str, size: int, group: Group) -> None:
 
 def wire(op: str, value: Any, group: Group) -> None:
     """`value` is a wire format, or None, that can carry the group's rows."""
-    if value is not None and value not in WIRES:
+    if value is not None and value not in list(WIRES):  # a list: it takes what cannot be hashed, too
         raise ValueError(f"{op}: wire is {value!r}; it must be None or one of {sorted(WIRES)}")
     if value is not None and group.hidden % CHANNELS_PER_SCALE:
         raise ValueError(
@@ -68,6 +70,23 @@ def choice(op: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{op}: {name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
 
 
+def boolean(op: str, name: str, value: Any) -> None:
+    """`value` is True or False, static."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} is {value!r}, a {type(value).__name__}; it must be a (static) bool")
+
+
+def dtype(name: str, value: Any) -> np.dtype:
+    """`value` as the dtype of activations."""
+    try:
+        found = jnp.dtype(value)
+    except TypeError:
+        found = None
+    if found is None or found.name not in _DTYPES:
+        raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(_DTYPES)}")
+    return found
+
+
 def received(op: str, value: Any) -> Route:
     """`value` is what dispatch returned; its route."""
     if not isinstance(value, Dispatched):
@@ -75,9 +94,8 @@ def received(op: str, value: Any) -> Route:
     return value.route
 
 
-def pending(op: str, value: Any) -> Any:
-    """`value` is what `op`_start returned; its static part."""
+def pending(op: str, value: Any) -> None:
+    """`value` is what `op`_start returned."""
     if not isinstance(value, Pending) or value.op != op:
         given = f"of {value.op}_start" if isinstance(value, Pending) else f"a {type(value).__name__}"
         raise TypeError(f"{op}_done: pending is {given}; it must be what {op}_start returned")
-    return value.static

@@ -11,8 +11,6 @@ from jax_ep import _checks, _compat
 from jax_ep._group import check_usable
 from jax_ep._types import Dispatched, Pending, Route
 
-_OUT_DTYPES = ("bfloat16", "float16", "float32")
-
 
 def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
@@ -36,7 +34,7 @@ def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike |
 def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> Pending:
     """Starts a `combine`, with its arguments, and waits for no peer; `combine_done` gives the result."""
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
-    return Pending((*operands, _start(None, *operands)), "combine", out_dtype)
+    return Pending((*operands, _start(None, *operands)), "combine", recv.group, out_dtype)
 
 
 def combine_done(pending: Pending) -> jax.Array:
@@ -45,9 +43,9 @@ def combine_done(pending: Pending) -> jax.Array:
     Raises:
         jax_ep.Error: `pending` was done before.
     """
-    out_dtype = _checks.pending("combine", pending)
-    check_usable("combine_done", pending.operands[2].group)
-    return _combine(out_dtype, *pending.take())
+    _checks.pending("combine", pending)
+    check_usable("combine_done", pending.group)
+    return _combine(pending.static, *pending.take())
 
 
 def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array, jax.Array, Route]:
@@ -59,8 +57,7 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     rows: dict[str, int | None] = dict(zip(letters, route.rows_shape, strict=True))
     _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype)
     _checks.array(op, "recv.weights", recv.weights, rows, jnp.float32)
-    out_dtype = jnp.dtype(y.dtype if out_dtype is None else out_dtype)
-    _checks.choice(op, "out_dtype", out_dtype.name, _OUT_DTYPES)
+    out_dtype = _checks.dtype(f"{op}: out_dtype", y.dtype if out_dtype is None else out_dtype)
     return out_dtype, *_compat.vary((y, recv.weights, route), [group.axis_name])
 
 
@@ -68,15 +65,8 @@ def _start_rows(_: None, y: jax.Array, weights: jax.Array, route: Route) -> jax.
     return route.backend.combine_start(route, y, weights)
 
 
-def _start_fwd(_: None, *operands: Any) -> tuple[jax.Array | None, None]:
-    return _start_rows(None, *_compat.values(operands)), None
-
-
-def _start_bwd(_: None, saved: None, g: Any) -> tuple[None, None, None]:
-    return None, None, None  # the gradient takes the way of the operands that the done is given
-
-
-_start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)
+# The gradient takes the way of the operands, which the done is given again.
+_start = _compat.without_gradient(_start_rows)
 
 
 def _combine_rows(

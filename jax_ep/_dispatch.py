@@ -10,11 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_ep import _checks, _compat, _layouts, _wires
 from jax_ep._group import Group, check_usable
 from jax_ep._types import AllToAll, DispatchCall, Dispatched, Pending, Route
+
+_MAX_ROWS = 2**31 - 1  # rows are numbered in int32
 
 
 def dispatch(
@@ -86,7 +89,7 @@ def dispatch_start(
     call, *operands = _prepare(
         "dispatch_start", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
     )
-    return Pending((*operands, _start(call, *operands)), "dispatch", call)
+    return Pending((*operands, _start(call, *operands)), "dispatch", group, call)
 
 
 def dispatch_done(pending: Pending) -> Dispatched:
@@ -95,9 +98,9 @@ def dispatch_done(pending: Pending) -> Dispatched:
     Raises:
         jax_ep.Error: `pending` was done before.
     """
-    call = _checks.pending("dispatch", pending)
-    check_usable("dispatch_done", call.group)
-    return _dispatch(call, *pending.take())
+    _checks.pending("dispatch", pending)
+    check_usable("dispatch_done", pending.group)
+    return _dispatch(pending.static, *pending.take())
 
 
 def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
@@ -119,10 +122,10 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
     _checks.array("dispatch_like", "x", x, {"T": route.num_tokens, "H'": None}, getattr(x, "dtype", None))
     group = route.group
     limit = group.hidden * group.dtype.itemsize
-    if x.shape[1] * x.dtype.itemsize > limit:
+    if not 0 < x.shape[1] * x.dtype.itemsize <= limit:
         raise ValueError(
             f"dispatch_like: x has H' = {x.shape[1]} channels of {x.dtype}; a row of the group holds {limit} bytes, so "
-            f"at most {limit // x.dtype.itemsize} channels"
+            f"1 to {limit // x.dtype.itemsize} channels"
         )
     return _dispatch_like(*_compat.vary((x, route), [group.axis_name]))
 
@@ -133,6 +136,8 @@ def dequantize(recv: Dispatched | AllToAll) -> jax.Array:
     Args:
         recv: what dispatch or all_to_all returned; without scales, recv.x is returned as it is.
     """
+    if not isinstance(recv, (Dispatched, AllToAll)):
+        raise TypeError(f"dequantize: recv is a {type(recv).__name__}; it must be what dispatch or all_to_all returned")
     if recv.scales is None:
         return recv.x
     return _wires.dequantize(recv.x, recv.scales, recv.group.dtype)
@@ -165,7 +170,9 @@ def _prepare(
         _checks.array(op, "topk_weights", topk_weights, {"T": num_tokens, "K": group.top_k}, jnp.float32)
     _checks.choice(op, "layout", layout, _layouts.LAYOUTS)
     _checks.wire(op, wire, group)
-    _checks.choice(op, "zero_pad", zero_pad, (None, True, False))
+    if zero_pad is not None:
+        _checks.boolean(op, "zero_pad", zero_pad)
+    _checks.boolean(op, "dequantize", dequantize)
     alignment = _checks.integer(f"{op}: alignment", alignment, 1)
     call = DispatchCall(
         group=group,
@@ -175,7 +182,7 @@ def _prepare(
         num_tokens=num_tokens,
         wire=wire,
         quantized=quantized,
-        dequantize=bool(dequantize),
+        dequantize=dequantize,
         zero_pad=zero_pad,
     )
     operands = _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), [group.axis_name])
@@ -190,7 +197,11 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
         )
     if wire is not None:
         raise ValueError(f"{op}: wire is {wire!r}, but x is already quantised; it must be None")
-    _checks.wire(op, "fp8", group)
+    if group.hidden % _wires.CHANNELS_PER_SCALE:
+        raise ValueError(
+            f"{op}: x is quantised, which needs hidden to be a multiple of {_wires.CHANNELS_PER_SCALE}; the group's is "
+            f"{group.hidden}: give x in {group.dtype}"
+        )
     _checks.array(op, "x[0]", x[0], {"T": None, "H": group.hidden}, _wires.FP8)
     num_tokens = x[0].shape[0]
     blocks = group.hidden // _wires.CHANNELS_PER_SCALE
@@ -201,7 +212,7 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
 def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: int, group: Group) -> int:
     """The capacity to use, checked against alignment."""
     if capacity is None:
-        return _layouts.default_capacity(
+        capacity = _layouts.default_capacity(
             layout,
             num_ranks=group.num_ranks,
             num_tokens=num_tokens,
@@ -209,28 +220,23 @@ def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: i
             experts_per_rank=group.experts_per_rank,
             alignment=alignment,
         )
-    capacity = _checks.integer(f"{op}: capacity", capacity, 1)
-    if capacity % alignment:
+    elif _checks.integer(f"{op}: capacity", capacity, 1) % alignment:
         raise ValueError(
             f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
             f"e.g. {_layouts.align_up(capacity, alignment)}"
         )
-    return capacity
+    largest = _MAX_ROWS // (group.experts_per_rank if layout == "expert" else 1) // alignment * alignment
+    if capacity > largest:
+        raise ValueError(f"{op}: capacity is {capacity}; a rank's rows are numbered in int32, so at most {largest}")
+    return int(capacity)
 
 
 def _start_rows(call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None) -> jax.Array | None:
     return call.backend.dispatch_start(call, x, topk_idx, topk_weights)
 
 
-def _start_fwd(call: DispatchCall, *operands: Any) -> tuple[jax.Array | None, None]:
-    return _start_rows(call, *_compat.values(operands)), None
-
-
-def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[None, None, None]:
-    return None, None, None  # the gradient takes the way of the operands that the done is given
-
-
-_start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)
+# The gradient takes the way of the operands, which the done is given again.
+_start = _compat.without_gradient(_start_rows)
 
 
 def _dispatch_rows(
@@ -240,18 +246,24 @@ def _dispatch_rows(
 
 
 def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatched, Route]:
-    if call.returns_fp8 or (call.quantized and any(part.perturbed for part in x)):
-        given = "x is quantised already" if call.quantized else f"wire is {call.wire!r}"
+    if call.quantized and any(part.perturbed for part in x):
         raise TypeError(
-            f"dispatch: fp8 rows cannot be differentiated ({given}); give x in the group's dtype and use "
-            "wire='fp8', dequantize=True"
+            "dispatch: a quantised x cannot be differentiated; give x in the group's dtype with wire='fp8', "
+            "dequantize=True, or jax.lax.stop_gradient of the pair"
         )
+    if call.returns_fp8:
+        given = "x is quantised" if call.quantized else f"wire is {call.wire!r}"
+        raise TypeError(f"dispatch: fp8 rows cannot be differentiated ({given}); use dequantize=True")
     recv = call.backend.dispatch(call, *_compat.values((x, *operands)), zero_pad=call.zero_pad is not False)
+    # Named here, for the route that the backward rule saves is otherwise out of reach of a checkpoint policy.
+    recv = checkpoint_name(recv, "jax_ep_dispatch")
     return recv, recv.route
 
 
 def _dispatch_bwd(call: DispatchCall, route: Route, g: Dispatched) -> tuple[Any, None, jax.Array | None, None]:
     rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
+    if call.quantized:
+        rows = None  # x and its scales are constants: the forward rule has seen to that
     x, topk_weights = call.backend.dispatch_back(route, rows, weights)
     return x, None, topk_weights, None
 

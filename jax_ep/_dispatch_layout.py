@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _checks, _native
+from jax_ep import _checks, _compat, _native
 
 
 class DispatchLayout(NamedTuple):
@@ -74,7 +74,7 @@ def _layout(topk_idx: jax.Array, **sizes: Any) -> DispatchLayout:
 
 def _native_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num_nodes: int) -> DispatchLayout:
     def result(*shape: int, dtype: type = np.int32) -> Any:
-        return jax.typeof(topk_idx).update(shape=shape, dtype=np.dtype(dtype))  # varies over the axes that the ids do
+        return _compat.result_type(topk_idx, shape, dtype)
 
     results = DispatchLayout(
         num_tokens_per_rank=result(num_ranks),
@@ -88,7 +88,7 @@ def _native_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num
 
 
 def _pure_jax_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num_nodes: int) -> DispatchLayout:
-    is_expert = topk_idx[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)  # [T, K, E]
+    is_expert = topk_idx[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]  # [T, K, E]
     is_in_expert = jnp.any(is_expert, axis=1)  # [T, E]
 
     def is_in(num_parts: int) -> jax.Array:

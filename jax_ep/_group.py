@@ -6,11 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_ep import _backends, _checks
 
-_DTYPES = ("bfloat16", "float16", "float32")
 _MAX_TOP_K = 32
 
 
@@ -63,11 +61,13 @@ class Group:
         self.top_k = _checks.integer("top_k", top_k, 1, _MAX_TOP_K)
         self.hidden = _checks.integer("hidden", hidden, 1)
         self.max_tokens_per_rank = _checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1)
-        self.dtype = _dtype(dtype)
+        self.dtype = _checks.dtype("dtype", dtype)
         self.num_sms = None if num_sms is None else _checks.integer("num_sms", num_sms, 1)
-        self.timeout = float(timeout)
-        if not self.timeout > 0:
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise TypeError(f"timeout is {timeout!r}, a {type(timeout).__name__}; it must be a number of seconds")
+        if not timeout > 0:
             raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
+        self.timeout = float(timeout)
         if self.num_experts % self.num_ranks:
             up = -(-self.num_experts // self.num_ranks) * self.num_ranks
             raise ValueError(
@@ -85,6 +85,18 @@ class Group:
         self.backend = _backends.choose(backend, mesh)
         """Name of the backend in use."""
         self._impl = _backends.open_backend(self.backend, self)
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_is_made", False):
+            raise AttributeError(f"Group.{name} cannot be set: programs are compiled for a group as it is made")
+        super().__setattr__(name, value)
+
+    def __copy__(self) -> Group:
+        return self  # it is hashed by identity and owns memory
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
 
     @property
     def memory_bytes(self) -> int:
@@ -124,16 +136,6 @@ class Group:
             f"top_k={self.top_k}, hidden={self.hidden}, max_tokens_per_rank={self.max_tokens_per_rank}, "
             f"dtype={self.dtype}, backend={self.backend!r}{', closed' if self.closed else ''})"
         )
-
-
-def _dtype(value: Any) -> np.dtype:
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype.name not in _DTYPES:
-        raise TypeError(f"dtype is {value!r}; it must be one of {', '.join(_DTYPES)}")
-    return dtype
 
 
 def check_usable(op: str, value: Any) -> None:

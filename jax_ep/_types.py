@@ -124,20 +124,30 @@ class AllToAll:
     group: Group
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["op", "static"])
+@partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["op", "group", "static"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pending:
     """An operation that was started; opaque, to be given to its `*_done` once."""
 
     operands: Any
     op: str
+    group: Group
     static: Any
-    _taken_in: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False)  # traces
+    _trace: Any = dataclasses.field(default_factory=_compat.current_trace, init=False, repr=False)
+    _done: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def take(self) -> Any:
-        """The operands, once in a trace. (The branches of a cond are traces of their own.)"""
-        trace = _compat.current_trace()
-        if trace in self._taken_in:
+        """The operands; an error where it shows while tracing that a start is done more than once.
+
+        An inner function (of a scan, say) may run any number of times, and is traced once. So it may not end what it
+        closes over, but what it is given as an argument or carry, which is a new object in its trace.
+        """
+        if self._done:
             raise SplitCallError(f"{self.op}_done: pending was done before; call {self.op}_start again for each done")
-        self._taken_in.append(trace)
+        if _compat.current_trace() != self._trace:
+            raise SplitCallError(
+                f"{self.op}_done: pending was started outside of the function that is being traced, which may run more "
+                "than once; give it to that function as an argument"
+            )
+        self._done.append(self.op)
         return self.operands

@@ -4,12 +4,13 @@
 #   scripts/gpu_check.sh [build native sanitizer tests train]     # no names: all steps
 #
 # Uses the environment of $PYTHON (python3), which must hold jax with its CUDA plugin, scikit-build-core, nanobind, pytest
-# and hypothesis: nothing is fetched. Takes every GPU it finds. PYTEST_ARGS goes to pytest.
+# and hypothesis: nothing is fetched. Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses). PYTEST_ARGS goes to pytest;
+# logs are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 steps=${*:-build native sanitizer tests train}
-logs=build/gpu_check
+logs=${GPU_CHECK_LOGS:-build/gpu_check}
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
@@ -31,7 +32,6 @@ build_native_tests() {
 }
 export -f build_native_tests
 
-rm -f "$logs"/*.status
 step build "$python" -m pip install --no-build-isolation --no-deps --force-reinstall \
   -C cmake.define.CMAKE_CUDA_ARCHITECTURES=native -C cmake.define.JAX_EP_CUDA=ON .
 step native-build bash -c build_native_tests

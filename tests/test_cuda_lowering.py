@@ -81,6 +81,23 @@ def test_its_gradient_is_two_more(group, layout, check_vma):
     assert not COLLECTIVE.search(text)
 
 
+def test_a_checkpoint_policy_keeps_what_arrived(group, layout):
+    """Without one, the backward pass dispatches again."""
+
+    def body(policy, x, topk_idx, topk_weights):
+        @partial(jax.checkpoint, policy=policy)
+        def loss(x):
+            recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout)
+            return jnp.sum(ep.combine(jnp.tanh(recv.x), recv).astype(jnp.float32))
+
+        value, gradient = jax.value_and_grad(loss)(x)
+        return value[None], gradient
+
+    policies = {None: 2, jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch"): 1}
+    for policy, dispatches in policies.items():
+        assert calls(lowered(group, partial(body, policy), X, IDS, WEIGHTS)).count("jax_ep_dispatch") == dispatches
+
+
 def test_halves_are_calls_of_their_own(group, layout):
     def body(x, topk_idx, topk_weights):
         recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout))

@@ -155,6 +155,21 @@ def test_fewer_tokens_than_the_group_allows(make_group, mesh, layout, tokens):
     assert_dispatched(recv, oracle.dispatch(*first, num_experts=SMALL_F32.num_experts, layout=layout))
 
 
+@pytest.mark.parametrize("options", [{"capacity": 8}, {"alignment": 4}], ids=str)
+def test_no_tokens_at_all(make_group, mesh, layout, options):
+    inputs = make_inputs(SMALL_F32, mesh.size)
+    group = make_group(mesh, SMALL_F32)
+
+    def layer(*inputs):
+        recv = ep.dispatch(*(a[:0] for a in inputs), group=group, layout=layout, zero_pad=True, **options)
+        return recv.x, recv.counts, ep.combine(recv.x, recv)
+
+    x, counts, out = run_spmd(layer, mesh, *inputs)
+    assert out.shape == (mesh.size, 0, SMALL_F32.hidden)
+    assert not x.any()
+    assert not counts.any()
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_names", [("data", "ep"), ("ep", "data")], ids="-".join)
 def test_every_setting_of_the_other_axes_is_a_group(make_group, layout, axis_names, check_vma):

@@ -1,5 +1,6 @@
 """Errors that can be seen while tracing: the type, and that the argument, its value and what would fit are named."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -39,6 +40,9 @@ GROUP = [
     ({"backend": "gpu"}, ValueError, ["gpu", "auto", "cuda", "reference"]),
     ({"num_sms": 0}, ValueError, [0, 1]),
     ({"timeout": 0}, ValueError, [0]),
+    ({"timeout": None}, TypeError, ["None", "seconds"]),
+    ({"timeout": "10"}, TypeError, ["10", "str"]),
+    ({"backend": ["cuda"]}, ValueError, ["cuda", "auto"]),
 ]
 
 
@@ -55,6 +59,22 @@ def test_cuda_backend_needs_gpus(make_group):
     with pytest.raises(ValueError, match="GPUs") as raised:
         make_group(mesh, SMALL, backend="cuda")
     assert_names(raised.value, "backend", "cuda", "reference")
+
+
+def test_quantised_x_needs_blocks_of_128(make_group, mesh):
+    """The caller gave no wire, so that the message must not blame one."""
+    shape = dataclasses.replace(SMALL, hidden=192)
+    group = make_group(mesh, shape)
+    x, topk_idx, _ = make_inputs(shape, mesh.size)
+    pair = x.astype(jnp.float8_e4m3fn), np.ones((*x.shape[:-1], 1), np.float32)
+    with pytest.raises(ValueError, match="x is quantised") as raised:
+        jax.eval_shape(spmd(lambda *pair: ep.dispatch(pair, topk_idx[0], group=group, layout="ragged"), mesh), *pair)
+    assert_names(raised.value, 192, 128)
+
+
+def test_dequantize_takes_what_was_received():
+    with pytest.raises(TypeError, match="dequantize: recv is a ArrayImpl"):
+        ep.dequantize(jnp.ones(3))
 
 
 def quantised(x):
@@ -84,7 +104,11 @@ DISPATCH = [
     ({"capacity": 12, "alignment": 8}, ValueError, [12, 8, 16]),
     ({"capacity": -8}, ValueError, [-8]),
     ({"capacity": 8.0}, TypeError, ["8.0", "int"]),
+    ({"capacity": 2**33}, ValueError, [2**33, "int32"]),
     ({"alignment": 0}, ValueError, [0, 1]),
+    ({"zero_pad": 0}, TypeError, [0, "bool"]),
+    ({"dequantize": "no"}, TypeError, ["no", "bool"]),
+    ({"wire": ["fp8"]}, ValueError, ["fp8", "fp8_pow2"]),
     ({"wire": "fp4"}, ValueError, ["fp4", "fp8", "fp8_pow2"]),
     ({"wire": "fp8", "x": quantised}, ValueError, ["fp8", "None"]),
 ]
@@ -95,13 +119,15 @@ COMBINE = [
     ({"y": lambda y: y[:-1]}, ValueError, []),
     ({"y": lambda y: y.astype(jnp.float32)}, TypeError, ["float32", "bfloat16"]),
     ({"recv": lambda recv: recv.x}, TypeError, ["dispatch"]),
-    ({"out_dtype": "int32"}, ValueError, ["int32", "bfloat16", "float16", "float32"]),
+    ({"out_dtype": "junk"}, TypeError, ["junk", "bfloat16"]),
+    ({"out_dtype": "int32"}, TypeError, ["int32", "bfloat16", "float16", "float32"]),
 ]
 
 DISPATCH_LIKE = [
     ({"x": lambda x: x[0]}, ValueError, ["(128,)"]),
     ({"x": lambda x: x[:7]}, ValueError, [7, 8]),
     ({"x": lambda x: x.astype(jnp.float32)}, ValueError, [128, "float32", 256, 64]),
+    ({"x": lambda x: x[:, :0]}, ValueError, [0, 128]),
     ({"recv": lambda recv: recv.x}, TypeError, ["dispatch"]),
 ]
 

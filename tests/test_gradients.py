@@ -254,6 +254,25 @@ def test_fp8_rows_are_not_differentiable(make_group, mesh, layout, wire):
         jax.eval_shape(spmd(gradient, mesh), x, topk_idx, topk_weights)
 
 
+def test_quantised_tokens_are_constants_to_the_weights(make_group, mesh, layout):
+    """dequantize=True on rows that the caller has quantised: the router's weights still learn, the rows cannot."""
+    group = make_group(mesh, SMALL)
+    x, topk_idx, topk_weights = make_inputs(SMALL, mesh.size, "uneven")
+
+    def loss(x, topk_idx, topk_weights):
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, dequantize=True)
+        return jnp.sum(ep.combine(recv.x, recv, out_dtype=jnp.float32))
+
+    quantised = oracle.quantize(x, "fp8")
+    plain = oracle.dequantize(*quantised, x.dtype)
+    of_quantised, of_plain = (
+        run_spmd(jax.grad(loss, argnums=2), mesh, given, topk_idx, topk_weights) for given in (quantised, plain)
+    )
+    assert_same_bits(of_quantised, of_plain)
+    with pytest.raises(TypeError, match="stop_gradient"):
+        jax.eval_shape(spmd(jax.grad(loss, allow_int=True), mesh), quantised, topk_idx, topk_weights)
+
+
 @pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
 @pytest.mark.parametrize("op", [ep.dispatch, ep.all_to_all])
 def test_fp8_wires_are_not_differentiable_in_x(make_group, mesh, op, wire):

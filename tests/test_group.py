@@ -1,5 +1,7 @@
 """Group and backends: what a group says about itself, and its life."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -48,6 +50,12 @@ def test_dtype_defaults_to_bfloat16_and_backend_to_auto(mesh):
         assert group.axis_name == "ep"
         assert group.dtype == jnp.bfloat16
         assert group.backend in ep.backends()
+
+
+def test_is_static_and_the_only_one_of_its_kind(group):
+    with pytest.raises(AttributeError, match="top_k"):
+        group.top_k = 1
+    assert copy.deepcopy(group) is group
 
 
 def test_closing_twice_is_fine(make_group, mesh):

@@ -92,22 +92,53 @@ def test_a_second_done_is_an_error(make_group, mesh, layout, op):
 
 
 def test_done_in_both_branches_of_cond(make_group, mesh, layout):
-    """Only one branch runs, so that this is one done."""
+    """Only one branch runs, so that this is one done; what is pending is an argument of the branches."""
     group = make_group(mesh, SHAPE)
     inputs = make_inputs(SHAPE, mesh.size, "uneven")
 
+    def double(pending):
+        return ep.dispatch_done(pending).x * 2
+
+    def keep(pending):
+        return ep.dispatch_done(pending).x
+
     def scaled(scale, *inputs):
         pending = ep.dispatch_start(*inputs, group=group, layout=layout, zero_pad=True)
-
-        def double():
-            return ep.dispatch_done(pending).x * 2
-
-        def keep():
-            return ep.dispatch_done(pending).x
-
-        return jax.lax.cond(scale > 1, double, keep)
+        return jax.lax.cond(scale > 1, double, keep, pending)
 
     for scale in (1, 2):
         out = run_spmd(scaled, mesh, scale, *inputs, replicated=(0,))
         whole = run_spmd(lambda *i: ep.dispatch(*i, group=group, layout=layout, zero_pad=True).x, mesh, *inputs)
         assert_same_bits(out, whole * scale)
+
+
+def test_a_loop_may_not_end_what_it_closes_over(make_group, mesh, layout):
+    """It is traced once and runs five times: five dones of one start."""
+    group = make_group(mesh, SHAPE)
+
+    def done_in_a_loop(*inputs):
+        pending = ep.dispatch_start(*inputs, group=group, layout=layout)
+        return jax.lax.scan(lambda c, _: (c, ep.dispatch_done(pending).counts), 0, length=5)[1]
+
+    with pytest.raises(ep.Error, match="as an argument"):
+        jax.eval_shape(spmd(done_in_a_loop, mesh), *make_inputs(SHAPE, mesh.size))
+
+
+def test_a_pipeline_carries_what_is_pending(make_group, mesh, layout):
+    """Each step of a loop ends what the step before has started."""
+    group = make_group(mesh, SHAPE)
+
+    def step(pending, batch):
+        recv = ep.dispatch_done(pending)
+        return ep.dispatch_start(*batch, group=group, layout=layout, zero_pad=True), recv.x
+
+    def pipeline(*inputs):
+        first = ep.dispatch_start(*inputs, group=group, layout=layout, zero_pad=True)
+        batches = jax.tree.map(lambda a: jnp.stack([a] * 3), inputs)
+        last, rows = jax.lax.scan(step, first, batches)
+        return *rows, ep.dispatch_done(last).x
+
+    inputs = make_inputs(SHAPE, mesh.size, "uneven")
+    whole = run_spmd(lambda *i: ep.dispatch(*i, group=group, layout=layout, zero_pad=True).x, mesh, *inputs)
+    for rows in run_spmd(pipeline, mesh, *inputs):
+        assert_same_bits(rows, whole)

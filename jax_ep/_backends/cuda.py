@@ -291,5 +291,5 @@ def _route_attrs(route: Route) -> dict[str, Any]:
 
 def _places(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
     """Where in its rank's block each row goes: [M, R] int32, -1 where it does not go to the rank."""
-    place = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row
-    return jnp.where((place >= 0) & (place < blocks.sizes), place, -1)
+    place = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row[None]
+    return jnp.where((place >= 0) & (place < blocks.sizes[None]), place, -1)

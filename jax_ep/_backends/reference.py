@@ -186,11 +186,13 @@ def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.
 def _rows_of_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
     """The row that each place of each rank's block holds: [R, M] int32."""
     place = jnp.arange(num_rows, dtype=jnp.int32)
-    return jnp.where(place < blocks.sizes[:, None], blocks.first_row[:, None] + place, num_rows)
+    return jnp.where(place[None] < blocks.sizes[:, None], blocks.first_row[:, None] + place[None], num_rows)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index], zero where index is one past the end."""
+    if x.shape[0] == 0:
+        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
     return x.at[index].get(mode="fill", fill_value=0)
 
 
