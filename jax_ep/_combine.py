@@ -26,13 +26,21 @@ def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike |
 
     Returns:
         [T, H] in out_dtype. A token none of whose rows were kept gives zero.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        jax_ep.Error: an operation of the group failed on a device before.
     """
     out_dtype, *operands = _prepare("combine", y, recv, out_dtype)
     return _combine(out_dtype, *operands, None)
 
 
 def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> Pending:
-    """Starts a `combine`, with its arguments, and waits for no peer; `combine_done` gives the result."""
+    """Starts a `combine`, with its arguments and errors, and waits for no peer.
+
+    Returns:
+        What `combine_done` turns into the result, once; opaque.
+    """
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
     return Pending((*operands, _start(None, *operands)), "combine", recv.group, out_dtype)
 
@@ -41,7 +49,7 @@ def combine_done(pending: Pending) -> jax.Array:
     """Ends what `combine_start` began: the same result as `combine`.
 
     Raises:
-        jax_ep.Error: `pending` was done before.
+        jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
     """
     _checks.pending("combine", pending)
     check_usable("combine_done", pending.group)

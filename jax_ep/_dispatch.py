@@ -62,6 +62,7 @@ def dispatch(
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
         TypeError: a call that returns fp8 rows is differentiated.
+        jax_ep.Error: an operation of the group failed on a device before.
     """
     call, *operands = _prepare(
         "dispatch", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
@@ -82,9 +83,12 @@ def dispatch_start(
     dequantize: bool = False,
     zero_pad: bool | None = None,
 ) -> Pending:
-    """Starts a `dispatch`, with its arguments, and waits for no peer; `dispatch_done` gives the result.
+    """Starts a `dispatch`, with its arguments and errors, and waits for no peer.
 
-    What is computed between the two runs while the rows travel.
+    What is computed before `dispatch_done` runs while the rows travel.
+
+    Returns:
+        What `dispatch_done` turns into the result, once; opaque.
     """
     call, *operands = _prepare(
         "dispatch_start", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
@@ -96,7 +100,7 @@ def dispatch_done(pending: Pending) -> Dispatched:
     """Ends what `dispatch_start` began: the same result as `dispatch`.
 
     Raises:
-        jax_ep.Error: `pending` was done before.
+        jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
     """
     _checks.pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
@@ -116,6 +120,9 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
     Returns:
         [E_local, capacity, H'] or [capacity, H'], as recv.x, in x's dtype. Rows that hold no token are as with
         dispatch's zero_pad=None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
     """
     route = _checks.received("dispatch_like", recv)
     check_usable("dispatch_like", route.group)
@@ -135,6 +142,9 @@ def dequantize(recv: Dispatched | AllToAll) -> jax.Array:
 
     Args:
         recv: what dispatch or all_to_all returned; without scales, recv.x is returned as it is.
+
+    Raises:
+        TypeError: recv is something else.
     """
     if not isinstance(recv, (Dispatched, AllToAll)):
         raise TypeError(f"dequantize: recv is a {type(recv).__name__}; it must be what dispatch or all_to_all returned")
