@@ -38,7 +38,7 @@ lint:
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	PATH="$(dir $(RUN)):$$PATH" clang-format --dry-run -Werror $(shell find ffi tests/native -name '*.h' -o -name '*.cc' -o -name '*.cu')
+	PATH="$(dir $(RUN)):$$PATH" clang-format --dry-run -Werror $(shell find ffi tests/native -name '*.h' -o -name '*.cc' -o -name '*.cu*')
 
 clean:
 	rm -rf .venv build dist
