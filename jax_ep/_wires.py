@@ -2,7 +2,8 @@
 
 An fp8 wire carries float8_e4m3fn values and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
 activations, https://arxiv.org/abs/2412.19437, section 3.3). Every backend makes the same bits, so nothing here may
-depend on how a compiler rounds: XLA divides with 2 ulp on GPUs and may convert to fp8 by way of float16.
+depend on how a compiler rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the
+rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ONE = np.uint32(0x800000)  # the leading one of a float32 mantissa, and one ste
 
 def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
     """Casts x [..., H] to (float8_e4m3fn [..., H], float32 scales [..., H/128]) such that x ~= q * scale."""
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+    blocks = lax.optimization_barrier(x).astype(jnp.float32).reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), _AMAX_FLOOR)
     scales, factor = WIRES[wire](amax)
     return _round_to_fp8(blocks * factor[..., None]).reshape(x.shape), scales
@@ -34,7 +35,7 @@ def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
 def dequantize(q: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Inverts `quantize`: q * scale in float32, rounded once to `dtype`."""
     blocks = q.astype(jnp.float32).reshape(*scales.shape, CHANNELS_PER_SCALE)
-    return (blocks * scales[..., None]).reshape(q.shape).astype(dtype)
+    return lax.optimization_barrier((blocks * scales[..., None]).reshape(q.shape).astype(dtype))
 
 
 def _amax_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:

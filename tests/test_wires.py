@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -89,3 +91,22 @@ def test_quantised_rows_stay_close():
     for wire in WIRES:
         values = oracle.dequantize(*oracle.quantize(x, wire), np.float32)
         assert np.linalg.norm(values - x.astype(np.float32)) < 0.04 * np.linalg.norm(x.astype(np.float32))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_rounding_is_not_skipped_between_float32_computations(make_group, mesh, layout, wire):
+    """Neither that of x on its way to the cast, nor that of the rows on their way to the experts."""
+    group = make_group(mesh, SHAPE)
+    x, topk_idx, topk_weights = make_inputs(SHAPE, mesh.size)
+    wide = x.astype(np.float32) * np.float32(1.001)  # has bits that bfloat16 has not
+
+    def between(wide, topk_idx, topk_weights):
+        def dispatch(x):
+            options = {"layout": layout, "wire": wire, "dequantize": True, "zero_pad": True}
+            return ep.dispatch(x, topk_idx, topk_weights, group=group, **options).x
+
+        x = wide.astype(group.dtype)
+        return dispatch(x).astype(jnp.float32), dispatch(jax.lax.optimization_barrier(x))
+
+    widened, rows = run_spmd(between, mesh, wide, topk_idx, topk_weights)
+    assert_same_bits(widened, rows.astype(np.float32))
