@@ -274,6 +274,8 @@ def _dispatch_bwd(call: DispatchCall, route: Route, g: Dispatched) -> tuple[Any,
     rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
     if call.quantized:
         rows = None  # x and its scales are constants: the forward rule has seen to that
+    if rows is None and weights is None:
+        return None, None, None, None
     x, topk_weights = call.backend.dispatch_back(route, rows, weights)
     return x, None, topk_weights, None
 

@@ -146,6 +146,21 @@ def test_quantized_input(group, layout):
     assert calls(text) == ["jax_ep_dispatch"]
 
 
+def test_a_cotangent_that_goes_nowhere_is_not_sent(group, layout):
+    """The rows' cotangent would go to a quantised x, which is a constant; the weights have none."""
+
+    def body(x, scales, topk_idx, topk_weights):
+        def loss(topk_weights):
+            recv = ep.dispatch((x, scales), topk_idx, topk_weights, group=group, layout=layout, dequantize=True)
+            return jnp.sum(recv.x.astype(jnp.float32))
+
+        value, gradient = jax.value_and_grad(loss)(topk_weights)
+        return value[None], gradient
+
+    quantised = ((TOKENS, HIDDEN), jnp.float8_e4m3fn), ((TOKENS, HIDDEN // 128), jnp.float32)
+    assert calls(lowered(group, body, *quantised, IDS, WEIGHTS)) == ["jax_ep_dispatch"]
+
+
 def test_what_ranks_must_agree_on_is_in_the_hash(group):
     def hash_of(layout, **options):
         text = lowered(group, partial(layer, group, layout, **options), X, IDS, WEIGHTS)
