@@ -13,7 +13,7 @@ from jax_ep._wires import CHANNELS_PER_SCALE, WIRES
 if TYPE_CHECKING:
     from jax_ep._group import Group
 
-_DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")  # of activations
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -82,8 +82,8 @@ def dtype(name: str, value: Any) -> np.dtype:
         found = jnp.dtype(value)
     except TypeError:
         found = None
-    if found is None or found.name not in _DTYPES:
-        raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(_DTYPES)}")
+    if found is None or found.name not in DTYPES:
+        raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}")
     return found
 
 

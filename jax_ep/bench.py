@@ -40,13 +40,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ep as ep
-from jax_ep import _layouts, _wires
+from jax_ep import _checks, _layouts, _wires
 
 AXIS = "ep"
 EXECUTIONS = 20
 VIRTUAL_CPUS = 8
-
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,7 +382,7 @@ def _parse(argv: Sequence[str] | None, *, on_cpu: bool) -> argparse.Namespace:
     add("--experts", type=int, default=32 if on_cpu else 256, help="experts in all")
     add("--wire", choices=["none", *_wires.WIRES], default="none", help="format in which rows travel")
     add("--layout", choices=_layouts.LAYOUTS, default="ragged", help="of the rows that arrive")
-    add("--dtype", choices=_DTYPES, default="bfloat16", help="of activations")
+    add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="of activations")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
     add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
     add("--chain", type=int, default=4 if on_cpu else 50, help="pairs in one executable")
