@@ -9,61 +9,82 @@
 
 namespace jax_ep {
 
-inline constexpr int kMaxRanks = 64;
+inline constexpr int kMaxRanks = 32;  // one per lane of a warp
 inline constexpr int kMaxTopK = 32;
 // Operations of a group take turns in its slots, by their epoch. Two are enough for whole operations; a small arena has
 // four, for as many halves under way.
 inline constexpr int kMaxSlots = 4;
 inline constexpr int64_t kSmallArena = int64_t{64} << 20;  // bytes
 
-// A row under way: a header of one entry per k, then the payload.
+// Rows travel in units of 16 bytes, which arrive whole, 32 of them (a chunk) moved by a warp at once.
 //
-// A dispatch fills all three parts of the header; the way back uses `weight` alone, for the cotangents of the router's
-// weights.
-struct RowHeader {
+// A row under way is a header, one unit per k; the payload; and, if that is fp8, a unit of four scales per chunk of it.
+// ffi/cuda/units.cuh tells how the receiver sees that a unit has arrived, and what the marks are for.
+inline constexpr int kUnitBytes = 16;
+inline constexpr int kChunkUnits = 32;
+inline constexpr int kChunkBytes = kUnitBytes * kChunkUnits;
+inline constexpr uint8_t kEmptyByte = 0xfd;  // 16 of them: a unit that has not arrived
+
+// What travels with a row for one k. A dispatch fills all; the way back uses `weight`, for the cotangents of the
+// router's weights.
+struct alignas(kUnitBytes) RowHeader {
   int32_t expert;    // local expert on the receiving rank, or -1 where this k goes to another rank
   int32_t position;  // among the rows of the same source for the same expert
   float weight;
+  uint32_t epoch;  // of the operation: the header has arrived
 };
 
+constexpr int32_t num_chunks(int32_t row_bytes) { return (row_bytes + kChunkBytes - 1) / kChunkBytes; }
+
 struct ArenaLayout {
-  int32_t num_ranks, top_k, max_tokens;
-  int64_t max_payload;    // bytes, a multiple of 16
-  int32_t num_slots = 2;  // a power of two, so that epochs may wrap
+  int32_t num_ranks = 0, top_k = 0, max_tokens = 0;
+  int32_t max_payload = 0;  // bytes, a multiple of 16; scales of an fp8 row fit in what fp8 saves
+  int32_t num_slots = 0;    // a power of two, so that epochs may wrap
+  int32_t header_bytes = 0, row_stride = 0;
+  int32_t marks_per_row = 0;  // one per chunk of the payload, and one per unit of scales
+  int64_t marks_begin = 0;
+  int64_t bytes = 0;
+
+  constexpr ArenaLayout() = default;
+  constexpr ArenaLayout(int32_t num_ranks, int32_t top_k, int32_t max_tokens, int32_t max_payload, int32_t num_slots)
+      : num_ranks(num_ranks),
+        top_k(top_k),
+        max_tokens(max_tokens),
+        max_payload(max_payload),
+        num_slots(num_slots),
+        header_bytes(static_cast<int32_t>(align_up(top_k * kUnitBytes, 128))),
+        row_stride(static_cast<int32_t>(align_up(header_bytes + max_payload, 128))),
+        marks_per_row(num_chunks(max_payload) + 1),
+        marks_begin(int64_t{row_number(num_slots, 0, 0)} * row_stride),
+        bytes(align_up(marks_offset(row_number(num_slots, 0, 0)), 256)) {}
 
   // As many slots as fit in a small arena, and at least two.
-  static constexpr ArenaLayout fitting(int32_t num_ranks, int32_t top_k, int32_t max_tokens, int64_t max_payload) {
-    const ArenaLayout most = {num_ranks, top_k, max_tokens, max_payload, kMaxSlots};
-    return most.bytes() <= kSmallArena ? most : ArenaLayout{num_ranks, top_k, max_tokens, max_payload};
+  static constexpr ArenaLayout fitting(int32_t num_ranks, int32_t top_k, int32_t max_tokens, int32_t max_payload) {
+    const ArenaLayout most(num_ranks, top_k, max_tokens, max_payload, kMaxSlots);
+    return most.bytes <= kSmallArena ? most : ArenaLayout(num_ranks, top_k, max_tokens, max_payload, 2);
   }
-
-  constexpr int64_t header_bytes() const { return align_up(top_k * static_cast<int64_t>(sizeof(RowHeader)), 16); }
-  constexpr int64_t row_stride() const { return header_bytes() + max_payload; }
-  constexpr int64_t num_rows() const { return int64_t{num_slots} * num_ranks * max_tokens; }
 
   // Row `index` of what `peer` sends in the operations of `slot`.
-  constexpr int64_t row_number(int32_t slot, int32_t peer, int32_t index) const {
-    return (int64_t{slot} * num_ranks + peer) * max_tokens + index;
+  constexpr int32_t row_number(int32_t slot, int32_t peer, int32_t index) const {
+    return (slot * num_ranks + peer) * max_tokens + index;
   }
-  constexpr int64_t row_offset(int64_t number) const { return number * row_stride(); }
-  // The word that holds the epoch of a row that has arrived.
-  constexpr int64_t flag_offset(int64_t number) const { return num_rows() * row_stride() + number * 4; }
-  constexpr int64_t bytes() const { return align_up(flag_offset(num_rows()), 256); }
+  constexpr int64_t row_offset(int32_t number) const { return int64_t{number} * row_stride; }
+  constexpr int64_t marks_offset(int32_t number) const { return marks_begin + int64_t{number} * marks_per_row * 8; }
 };
 
 // Control memory of one rank; the counts of arriving rows follow it. It outlives the group, so that an executable that
 // still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
 struct Control {
   // Written by this rank's own kernels.
-  unsigned long long owner;  // the launch that runs, 0 if none does
-  uint32_t newest_epoch;     // of the operation that was begun last
-  uint32_t epoch;            // of the launch that runs, and
-  uint32_t sends;            // whether it sends
-  uint32_t next_item[2];     // work that it has claimed: to send, to receive
-  uint32_t exited;           // thread blocks of it that have ended
-  // Written by peers, too.
-  uint32_t failed;                                    // 0, or 1 + the rank that failed first; kClosed after close()
-  uint32_t finished[kMaxSlots][kMaxRanks];            // the epoch whose rows each rank has read last in its own memory
+  alignas(16) uint32_t newest_epoch;  // of the operation that was begun last
+  // Written by peers, too: 0, or 1 + the rank that failed first; kClosed after close(). Read together with the epoch.
+  uint32_t failed;
+  unsigned long long owner;        // the launch that takes a new epoch, 0 if none does
+  uint32_t next_is_free;           // the peers are known to have read what the next operation overwrites
+  uint32_t halves;                 // slots whose last operation ran in halves, as bits
+  uint32_t exited[1 + kMaxSlots];  // thread blocks that have left: the owner, and each slot's done
+  // The epoch whose rows each rank has read last in its own memory.
+  uint32_t finished[kMaxSlots][kMaxRanks];
   unsigned long long op[kMaxSlots][kMaxRanks];        // {epoch, hash of the call} of each rank
   unsigned long long num_rows[kMaxSlots][kMaxRanks];  // {epoch, rows that each rank sends here}
 };
@@ -105,17 +126,28 @@ enum class OpKind : uint32_t {
 // An operation runs in one launch or in two, start and done.
 enum class Half : int32_t { kWhole, kStart, kDone };
 
-// What `start` tells `done`: {epoch, whether the rows were sent}.
-inline constexpr int kTicketWords = 2;
+// What `start` tells `done`: its epoch, and for each of its blocks whether it has sent.
+inline constexpr int kTicketWords = 256;
 
 // The kernel ABI: all that a kernel knows of its peers. Who fills it (ffi/cuda/group.cc) decides the transport.
-struct Peers {
-  int32_t rank, num_ranks, experts_per_rank;
-  ArenaLayout layout;
-  uint64_t timeout_ns;
-  FailureRecord* failure;  // pinned host memory
+struct PeerTable {
   uint8_t* arena[kMaxRanks];
   Control* control[kMaxRanks];
 };
+struct Peers {
+  int32_t rank, num_ranks, experts_per_rank;
+  Divisor by_ranks, by_experts, by_top_k;  // experts: of a rank
+  ArenaLayout layout;
+  uint64_t timeout_ns;
+  FailureRecord* failure;  // pinned host memory
+  Control* control;        // this rank's own
+  const PeerTable* table;  // in device memory: an argument of its size would slow down every launch
+#ifdef JAX_EP_TIMELINE
+  uint64_t* timeline;  // [blocks, kTimelinePhases], nanoseconds
+#endif
+};
+#ifdef JAX_EP_TIMELINE
+inline constexpr int kTimelinePhases = 6;
+#endif
 
 }  // namespace jax_ep

@@ -24,7 +24,26 @@ constexpr int32_t rank_of_expert(int32_t expert, int32_t experts_per_rank) { ret
 
 constexpr int32_t local_expert(int32_t expert, int32_t experts_per_rank) { return expert % experts_per_rank; }
 
-constexpr int64_t align_up(int64_t n, int64_t alignment) { return (n + alignment - 1) / alignment * alignment; }
+// (Most often there is nothing to do, and a 64-bit division takes a GPU long.)
+constexpr int64_t align_up(int64_t n, int64_t alignment) {
+  return alignment == 1 ? n : (n + alignment - 1) / alignment * alignment;
+}
+
+// Division by a number that is known before a launch, which takes a GPU a tenth of the time. Exact for n with
+// n * divisor < 2^32.
+class Divisor {
+ public:
+  constexpr Divisor() = default;
+  constexpr explicit Divisor(uint32_t divisor)
+      : divisor_(divisor), factor_(divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor)) {}
+  constexpr int32_t quotient(uint32_t n) const {
+    return static_cast<int32_t>(factor_ == 0 ? n : uint64_t{n} * factor_ >> 32);
+  }
+  constexpr int32_t remainder(uint32_t n) const { return static_cast<int32_t>(n - quotient(n) * divisor_); }
+
+ private:
+  uint32_t divisor_ = 1, factor_ = 0;
+};
 
 // One float32 scale covers this many channels of an fp8 row.
 inline constexpr int64_t kChannelsPerScale = 128;

@@ -1,19 +1,29 @@
 """python -m jax_ep.bench."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
+import jax_ep as ep
 from helpers import make_mesh
-from jax_ep import bench
+from jax_ep import _native
+from jax_ep.bench.__main__ import main
+from jax_ep.bench.cases import ROUTINGS, Case, make_inputs
+from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
+from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, rows_between_ranks
+from jax_ep.bench.report import LiveReport
+from jax_ep.bench.timeline import Event, TimeLine, events_of_gpus, time_line
+from jax_ep.bench.timing import time_backward, time_forward
 
 
 @pytest.fixture
 def case():
-    return bench.Case(
+    return Case(
         ranks=2,
         tokens=5,
         hidden=128,
@@ -26,65 +36,221 @@ def case():
     )
 
 
-@pytest.mark.parametrize("routing", bench.ROUTINGS)
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("ranks", "top_k"), [(1, 8), (4, 1), (4, 5), (8, 4)])
 def test_routings_name_no_expert_twice(routing, ranks, top_k):
-    case = bench.Case(ranks, 7, 128, top_k, 8, "float32", None, "ragged", routing)
-    topk_idx = np.sort(bench.make_inputs(case, pairs=2).topk_idx, axis=-1)
-    assert topk_idx.shape == (ranks, 2, 7, top_k)
+    case = Case(ranks, 7, 128, top_k, 8, "float32", None, "ragged", routing)
+    topk_idx = np.sort(make_inputs(case).topk_idx, axis=-1)
+    assert topk_idx.shape == (ranks, 7, top_k)
     assert (np.diff(topk_idx) > 0).all() and topk_idx.min() >= 0 and topk_idx.max() < 8
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 7])
 def test_skewed_sends_half_of_the_rows_to_rank_0(top_k):
-    case = bench.Case(4, 8, 128, top_k, 64, "float32", None, "ragged", "skewed")
-    topk_idx = bench.make_inputs(case, pairs=1).topk_idx
-    assert (topk_idx < case.experts_per_rank).mean() == 0.5
+    case = Case(4, 8, 128, top_k, 64, "float32", None, "ragged", "skewed")
+    assert (make_inputs(case).topk_idx < case.experts_per_rank).mean() == 0.5
 
 
-class Forgetful(bench.LaxExchange):
+class Forgetful(LaxExchange):
     """Loses the first token."""
 
     def combine(self, y, recv):
         return super().combine(y, recv).at[0].set(0)
 
 
-class Confused(bench.LaxExchange):
+class Confused(LaxExchange):
     """Gives each expert the rows of its neighbour."""
 
     def dispatch(self, x, topk_idx, topk_weights):
         return super().dispatch(x, topk_idx ^ 1, topk_weights)
 
 
-@pytest.mark.parametrize(("exchange", "right"), [(bench.LaxExchange, True), (Forgetful, False), (Confused, False)])
+@pytest.mark.parametrize(("exchange", "right"), [(LaxExchange, True), (Forgetful, False), (Confused, False)])
 def test_wrong_results_are_found(case, exchange, right):
-    timing = bench.time_pair(exchange(case, ragged=False), case, make_mesh((2,), (bench.AXIS,)), pairs=2)
+    timing = time_forward(exchange(case, ragged=False), case, make_mesh((2,), (AXIS,)), 2, traced=False).timing
     assert timing.right is right
     assert timing.wall_pair_us > 0
+    assert timing.time_line is None
+
+
+class ForgetfulInReverse(EpExchange):
+    """Loses the first token's gradient."""
+
+    def backward(self, g, y, recv):
+        return super().backward(g, y, recv).at[0].set(0)
+
+
+@pytest.mark.parametrize(("exchange", "right"), [(EpExchange, True), (ForgetfulInReverse, False)])
+def test_wrong_gradients_are_found(case, exchange, right, backend):
+    mesh = make_mesh((2,), (AXIS,))
+    sizes = {"num_experts": 8, "top_k": 3, "hidden": 128, "max_tokens_per_rank": 5, "dtype": "float32"}
+    with ep.Group(mesh, AXIS, backend=backend, **sizes) as group:
+        exchange = exchange(group, case.layout, case.wire)
+        forward = time_forward(exchange, case, mesh, 2, traced=False)
+        timing = time_backward(exchange, forward, mesh, 2)
+    assert forward.timing.right
+    assert timing.right is right
+
+
+SCATTER, GATHER = "void jax_ep::scatter_kernel<4>(jax_ep::Peers)", "void jax_ep::gather_kernel<4>(jax_ep::Peers)"
+
+
+def chain_of_events(pairs, period, begin=0):
+    """Scatters of 30 ns and gathers of 40 ns, a pair every `period` ns."""
+    events = []
+    for start in range(begin, begin + pairs * period, period):
+        events += [Event(SCATTER, start, 30), Event(GATHER, start + 35, 40)]
+    return events
+
+
+def test_time_line_of_executions_on_several_gpus():
+    """Pauses between executions do not count, nor does which GPU was seen first."""
+    slow = [event for i in range(3) for event in chain_of_events(4, 3000, begin=i * 10**6)]
+    fast = [event for i in range(3) for event in chain_of_events(4, 2000, begin=i * 10**6 + 17)]
+    line = time_line([slow, fast], pairs=4)
+    assert line == TimeLine(
+        pair_us=2.5, pair_us_fastest_rank=2.0, pair_us_slowest_rank=3.0, scatter_us=0.03, gather_us=0.04
+    )
+
+
+def test_all_work_counts():
+    """What runs after a kernel, on whatever stream, is a part of its operation; what ran before the first is not."""
+    events = [Event("MemcpyD2D", -50, 10)]
+    for start in range(0, 3000, 1000):
+        events += [
+            Event("loop_convert_fusion", start + 90, 7),
+            Event(SCATTER, start, 30),
+            Event("Memset", start + 10, 5),
+            Event(SCATTER, start + 32, 2),  # of the same operation
+            Event(GATHER, start + 80, 40),
+            Event("gather_fusion", start + 130, 1),
+        ]
+    line = time_line([events], pairs=3)
+    assert line.pair_us == 1.0
+    assert line.scatter_us == pytest.approx(0.037)
+    assert line.gather_us == pytest.approx(0.048)
+
+
+def test_no_time_line_without_the_kernels():
+    assert time_line([], pairs=4) is None
+    assert time_line([[Event("fusion", 0, 1)], []], pairs=4) is None
+    assert time_line([chain_of_events(1, 1000)], pairs=1) is None  # nothing to measure from start to start
+
+
+def test_a_broken_trace_gives_no_times():
+    whole = chain_of_events(4, 1000)
+    for broken in (whole[:-1], whole[:-2], []):
+        with pytest.warns(UserWarning, match="operations of GPU 1, not a multiple of 8"):
+            assert time_line([whole, broken], pairs=4) is None
+
+
+def test_events_are_those_of_the_streams_of_gpus():
+    def plane(name, line):
+        return (
+            f'planes {{ name: "{name}" event_metadata {{ key: 1 value {{ id: 1 name: "{SCATTER}" }} }} lines {{ '
+            f'name: "{line}" timestamp_ns: 1000 events {{ metadata_id: 1 offset_ps: 2000000 duration_ps: 3000 }} }} }}'
+        )
+
+    text = [
+        plane("/device:GPU:0", "Stream #14(Compute,Memset)"),
+        plane("/device:GPU:1", "XLA Ops"),
+        plane("/host:CPU", "Stream #1"),
+    ]
+    data = jax.profiler.ProfileData
+    profile = data.from_serialized_xspace(data.text_proto_to_serialized_xspace(" ".join(text)))
+    assert events_of_gpus(profile) == [[Event(SCATTER, 3000, 3)], []]
+
+
+def test_rows_cross_the_link_once_per_rank():
+    case = Case(2, 3, 128, 2, 4, "bfloat16", None, "ragged", "uniform")
+    topk_idx = np.array([[[0, 1], [1, 2], [3, 2]], [[2, 3], [3, 2], [2, 1]]])
+    np.testing.assert_array_equal(rows_between_ranks(case, topk_idx), [[0, 2], [1, 0]])
 
 
 @pytest.mark.parametrize(
-    "options",
-    ["--tokens=1,3", "--wire=fp8 --routing=skewed", "--wire=fp8_pow2 --dtype=float16 --layout=expert"],
+    ("dtype", "wire", "hidden", "top_k", "expected"),
+    [
+        ("bfloat16", None, 7168, 8, 14336 + 96),
+        ("bfloat16", "fp8", 7168, 8, 7168 + 224 + 96),
+        ("float32", "fp8_pow2", 128, 1, 128 + 16 + 16),
+    ],
 )
-def test_rows_of_the_report(tmp_path, capsys, backend, options):
-    file = tmp_path / "rows.json"
-    small = f"--tokens=3 --hidden=128 --top-k=2 --experts=16 --chain=2 --backend={backend} --json={file}"
-    assert bench.main([*small.split(), *options.split()]) == 0
-    rows = json.loads(file.read_text())
-    assert [row["tokens"] for row in rows] == ([1, 3] if "1,3" in options else [3])
+def test_bytes_of_a_dispatched_row(dtype, wire, hidden, top_k, expected):
+    assert dispatch_row_bytes(Case(2, 1, hidden, top_k, 32, dtype, wire, "ragged", "uniform")) == expected
+
+
+@pytest.mark.gpu
+def test_floor_of_the_link():
+    mesh = make_mesh((2,), (AXIS,))
+
+    def floor(tokens):
+        case = Case(2, tokens, 4096, 2, 8, "bfloat16", None, "ragged", "uniform")
+        return measure_floor(case, make_inputs(case).topk_idx, mesh)
+
+    few, many = floor(1), floor(4096)
+    assert 1 < few.dispatch_us < many.dispatch_us < 10_000
+    assert 1 < few.combine_us < many.combine_us < 10_000
+    with pytest.raises(ValueError, match="row_bytes is 24"):
+        _native.cuda.link_floor([0, 1], [[0, 1], [1, 0]], 24)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_rows"),
+    [
+        ("--tokens=1,3", 2),
+        ("--wire=none,fp8 --routing=skewed --num-sms=auto,8 --no-lax", 4),
+        ("--wire=fp8_pow2 --dtype=float16 --layout=expert --grad --no-lax", 1),
+    ],
+)
+def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
+    json_file, picture = tmp_path / "rows.json", tmp_path / "pairs.png"
+    small = f"--tokens=3 --hidden=128 --top-k=2 --experts=16 --chain=2 --backend={backend}"
+    assert main([*small.split(), *options.split(), f"--json={json_file}", f"--plot={picture}"]) == 0
+    rows = json.loads(json_file.read_text())
+    assert len(rows) == num_rows
+    on_gpus = backend == "cuda"
     for row in rows:
         assert row["checked"] is True
-        assert row["wall_pair_us"] > 0 and row["lax_pair_us"] > 0
         assert row["backend"] == backend
-        assert row["pair_us"] is None
-    assert "WRONG" not in capsys.readouterr().out
+        assert row["wall_pair_us"] > 0
+        assert (row["lax_pair_us"] is None) == ("--no-lax" in options)
+        assert (row["grad_wall_pair_us"] is None) == ("--grad" not in options)
+        for time in ("pair_us", "dispatch_us", "combine_us"):
+            assert (row[time] is not None) == on_gpus
+        assert (row["grad_pair_us"] is not None) == (on_gpus and "--grad" in options)
+        assert {"floor_dispatch_us", "floor_combine_us", "floor_pair_us", "arena_bytes", "ranks", "num_sms"} <= set(row)
+    assert len(capsys.readouterr().out.splitlines()) >= 1 + num_rows
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_impossible_options_are_named(capsys):
+def test_live_table(capsys):
+    with LiveReport(["wire", "tokens", "pair_us", "checked"], num_cases=2) as table:
+        table.add({"wire": None, "tokens": 8, "pair_us": None, "checked": True})
+        table.add({"wire": "fp8", "tokens": 8, "pair_us": 12.34, "checked": False})
+    shown = capsys.readouterr().out
+    assert "12.3" in shown and "WRONG" in shown and "none" in shown and "2/2" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--top-k=4,9 --experts=8", "--top-k is 9; it must be at most --experts = 8"),
+        ("--experts=33", f"--experts is 33; it must be a multiple of the {jax.device_count()} devices"),
+        ("--wire=fp4", "'fp4' is no wire; choose from none, fp8, fp8_pow2"),
+        ("--chain=0", "--chain is 0; it must be at least 1"),
+    ],
+)
+def test_impossible_options_are_named(capsys, options, message):
     with pytest.raises(SystemExit):
-        bench.main(["--top-k=9", "--experts=8"])
-    assert "--top-k is 9; it must be at most --experts = 8" in capsys.readouterr().err
+        main(options.split())
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["--plot=pairs.png"])
+    assert "matplotlib is not installed; pip install 'jax_ep[bench]'" in capsys.readouterr().err
 
 
 def test_runs_as_a_command():

@@ -1,231 +1,304 @@
 #include "ffi/cuda/gather.h"
-#include "ffi/cuda/protocol.cuh"
+#include "ffi/cuda/launch.cuh"
 #include "ffi/cuda/rows.cuh"
+#include "ffi/cuda/units.cuh"
 
 namespace jax_ep {
 namespace {
 
-enum Phase : int32_t { kSend, kReceive };
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr int kRowsAtOnce = 4;   // of a token's rows here, that a lane loads before it adds them
+constexpr int kRanksAtOnce = 4;  // of the ranks' sums
 
-struct Shared {
-  Operation operation;
-  uint32_t answers[kMaxTeams];
-  int32_t rows[kMaxTeams][kMaxTopK];
-  int32_t places[kMaxTeams][kMaxRanks];
-};
+__device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
 
-__device__ int64_t element_size(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
-
-__device__ void store_element(void* out, ElementType type, int64_t index, float value) {
-  switch (type) {
-    case ElementType::kFloat32:
-      static_cast<float*>(out)[index] = value;
-      break;
-    case ElementType::kFloat16:
-      static_cast<__half*>(out)[index] = from_float<__half>(value);
-      break;
-    case ElementType::kBFloat16:
-      static_cast<__nv_bfloat16*>(out)[index] = from_float<__nv_bfloat16>(value);
-      break;
+// Writes a lane's elements of a row.
+template <typename Out, int N>
+__device__ __forceinline__ void store_elements(Out* out, const float (&values)[N]) {
+#pragma unroll
+  for (int first = 0; first < N; first += Vector<Out>::kSize) {
+    if constexpr (N >= Vector<Out>::kSize) {
+      Vector<Out> vector;
+#pragma unroll
+      for (int e = 0; e < Vector<Out>::kSize; ++e) vector.element[e] = from_float<Out>(values[first + e]);
+      *reinterpret_cast<uint4*>(out + first) = vector.bits;
+    } else {
+#pragma unroll
+      for (int e = 0; e < N; ++e) out[e] = from_float<Out>(values[e]);
+    }
   }
 }
 
-// One launch of one rank.
+// One launch of one rank. `row_warps` warps share a row that is summed, by chunks.
 template <typename X>
 struct Gather {
   static constexpr int kSize = Vector<X>::kSize;
 
   const Peers& peers;
   const GatherArgs& args;
-  const CallId& call;
-  Shared& shared;
-  Team team;
+  const LaunchPlan& plan;
+  Operation op;
 
-  __device__ Operation& operation() const { return shared.operation; }
   __device__ bool blocks() const { return args.rows == nullptr; }
+  __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
+  __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
+  __device__ int32_t team() const { return plan.team(warp_id()); }
+  __device__ int32_t warp() const { return plan.warp_of_team(warp_id()); }
+  __device__ bool has_unit(int32_t chunk) const {
+    return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes();
+  }
 
-  // --- the experts' side: sum and send ------------------------------------------------------------------------------
+  // --- senders: the experts' side -----------------------------------------------------------------------------------
 
-  // Items: the announcement, then the possible rows, interleaving the ranks they go to, beginning behind this rank.
-  __device__ void send() const {
-    const int64_t num_candidates = int64_t{peers.num_ranks} * args.num_tokens;
-    for (;;) {
-      const uint32_t item = claim(peers, operation(), team, shared.answers, kSend);
-      if (item > num_candidates) return;
-      if (item == 0) {
-        announce_all();
-      } else {
-        const int32_t peer = static_cast<int32_t>((peers.rank + item) % peers.num_ranks);
-        send_row(peer, static_cast<int32_t>((item - 1) / peers.num_ranks));
+  __device__ void announce() const {
+    __syncthreads();
+    if (op.state.sends && !op.state.failed) {
+      for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
+        if (args.num_sent) {
+          op.send_number(&op.control_of(peer).num_rows[op.state.slot][peers.rank], args.num_sent[peer]);
+        }
+        op.announce(peer);
       }
+    }
+    op.tell_finished();
+  }
+
+  // The possible rows, interleaving the ranks they go to, beginning behind this rank. The first is summed while the
+  // block enters the operation.
+  __device__ void send() const {
+    const int32_t num_teams = plan.row_senders() * plan.row_teams();
+    const uint32_t num_candidates = peers.num_ranks * args.num_tokens;
+    uint32_t item = plan.row_sender(blockIdx.x) * plan.row_teams() + team();
+    SourceRow row = {};
+    uint4 sum = {};
+    if (item < num_candidates && !blocks()) {
+      row = source_row(item);
+      sum = partial_sum(row, warp());
+    }
+    __syncthreads();
+    op.stamp(1);
+    if (!op.state.sends || op.state.failed) return;
+#pragma unroll 1
+    for (; item < num_candidates; item += num_teams) {
+      if (item >= num_teams || blocks()) {
+        row = source_row(item);
+        sum = partial_sum(row, warp());
+      }
+      if (row.present) send_row(row, sum);
     }
   }
 
-  __device__ void announce_all() const {
-    for (int32_t peer = team.lane; peer < peers.num_ranks; peer += team.size) {
-      if (args.num_sent) {
-        store_relaxed(&peers.control[peer]->num_rows[operation().slot][peers.rank],
-                      tagged(operation().epoch, args.num_sent[peer]));
-      }
-      announce(peers, call, operation(), peer);
+  // A row that goes back: what this lane knows of it.
+  struct SourceRow {
+    int32_t peer, index;
+    bool present;
+    uint32_t rows;  // the k that have a row here
+    int32_t row;    // here, for k = lane
+    float weight;
+  };
+
+  __device__ SourceRow source_row(uint32_t item) const {
+    SourceRow source = {};
+    source.peer = peers.rank + 1 + peers.by_ranks.remainder(item);
+    if (source.peer >= peers.num_ranks) source.peer -= peers.num_ranks;
+    source.index = peers.by_ranks.quotient(item);
+    const int32_t candidate = source.peer * args.num_tokens + source.index;
+    source.row = -1;
+    if (blocks()) {
+      if (lane_id() == 0) source.row = candidate;
+    } else if (lane_id() < args.top_k) {
+      source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
     }
+    source.present = source.index < num_rows_of(source.peer);
+    if (!source.present) source.row = -1;
+    source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
+    source.rows = __ballot_sync(kAllLanes, source.row >= 0);
+    return source;
   }
 
   // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which
   // leaves before any row.)
   __device__ int32_t num_rows_of(int32_t peer) const {
-    if (!blocks()) return args.num_arrived[peer];
-    return ask_leader(team, shared.answers, [&] {
-      const unsigned long long* word = &own_control(peers).num_rows[operation().slot][peer];
-      return expect_number(peers, call, operation(), peer, word);
-    });
+    if (!blocks()) return __ldg(args.num_arrived + peer);
+    return op.expect_number(peer, &op.own().num_rows[op.state.slot][peer]);
   }
 
-  __device__ void send_row(int32_t peer, int32_t index) const {
-    if (index >= num_rows_of(peer)) return;
-    const int64_t first = int64_t{peer} * args.num_tokens + index;
-    const int32_t num_rows = blocks() ? 1 : args.top_k;
-    int32_t* rows = shared.rows[team.index];
-    for (int32_t k = team.lane; k < num_rows; k += team.size) {
-      rows[k] = blocks() ? static_cast<int32_t>(first) : args.rows[first * args.top_k + k];
+  // `sum`: of the first chunk that this warp sends.
+  __device__ void send_row(const SourceRow& row, uint4 sum) const {
+    const RowPlace place(op, row.peer, peers.rank, row.index);
+    if (args.weights_to_send && warp() == 0 && lane_id() < args.top_k) {
+      send_header(op, place.header(lane_id()), {0, 0, row.row < 0 ? 0 : __ldg(args.weights_to_send + row.row), 0});
     }
-    team.sync();
-    const RowPlace place = row_place(peers, operation(), peer, peers.rank, index);
-    if (args.weights_to_send) {
-      for (int32_t k = team.lane; k < num_rows; k += team.size) {
-        place.header[k].weight = rows[k] < 0 ? 0 : args.weights_to_send[rows[k]];
+#pragma unroll 1
+    for (int32_t chunk = warp(); chunk < chunks(); chunk += plan.row_warps()) {
+      if (chunk != warp()) sum = partial_sum(row, chunk);
+      Chunk::of(sum, has_unit(chunk)).send(op, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
+    }
+  }
+
+  // A unit of the sum over a token's rows here, in the order of k, rounded once.
+  __device__ uint4 partial_sum(const SourceRow& source, int32_t chunk) const {
+    const bool present = has_unit(chunk);
+    uint32_t rows = source.rows;
+    float total[kSize] = {};
+#pragma unroll 1
+    while (rows) {
+      Vector<X> y[kRowsAtOnce];
+      float weights[kRowsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int32_t k = rows ? __ffs(rows) - 1 : 0;
+        const bool is_row = rows != 0;
+        const int64_t at = __shfl_sync(kAllLanes, source.row, k);
+        weights[i] = __shfl_sync(kAllLanes, source.weight, k);
+        y[i].bits = uint4{};
+        if (is_row && present) {
+          const auto* base = static_cast<const uint8_t*>(args.y) + at * args.row_bytes;
+          y[i] = load_vector<X>(base, chunk * kChunkUnits + lane_id());
+        }
+        if (!is_row) weights[i] = 0;
+        rows &= rows - 1;
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) total[e] += weights[i] * to_float(y[i].element[e]);
       }
     }
-    for (int64_t i = team.lane; i < args.row_bytes / 16; i += team.size) {
-      reinterpret_cast<uint4*>(place.payload)[i] = partial_sum(rows, num_rows, i).bits;
-    }
-    publish_row(operation(), team, place.flag);
-  }
-
-  // 16 bytes of the sum over a token's rows here, in the order of k, rounded once.
-  __device__ Vector<X> partial_sum(const int32_t* rows, int32_t num_rows, int64_t i) const {
-    float total[kSize] = {};
-    for (int32_t k = 0; k < num_rows; ++k) {
-      if (rows[k] < 0) continue;
-      const float weight = args.row_weights ? args.row_weights[rows[k]] : 1.0f;
-      const Vector<X> y = load_vector<X>(static_cast<const uint8_t*>(args.y) + rows[k] * args.row_bytes, i);
-      for (int e = 0; e < kSize; ++e) total[e] += weight * to_float(y.element[e]);
-    }
     Vector<X> sum;
+#pragma unroll
     for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[e]);
-    return sum;
+    return sum.bits;
   }
 
-  // --- the source side: receive and sum -----------------------------------------------------------------------------
+  // --- receivers: the source side -----------------------------------------------------------------------------------
 
-  // One item per token.
   __device__ void receive() const {
-    for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
-      expect_same_call(peers, call, operation(), peer);
+    const int32_t receiver = plan.row_receiver(blockIdx.x);
+    if (__syncthreads_or(op.state.failed)) return;
+    op.stamp(1);
+#pragma unroll 1
+    for (int32_t token = receiver * plan.row_teams() + team(); receiver >= 0 && token < args.num_tokens;
+         token += plan.row_receivers() * plan.row_teams()) {
+      receive_token(token);
     }
-    __syncthreads();
-    for (;;) {
-      const uint32_t item = claim(peers, operation(), team, shared.answers, kReceive);
-      if (item >= args.num_tokens) return;
-      receive_token(static_cast<int32_t>(item));
-    }
+    if (blockIdx.x == plan.first_receiver && threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
   }
 
   __device__ void receive_token(int32_t token) const {
-    int32_t* places = shared.places[team.index];
-    for (int32_t peer = team.lane; peer < peers.num_ranks; peer += team.size) {
-      places[peer] = args.place[int64_t{token} * peers.num_ranks + peer];
-      if (places[peer] < 0) continue;
-      const RowPlace place = row_place(peers, operation(), peers.rank, peer, places[peer]);
-      wait_row(peers, call, operation(), peer, place.flag);
+    const int32_t source = lane_id();
+    const int32_t index = source < peers.num_ranks ? __ldg(args.place + int64_t{token} * peers.num_ranks + source) : -1;
+    RowPlace row = {};  // of this lane's rank
+    if (index >= 0) row = RowPlace(op, peers.rank, source, index);
+    const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
+    if (args.topk_weights && warp() == 0) receive_weights(token, row, sources);
+#pragma unroll 1
+    for (int32_t chunk = warp(); chunk < chunks(); chunk += plan.row_warps()) {
+      float total[kSize] = {};
+#pragma unroll 1
+      for (uint32_t left = sources; left;) add_ranks(row, left, chunk, total);
+      if (has_unit(chunk)) store_sum(token, chunk, total);
     }
-    team.sync();
-    if (args.topk_weights) {
-      for (int32_t k = team.lane; k < args.top_k; k += team.size) {
-        args.topk_weights[int64_t{token} * args.top_k + k] = returned_weight(places, k);
-      }
-    }
-    if (!args.out) return;
-    const int64_t elements = args.row_bytes / static_cast<int64_t>(sizeof(X));
-    uint8_t* out = static_cast<uint8_t*>(args.out) + token * elements * element_size(args.out_type);
-    for (int64_t i = team.lane; i < args.row_bytes / 16; i += team.size) add_ranks(places, i, out);
   }
 
   // Each (token, k) has its row on one rank at most; the others send zero.
-  __device__ float returned_weight(const int32_t* places, int32_t k) const {
+  __device__ void receive_weights(int32_t token, const RowPlace& row, uint32_t sources) const {
     float total = 0;
-    for (int32_t peer = 0; peer < peers.num_ranks; ++peer) {
-      if (places[peer] < 0) continue;
-      total += load_arrived(&row_place(peers, operation(), peers.rank, peer, places[peer]).header[k].weight);
+#pragma unroll 1
+    for (; sources; sources &= sources - 1) {
+      const int32_t source = __ffs(sources) - 1;
+      const RowPlace place = row.of_lane(source);
+      if (lane_id() < args.top_k) total += expect_header(op, source, place.header(lane_id())).weight;
+      __syncwarp();
     }
-    return total;
+    if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = total;
   }
 
-  // Adds 16 bytes of the ranks' partial sums, in the order of ranks.
-  __device__ void add_ranks(const int32_t* places, int64_t i, void* out) const {
-    float total[kSize] = {};
-    for (int32_t peer = 0; peer < peers.num_ranks; ++peer) {
-      if (places[peer] < 0) continue;
-      const RowPlace place = row_place(peers, operation(), peers.rank, peer, places[peer]);
-      const Vector<X> part = load_arrived_vector<X>(place.payload, i);
-      for (int e = 0; e < kSize; ++e) total[e] += to_float(part.element[e]);
+  // Adds a unit of the next few ranks' partial sums, in the order of ranks.
+  __device__ __forceinline__ void add_ranks(const RowPlace& row, uint32_t& left, int32_t chunk,
+                                            float (&total)[kSize]) const {
+    const int32_t source = __ffs(left) - 1;
+    RowPlace rows[kRanksAtOnce];
+    bool present[kRanksAtOnce];
+    uint4 units[kRanksAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRanksAtOnce; ++i) {
+      rows[i] = row.of_lane(__ffs(left) - 1);
+      present[i] = left != 0 && has_unit(chunk);
+      left &= left - 1;
     }
-    for (int e = 0; e < kSize; ++e) store_element(out, args.out_type, i * kSize + e, total[e]);
+    const auto place = [&](int i) { return present[i] ? rows[i].unit(op, chunk) : nullptr; };
+    look_at_units(units, place);
+    take_units(op, source, units, place, [&](int i) { return true_unit(op, source, rows[i].marks + chunk, lane_id()); });
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRanksAtOnce; ++i) {
+      Vector<X> part;
+      part.bits = units[i];
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) total[e] += present[i] ? to_float(part.element[e]) : 0;
+    }
+  }
+
+  __device__ void store_sum(int32_t token, int32_t chunk, const float (&total)[kSize]) const {
+    const int64_t index = int64_t{token} * (row_bytes() / static_cast<int32_t>(sizeof(X))) +
+                          (chunk * kChunkUnits + lane_id()) * kSize;
+    if (args.out_type == ElementType::kFloat32) {
+      store_elements(static_cast<float*>(args.out) + index, total);
+    } else if (args.out_type == ElementType::kFloat16) {
+      store_elements(static_cast<__half*>(args.out) + index, total);
+    } else {
+      store_elements(static_cast<__nv_bfloat16*>(args.out) + index, total);
+    }
   }
 
   // --- failure ------------------------------------------------------------------------------------------------------
 
   __device__ void poison() const {
     const int64_t elements = args.num_tokens * args.row_bytes / static_cast<int64_t>(sizeof(X));
-    fill_bytes(args.out, elements * element_size(args.out_type), 0xff);
+    fill_bytes(args.out, elements * (args.out_type == ElementType::kFloat32 ? 4 : 2), 0xff);
     fill_bytes(args.topk_weights, int64_t{4} * args.num_tokens * args.top_k, 0xff);
   }
 };
 
 template <typename X>
-__global__ void __launch_bounds__(kBlockThreads)
-    gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args, int32_t team_threads) {
-  __shared__ Shared shared;
+__global__ void __launch_bounds__(kBlockThreads, 2)
+    gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
+                  const __grid_constant__ LaunchPlan plan) {
+  __shared__ State state;
   const void* result = args.half == Half::kStart ? args.ticket : args.out ? args.out : args.topk_weights;
-  const CallId call = {args.op,         args.half,  args.hash, reinterpret_cast<unsigned long long>(result),
-                       args.axis_index, args.ticket};
-  const Gather<X> gather = {peers, args, call, shared, Team::of_size(team_threads)};
-  begin(peers, call, shared.operation);
-  if (!shared.operation.failed && shared.operation.sends) gather.send();
-  __syncthreads();
-  if (!shared.operation.failed && args.half != Half::kStart) gather.receive();
-  end(peers, call, shared.operation, [&] { gather.poison(); });
-}
-
-using Kernel = void (*)(Peers, GatherArgs, int32_t);
-
-Kernel kernel_of(ElementType type) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return gather_kernel<float>;
-    case ElementType::kFloat16:
-      return gather_kernel<__half>;
-    default:
-      return gather_kernel<__nv_bfloat16>;
-  }
+  const Gather<X> gather = {peers, args, plan, {peers, args, result, state}};
+  const int32_t block = blockIdx.x;
+  const bool is_sender = block < plan.num_senders;
+  fetch_arguments(peers);
+  fetch_arguments(args);
+  gather.op.stamp(0);
+  gather.op.begin(is_sender);
+  if (block == 0) gather.announce();
+  if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send();
+  if (block >= plan.first_receiver && args.half != Half::kStart) gather.receive();
+  gather.op.end([&] { gather.poison(); });
 }
 
 }  // namespace
 
-cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, int32_t num_sms,
+cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& plan,
                           cudaStream_t stream) {
-  const LaunchPlan plan = plan_launch(args.num_tokens, peers.num_ranks, num_sms);
-  kernel_of(type)<<<plan.num_blocks, kBlockThreads, 0, stream>>>(peers, args, plan.team_threads);
+  const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
+  with_element_type(type, [&](auto element) {
+    gather_kernel<decltype(element)><<<num_blocks, kBlockThreads, 0, stream>>>(peers, args, plan);
+  });
   return cudaGetLastError();
 }
 
 cudaError_t load_gather() {
+  cudaError_t status = cudaSuccess;
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
-    cudaFuncAttributes attributes;
-    const cudaError_t status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel_of(type)));
-    if (status != cudaSuccess) return status;
+    with_element_type(type, [&](auto element) {
+      if (status == cudaSuccess) status = load_kernel(gather_kernel<decltype(element)>, 0);
+    });
   }
-  return cudaSuccess;
+  return status;
 }
 
 }  // namespace jax_ep

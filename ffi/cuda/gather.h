@@ -4,20 +4,12 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ffi/arena.h"
-#include "ffi/cuda/scatter.h"
+#include "ffi/cuda/call.h"
 #include "ffi/plan.h"
 
 namespace jax_ep {
 
-struct GatherArgs {
-  OpKind op;
-  Half half;  // a start has no result but its ticket
-  uint32_t hash;
-  const int32_t* axis_index;
-  int32_t* ticket;
-  int32_t num_tokens, top_k;
-
+struct GatherArgs : Call {
   // Experts' side.
   const void* y;                 // [num_rows, row_bytes]
   int64_t row_bytes;             // 0 if only weights go back
@@ -35,8 +27,8 @@ struct GatherArgs {
 };
 
 // Enqueues one kernel. `type` is that of y.
-cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, int32_t num_sms,
-                          cudaStream_t stream);
+cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type,
+                          const LaunchPlan& plan, cudaStream_t stream);
 cudaError_t load_gather();
 
 }  // namespace jax_ep

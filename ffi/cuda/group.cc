@@ -35,7 +35,8 @@ class OnDevice {
 
 std::string mebibytes(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
-uint8_t* allocate(int64_t bytes, int32_t ordinal) {
+// Every byte is `fill`.
+uint8_t* allocate(int64_t bytes, uint8_t fill, int32_t ordinal) {
   size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
   void* memory = nullptr;
@@ -46,12 +47,12 @@ uint8_t* allocate(int64_t bytes, int32_t ordinal) {
                              " are free; XLA takes most of a device's memory when it starts: set "
                              "XLA_PYTHON_CLIENT_MEM_FRACTION lower, or make the group with fewer max_tokens_per_rank");
   }
-  check(cudaMemset(memory, 0, bytes), "cudaMemset");
+  check(cudaMemset(memory, fill, bytes), "cudaMemset");
   return static_cast<uint8_t*>(memory);
 }
 
 Control* allocate_control(int64_t bytes, int32_t num_slots, int32_t ordinal) {
-  auto* control = reinterpret_cast<Control*>(allocate(bytes, ordinal));
+  auto* control = reinterpret_cast<Control*>(allocate(bytes, 0, ordinal));
   // Operation n may begin when all have finished n - num_slots; the first ones find 1 - num_slots, 2 - num_slots, ...
   Control initial = {};
   for (int32_t epoch = 1; epoch <= num_slots; ++epoch) {
@@ -76,7 +77,8 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
     throw std::runtime_error("a group has at most " + std::to_string(kMaxRanks) + " ranks, not " +
                              std::to_string(num_ranks));
   }
-  layout_ = ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens, config_.max_payload);
+  layout_ = ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens,
+                                static_cast<int32_t>(config_.max_payload));
   try {
     open();
   } catch (...) {
@@ -87,33 +89,40 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
 
 void Group::open() {
   map_peers();
-  for (const std::vector<int32_t>& ordinals : config_.devices) {
-    const size_t first = members_.size();
-    const int32_t num_ranks = layout_.num_ranks;
-    const int32_t experts_per_rank = config_.num_experts / num_ranks;
-    Peers table = {};
-    table.num_ranks = num_ranks;
-    table.experts_per_rank = experts_per_rank;
-    table.layout = layout_;
-    table.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
-    for (int32_t rank = 0; rank < num_ranks; ++rank) {
-      const OnDevice device(ordinals[rank]);
-      members_.push_back({ordinals[rank], {}});
-      members_.back().peers.arena[rank] = table.arena[rank] = allocate(layout_.bytes(), ordinals[rank]);
-      members_.back().peers.rank = rank;
-      table.control[rank] =
-          allocate_control(control_bytes(num_ranks, experts_per_rank), layout_.num_slots, ordinals[rank]);
-      for (auto load : {load_scatter, load_gather, load_dispatch_layout}) check(load(), "loading the kernels");
-    }
-    for (int32_t rank = 0; rank < num_ranks; ++rank) {
-      table.rank = rank;
-      table.failure = allocate_failure();
-      members_[first + rank].peers = table;
-    }
-  }
+  for (const std::vector<int32_t>& ordinals : config_.devices) open_ranks(ordinals);
   for (const Member& member : members_) {
     const OnDevice device(member.ordinal);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
+  }
+}
+
+void Group::open_ranks(const std::vector<int32_t>& ordinals) {
+  const int32_t num_ranks = layout_.num_ranks, experts_per_rank = config_.num_experts / num_ranks;
+  const size_t first = members_.size();
+  PeerTable table = {};
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    const OnDevice device(ordinals[rank]);
+    members_.push_back({ordinals[rank], {}, allocate(layout_.bytes, kEmptyByte, ordinals[rank])});
+    Peers& peers = members_.back().peers;
+    peers.rank = rank;
+    peers.num_ranks = num_ranks;
+    peers.experts_per_rank = experts_per_rank;
+    peers.by_ranks = Divisor(num_ranks);
+    peers.by_experts = Divisor(experts_per_rank);
+    peers.by_top_k = Divisor(config_.top_k);
+    peers.layout = layout_;
+    peers.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
+    peers.failure = allocate_failure();
+    peers.control = allocate_control(control_bytes(num_ranks, experts_per_rank), layout_.num_slots, ordinals[rank]);
+    table.arena[rank] = members_.back().arena;
+    table.control[rank] = peers.control;
+    for (auto load : {load_scatter, load_gather, load_dispatch_layout}) check(load(), "loading the kernels");
+  }
+  for (size_t i = first; i < members_.size(); ++i) {
+    const OnDevice device(members_[i].ordinal);
+    auto* copy = reinterpret_cast<PeerTable*>(allocate(sizeof(table), 0, members_[i].ordinal));
+    check(cudaMemcpy(copy, &table, sizeof(table), cudaMemcpyHostToDevice), "cudaMemcpy");
+    members_[i].peers.table = copy;
   }
 }
 
@@ -141,7 +150,7 @@ void Group::close() {
   closed_ = true;
   for (const Member& member : members_) {
     const OnDevice device(member.ordinal);
-    if (Control* control = member.peers.control[member.peers.rank]) {
+    if (Control* control = member.peers.control) {
       cudaMemcpy(&control->failed, &kClosed, sizeof(kClosed), cudaMemcpyHostToDevice);
     }
   }
@@ -151,13 +160,13 @@ void Group::close() {
   }
   for (Member& member : members_) {
     const OnDevice device(member.ordinal);
-    cudaFree(member.peers.arena[member.peers.rank]);
+    cudaFree(member.arena);
   }
 }
 
 int64_t Group::bytes_per_device() const {
   const int32_t experts_per_rank = config_.num_experts / layout_.num_ranks;
-  return layout_.bytes() + control_bytes(layout_.num_ranks, experts_per_rank);
+  return layout_.bytes + control_bytes(layout_.num_ranks, experts_per_rank);
 }
 
 std::optional<FailureRecord> Group::failure() const {

@@ -24,6 +24,7 @@ struct GroupConfig {
 struct Member {
   int32_t ordinal;
   Peers peers;
+  uint8_t* arena;
 };
 
 class Group {
@@ -44,6 +45,7 @@ class Group {
 
  private:
   void open();
+  void open_ranks(const std::vector<int32_t>& ordinals);
   void map_peers() const;
 
   GroupConfig config_;

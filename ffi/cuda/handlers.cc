@@ -106,14 +106,18 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const int64_t payload = args.num_scales > 0 ? args.num_scales * kChannelsPerScale : args.row_bytes;
   const auto member = member_for(op, group, ordinal, args.num_tokens, payload);
   if (member.has_error()) return member.error();
-  return launched(op, launch_scatter((*member)->peers, args, type, find_group(group).num_sms(), stream));
+  const Peers& peers = (*member)->peers;
+  const LaunchPlan plan = plan_scatter(args.num_tokens, peers.num_ranks, find_group(group).num_sms());
+  return launched(op, launch_scatter(peers, args, type, plan, stream));
 }
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
                   const GatherArgs& args) {
   const auto member = member_for(op, group, ordinal, args.num_tokens, args.row_bytes);
   if (member.has_error()) return member.error();
-  return launched(op, launch_gather((*member)->peers, args, type, find_group(group).num_sms(), stream));
+  const Peers& peers = (*member)->peers;
+  const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, find_group(group).num_sms());
+  return launched(op, launch_gather(peers, args, type, plan, stream));
 }
 
 void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {

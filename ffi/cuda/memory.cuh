@@ -33,13 +33,51 @@ __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long l
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long* p) {
-  unsigned long long v;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+// For other blocks of this device.
+__device__ __forceinline__ void store_release_here(unsigned long long* p, unsigned long long v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// A unit of 16 bytes, which is written, and seen, as a whole. Neither has an order with other memory.
+__device__ __forceinline__ void store_unit(void* p, uint4 v) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      ".reg .b128 unit;\n"
+      "mov.b64 low, {%1, %2};\n"
+      "mov.b64 high, {%3, %4};\n"
+      "mov.b128 unit, {low, high};\n"
+      "st.relaxed.sys.global.b128 [%0], unit;\n"
+      "}" ::"l"(p),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+__device__ __forceinline__ uint4 load_unit(const void* p) {
+  uint4 v;
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      ".reg .b128 unit;\n"
+      "ld.relaxed.sys.global.b128 unit, [%4];\n"
+      "mov.b128 {low, high}, unit;\n"
+      "mov.b64 {%0, %1}, low;\n"
+      "mov.b64 {%2, %3}, high;\n"
+      "}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p));
   return v;
 }
-__device__ __forceinline__ void store_release(unsigned long long* p, unsigned long long v) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+
+// Takes *p over from 0, and sees what was done before it was set to 0.
+__device__ __forceinline__ unsigned long long take_over(unsigned long long* p, unsigned long long v) {
+  unsigned long long before;
+  asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], 0, %2;" : "=l"(before) : "l"(p), "l"(v) : "memory");
+  return before;
+}
+// Counts; what the callers did before, and handed to them through a barrier of their block, the last of them sees.
+__device__ __forceinline__ uint32_t count_in_order(uint32_t* p) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+  return before;
 }
 
 // A barrier of some of a block's warps; id 0 is __syncthreads().

@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "ffi/cuda/dispatch_layout.h"
+#include "ffi/cuda/floor.h"
 #include "ffi/cuda/group.h"
 #include "ffi/cuda/handlers.h"
 #include "ffi/dispatch_layout_handler.h"
@@ -69,6 +70,8 @@ NB_MODULE(_cuda, m) {
   m.def("close_group", [](int64_t id) { find_group(id).close(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("group_bytes", [](int64_t id) { return find_group(id).bytes_per_device(); });
   m.def("group_failure", group_failure);
+  m.def("link_floor", link_floor, nb::arg("devices"), nb::arg("rows"), nb::arg("row_bytes"),
+        nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 
-#include "ffi/cuda/protocol.cuh"
 #include "ffi/layout.h"
 
 namespace jax_ep {
@@ -40,18 +39,11 @@ union Vector {
 };
 
 template <typename X>
-__device__ __forceinline__ Vector<X> load_vector(const void* row, int64_t index) {
+__device__ __forceinline__ Vector<X> load_vector(const void* row, int32_t index) {
   Vector<X> v;
   v.bits = static_cast<const uint4*>(row)[index];
   return v;
 }
-template <typename X>
-__device__ __forceinline__ Vector<X> load_arrived_vector(const void* row, int64_t index) {
-  Vector<X> v;
-  v.bits = load_arrived(static_cast<const uint4*>(row) + index);
-  return v;
-}
-
 // The fp8 formats of jax_ep/_wires.py; the same bits.
 enum class Cast : int32_t { kNone, kAmax, kPowerOfTwo };
 
@@ -68,41 +60,50 @@ __device__ __forceinline__ Fp8Scale fp8_scale(float amax, Cast cast) {
   return {rounded, isfinite(rounded) ? __uint_as_float((254u << 23) - power) : 1.0f / rounded};
 }
 
-// Casts one vector. The threads that share a block of 128 channels are neighbours in a warp: 32 in float32, 16 in the
-// 16-bit types. Returns the block's scale.
+// Casts 16 channels; call it with whole warps. Eight neighbours share a block of 128 channels, and get its scale.
 template <typename X>
-__device__ float cast_to_fp8(const Vector<X>& x, Cast cast, __nv_fp8_storage_t (&q)[Vector<X>::kSize]) {
-  constexpr int kLanes = kChannelsPerScale / Vector<X>::kSize;
+__device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Cast cast, float& scale) {
   float amax = 0;
-  for (int i = 0; i < Vector<X>::kSize; ++i) amax = fmaxf(amax, fabsf(to_float(x.element[i])));
-  const uint32_t mask = kLanes == 32 ? 0xffffffffu : 0xffffu << (threadIdx.x & 16);
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(mask, amax, offset));
-  const Fp8Scale scale = fp8_scale(amax, cast);
-  for (int i = 0; i < Vector<X>::kSize; ++i) {
-    q[i] = __nv_cvt_float_to_fp8(__fmul_rn(to_float(x.element[i]), scale.factor), __NV_SATFINITE, __NV_E4M3);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(to_float(x[i / Vector<X>::kSize].element[i % Vector<X>::kSize])));
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
+  const Fp8Scale fp8 = fp8_scale(amax, cast);
+  scale = fp8.scale;
+  union {
+    __nv_fp8x2_storage_t pairs[8];
+    uint4 unit;
+  };
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const auto channel = [&](int c) {
+      return __fmul_rn(to_float(x[c / Vector<X>::kSize].element[c % Vector<X>::kSize]), fp8.factor);
+    };
+    pairs[i] = __nv_cvt_float2_to_fp8x2({channel(2 * i), channel(2 * i + 1)}, __NV_SATFINITE, __NV_E4M3);
   }
-  return scale.scale;
+  return unit;
 }
 
-__device__ __forceinline__ float fp8_to_float(__nv_fp8_storage_t q) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(q, __NV_E4M3)));
+// The reverse, rounded to X.
+template <typename X>
+__device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, Vector<X> (&x)[sizeof(X)]) {
+  const auto* q = reinterpret_cast<const __nv_fp8_storage_t*>(&unit);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(q[i], __NV_E4M3)));
+    x[i / Vector<X>::kSize].element[i % Vector<X>::kSize] = from_float<X>(__fmul_rn(value, scale));
+  }
 }
 
-// The sum of one float per thread of the team, in a fixed order, in every thread. `shared`: 32 floats of the team's
-// own.
-__device__ inline float team_sum(const Team& team, float x, float* shared) {
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
-  team.sync();
-  if (team.lane % 32 == 0) shared[team.lane / 32] = x;
-  team.sync();
-  float total = 0;
-  for (int warp = 0; warp < team.size / 32; ++warp) total += shared[warp];
-  return total;
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
 }
 
 // Fills an array, if there is one, with a byte: the poison of failed operations. All ones are NaN in every
 // floating-point format. Every array of an operation has whole 4-byte words.
-__device__ inline void fill_bytes(void* p, int64_t bytes, uint8_t value) {
+__device__ __noinline__ static void fill_bytes(void* p, int64_t bytes, uint8_t value) {
   if (p == nullptr) return;
   const uint32_t word = value * 0x01010101u;
   for (int64_t i = threadIdx.x; i < bytes / 4; i += blockDim.x) static_cast<uint32_t*>(p)[i] = word;

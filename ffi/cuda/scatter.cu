@@ -1,458 +1,665 @@
-#include "ffi/cuda/protocol.cuh"
+#include <algorithm>
+
+#include "ffi/cuda/launch.cuh"
 #include "ffi/cuda/rows.cuh"
 #include "ffi/cuda/scatter.h"
+#include "ffi/cuda/units.cuh"
 
 namespace jax_ep {
 namespace {
 
-constexpr int32_t kPadRows = 1024;  // rows of the result that one work item pads
-enum Phase : int32_t { kSend, kReceive };
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
 
 struct Shared {
-  Operation operation;
-  uint32_t answers[kMaxTeams];
-  int32_t rows[kMaxTeams][kMaxTopK];
-  float sums[kMaxTeams][32];
+  State state;
+  float products[kBlockWarps][kMaxTopK];
 };
 
-// The counts that a team keeps of all (token, k) before the token it works on.
-struct Prefix {
-  int32_t* experts;  // [num_experts]: pairs that name the expert
+// What a sender has counted of the tokens before the one it sends; in dynamic shared memory.
+struct Lookup {
+  int32_t* experts;  // [num_experts]: pairs (token, k) that name the expert
   int32_t* ranks;    // [num_ranks]: tokens with an expert on the rank
+
+  static constexpr int64_t bytes(int32_t num_experts, int32_t num_ranks) {
+    return 4 * (int64_t{num_experts} + num_ranks);
+  }
 };
 
-__host__ __device__ constexpr int64_t prefix_words(int32_t num_experts, int32_t num_ranks) {
-  return num_experts + num_ranks;
-}
+// Where arriving rows go; in dynamic shared memory.
+struct Places {
+  int32_t* first;        // [R, E_local]: the first place, within the expert's group, of each source's rows
+  int32_t* first_row;    // [E_local]
+  int32_t* counts;       // [E_local]
+  int32_t* group_sizes;  // [E_local]
+  int32_t* dropped;      // [1]
 
-// One launch of one rank.
-template <typename X>
+  static constexpr int64_t bytes(int32_t num_ranks, int32_t experts_per_rank) {
+    return 4 * (int64_t{num_ranks} * experts_per_rank + 3 * experts_per_rank + 1);
+  }
+  __device__ Places(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
+    first = static_cast<int32_t*>(memory);
+    first_row = first + num_ranks * experts_per_rank;
+    counts = first_row + experts_per_rank;
+    group_sizes = counts + experts_per_rank;
+    dropped = group_sizes + experts_per_rank;
+  }
+};
+
+// One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
+template <typename X, bool kCasts, Arrival kArrival>
 struct Scatter {
+  static constexpr int kSendBatch = kCasts ? 1 : 2;                             // chunks that a warp has under way
+  static constexpr int kReceiveBatch = kArrival == Arrival::kDequantize ? 2 : 4;
+  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;                     // for one that is sent
+
   const Peers& peers;
   const ScatterArgs& args;
-  const CallId& call;
+  const LaunchPlan& plan;
+  Operation op;
   Shared& shared;
-  int32_t* scratch;  // dynamic shared memory: the teams' prefixes, then the places
-  Team team;
+  void* scratch;  // dynamic shared memory
 
-  __device__ Operation& operation() const { return shared.operation; }
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
   __device__ bool new_route() const { return args.topk_idx != nullptr; }
-
-  // --- send ---------------------------------------------------------------------------------------------------------
-
-  // Items: the announcement, then one per token. A done whose start has sent the rows only makes the route anew.
-  __device__ void send() {
-    if (!operation().sends && !(new_route() && args.place)) return;
-    const Prefix prefix = clear_prefix();
-    int32_t counted = 0;  // tokens in `prefix`
-    for (;;) {
-      const uint32_t item = claim(peers, operation(), team, shared.answers, kSend);
-      if (item > args.num_tokens) return;
-      if (item == 0) {
-        if (operation().sends) announce_counts();
-      } else {
-        const int32_t token = static_cast<int32_t>(item) - 1;
-        if (new_route()) count_tokens(prefix, counted, token);
-        counted = token;
-        send_token(token, prefix);
-      }
-    }
+  __device__ bool sends_numbers() const { return new_route() || args.splits; }
+  // Of a row under way, without its scales.
+  __device__ int32_t payload_bytes() const {
+    return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
+                           : static_cast<int32_t>(args.row_bytes);
+  }
+  __device__ int32_t chunks() const { return num_chunks(payload_bytes()); }
+  // Whether this lane has a unit in a chunk.
+  __device__ bool has_unit(int32_t chunk) const {
+    return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes();
   }
 
-  __device__ Prefix clear_prefix() const {
-    team.sync();  // everyone has read what was there
-    int32_t* words = scratch + team.index * prefix_words(num_experts(), peers.num_ranks);
-    for (int32_t i = team.lane; i < prefix_words(num_experts(), peers.num_ranks); i += team.size) words[i] = 0;
-    team.sync();
-    return {words, words + num_experts()};
-  }
-
-  // Adds the tokens [first, last) to the prefix.
-  __device__ void count_tokens(const Prefix& prefix, int32_t first, int32_t last) const {
-    for (int32_t token = first + team.lane; token < last; token += team.size) {
-      uint64_t seen_ranks = 0;
-      for (int32_t k = 0; k < args.top_k; ++k) {
-        const int32_t expert = args.topk_idx[int64_t{token} * args.top_k + k];
-        if (!is_expert(expert, num_experts())) continue;
-        const int32_t rank = rank_of_expert(expert, experts_per_rank());
-        atomicAdd(&prefix.experts[expert], 1);
-        if (!(seen_ranks >> rank & 1)) atomicAdd(&prefix.ranks[rank], 1);
-        seen_ranks |= uint64_t{1} << rank;
-      }
-    }
-    team.sync();
-  }
+  // --- the first sender ---------------------------------------------------------------------------------------------
 
   // Tells every rank which operation this is and, where it cannot know, how many rows it gets for each expert.
-  __device__ void announce_counts() const {
-    Prefix totals = clear_prefix();
+  __device__ void announce() const {
+    const Lookup lookup = empty_lookup();
     if (new_route()) {
-      count_tokens(totals, 0, args.num_tokens);
-    } else if (args.splits) {
-      for (int32_t expert = team.lane; expert < num_experts(); expert += team.size) {
-        totals.experts[expert] = args.splits[expert];
-        atomicAdd(&totals.ranks[rank_of_expert(expert, experts_per_rank())], args.splits[expert]);
-      }
-      team.sync();
-    }
-    const uint32_t epoch = operation().epoch;
-    const int32_t slot = operation().slot;
-    for (int32_t peer = team.lane; peer < peers.num_ranks; peer += team.size) {
-      announce(peers, call, operation(), peer);
-      store_relaxed(&peers.control[peer]->num_rows[slot][peers.rank], tagged(epoch, totals.ranks[peer]));
-    }
-    if (new_route() || args.splits) {
-      for (int32_t expert = team.lane; expert < num_experts(); expert += team.size) {
-        unsigned long long* counts = counts_of(peers, expert / experts_per_rank(), slot, peers.rank);
-        store_relaxed(&counts[local_expert(expert, experts_per_rank())], tagged(epoch, totals.experts[expert]));
-      }
-    }
-    clear_prefix();
-  }
-
-  // Sends a token to every rank that holds one of its experts, beginning behind this rank: were all to begin with rank
-  // 0, they would share one link.
-  __device__ void send_token(int32_t token, const Prefix& prefix) const {
-    for (int32_t step = 1; step <= peers.num_ranks; ++step) {
-      const int32_t peer = (peers.rank + step) % peers.num_ranks;
-      const int32_t index = index_at(token, peer, prefix);
-      if (args.place && team.lane == 0) args.place[int64_t{token} * peers.num_ranks + peer] = index;
-      if (index < 0 || !operation().sends) continue;
-      const RowPlace place = row_place(peers, operation(), peer, peers.rank, index);
-      if (new_route()) write_header(place.header, token, peer, prefix);
-      write_payload(place.payload, token);
-      publish_row(operation(), team, place.flag);
-    }
-  }
-
-  // The token's place among the rows that go to `peer`, or -1.
-  __device__ int32_t index_at(int32_t token, int32_t peer, const Prefix& prefix) const {
-    if (!new_route()) return args.known_place[int64_t{token} * peers.num_ranks + peer];
-    for (int32_t k = 0; k < args.top_k; ++k) {
-      const int32_t expert = args.topk_idx[int64_t{token} * args.top_k + k];
-      if (is_expert(expert, num_experts()) && rank_of_expert(expert, experts_per_rank()) == peer) {
-        return prefix.ranks[peer];
-      }
-    }
-    return -1;
-  }
-
-  __device__ void write_header(RowHeader* header, int32_t token, int32_t peer, const Prefix& prefix) const {
-    const int32_t* ids = args.topk_idx + int64_t{token} * args.top_k;
-    for (int32_t k = team.lane; k < args.top_k; k += team.size) {
-      RowHeader entry = {-1, 0, 0};
-      if (is_expert(ids[k], num_experts()) && rank_of_expert(ids[k], experts_per_rank()) == peer) {
-        entry.expert = local_expert(ids[k], experts_per_rank());
-        entry.position = prefix.experts[ids[k]];
-        for (int32_t earlier = 0; earlier < k; ++earlier) entry.position += ids[earlier] == ids[k];
-        entry.weight = args.topk_weights ? args.topk_weights[int64_t{token} * args.top_k + k] : 1.0f;
-      }
-      header[k] = entry;
-    }
-  }
-
-  __device__ void write_payload(uint8_t* payload, int32_t token) const {
-    const uint8_t* row = static_cast<const uint8_t*>(args.x) + token * args.row_bytes;
-    const int64_t num_vectors = args.row_bytes / 16;
-    const Cast cast = static_cast<Cast>(args.cast);
-    if (cast == Cast::kNone) {
-      for (int64_t i = team.lane; i < num_vectors; i += team.size) {
-        reinterpret_cast<uint4*>(payload)[i] = reinterpret_cast<const uint4*>(row)[i];
-      }
-      float* scales = reinterpret_cast<float*>(payload + args.row_bytes);
-      for (int32_t i = team.lane; i < args.num_scales; i += team.size) {
-        scales[i] = args.x_scales[int64_t{token} * args.num_scales + i];
-      }
+      count_tokens(lookup, 0, args.num_tokens);
     } else {
-      constexpr int kSize = Vector<X>::kSize;
-      float* scales = reinterpret_cast<float*>(payload + num_vectors * kSize);
-      for (int64_t i = team.lane; i < num_vectors; i += team.size) {
-        union {
-          __nv_fp8_storage_t q[kSize];
-          uint32_t words[kSize / 4];
-        };
-        const float scale = cast_to_fp8(load_vector<X>(row, i), cast, q);
-        for (int w = 0; w < kSize / 4; ++w) reinterpret_cast<uint32_t*>(payload)[i * (kSize / 4) + w] = words[w];
-        if (i * kSize % kChannelsPerScale == 0) scales[i * kSize / kChannelsPerScale] = scale;
+      __syncthreads();
+      if (args.splits) count_splits(lookup);
+    }
+    if (op.state.sends && !op.state.failed) {
+      if (sends_numbers()) {
+#pragma unroll 1
+        for (int32_t expert = threadIdx.x; expert < num_experts(); expert += blockDim.x) {
+          const int32_t peer = peers.by_experts.quotient(expert);
+          op.send_number(op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(), lookup.experts[expert]);
+        }
+      }
+      if (threadIdx.x < peers.num_ranks) {
+        op.send_number(&op.control_of(threadIdx.x).num_rows[op.state.slot][peers.rank], lookup.ranks[threadIdx.x]);
+        op.announce(threadIdx.x);
       }
     }
+    op.tell_finished();
   }
 
-  // --- receive ------------------------------------------------------------------------------------------------------
+  // Empty behind the next barrier.
+  __device__ Lookup empty_lookup() const {
+    const Lookup lookup = {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += blockDim.x) lookup.experts[i] = 0;
+    return lookup;
+  }
 
-  // Items: the small results, then one per possible row, interleaving the sources as they send, then the padding.
-  __device__ void receive() {
-    expect_peers();
-    const Places places = place_rows();
-    const int64_t num_candidates = int64_t{peers.num_ranks} * args.num_tokens;
-    const int64_t num_pad_items = args.blocks ? 0 : (args.num_rows + kPadRows - 1) / kPadRows;
-    for (;;) {
-      const uint32_t item = claim(peers, operation(), team, shared.answers, kReceive);
-      if (item > num_candidates + num_pad_items) return;
-      if (item == 0) {
-        write_counts(places);
-      } else if (item <= num_candidates) {
-        const int32_t source = static_cast<int32_t>((peers.rank + item) % peers.num_ranks);
-        receive_row(source, static_cast<int32_t>((item - 1) / peers.num_ranks), places);
-      } else {
-        pad(item - num_candidates - 1, places);
-      }
+  __device__ void count_splits(const Lookup& lookup) const {
+#pragma unroll 1
+    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += blockDim.x) {
+      lookup.experts[expert] = args.splits[expert];
+      atomicAdd(&lookup.ranks[peers.by_experts.quotient(expert)], args.splits[expert]);
     }
+    __syncthreads();
   }
 
-  // Where arriving rows go; in shared memory.
-  struct Places {
-    int32_t* need;         // [R, E_local]: rows from each source, then the first place of each source's rows
-    int32_t* first_row;    // [E_local]
-    int32_t* counts;       // [E_local]
-    int32_t* group_sizes;  // [E_local]
-    int32_t* num_arrived;  // [R]
-    int32_t* dropped;      // [1]
+  // Counts tokens [first, last), a warp as many at once as have lanes. Ends with a barrier, and begins with one, while
+  // the first ids are on their way.
+  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last) const {
+    constexpr int kAtOnce = 2;
+    const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * kBlockWarps;
+    const int32_t token = peers.by_top_k.quotient(lane_id()), k = lane_id() - token * args.top_k;
+    int32_t expert[kAtOnce];
+    int32_t base = first + warp_id() * tokens;
+    const auto load = [&] {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int32_t at = base + i * stride;
+        expert[i] = token < tokens && at + token < last ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
+      }
+    };
+    load();
+    __syncthreads();
+#pragma unroll 1
+    while (base < last) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (base + i * stride < last) count(lookup, expert[i], k);
+      }
+      base += kAtOnce * stride;
+      load();
+    }
+    __syncthreads();
+  }
+
+  // Counts a pair per lane. A token counts once for a rank.
+  __device__ void count(const Lookup& lookup, int32_t expert, int32_t k) const {
+    const bool present = is_expert(expert, num_experts());
+    const int32_t rank = present ? peers.by_experts.quotient(expert) : -1;
+    const int32_t earlier = count_earlier(rank, k);
+    if (!present) return;
+    atomicAdd(&lookup.experts[expert], 1);
+    if (earlier == 0) atomicAdd(&lookup.ranks[rank], 1);
+  }
+
+  // How many of the k lanes before this one have the same value.
+  __device__ int32_t count_earlier(int32_t value, int32_t k) const {
+    int32_t count = 0;
+#pragma unroll 4
+    for (int32_t back = 1; back < args.top_k; ++back) {
+      count += __shfl_up_sync(kAllLanes, value, back) == value && back <= k;
+    }
+    return count;
+  }
+
+  // --- the other senders --------------------------------------------------------------------------------------------
+
+  // What a warp reads of x at once, to send it.
+  struct Batch {
+    uint4 units[kSendBatch][kUnitsRead];
+    float scales[kSendBatch];  // of x that is fp8 already
   };
 
-  __device__ void expect_peers() const {
-    __syncthreads();  // all teams have sent; the scratch is free
-    for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
-      expect_same_call(peers, call, operation(), peer);
-    }
-    __syncthreads();
-  }
+  // Where a token goes; every warp that sends of it knows it all.
+  struct Route {
+    int32_t expert;    // for k = lane, -1 for none
+    int32_t position;  // for k = lane
+    float weight;      // for k = lane
+    int32_t index;     // for rank = lane: among the rows that go there, -1 if it does not
+  };
 
-  __device__ Places place_rows() const {
-    const int32_t experts = experts_per_rank();
-    int32_t* words = scratch;
-    Places p;
-    p.need = words;
-    p.first_row = p.need + peers.num_ranks * experts;
-    p.counts = p.first_row + experts;
-    p.group_sizes = p.counts + experts;
-    p.num_arrived = p.group_sizes + experts;
-    p.dropped = p.num_arrived + peers.num_ranks;
-    const Control& control = own_control(peers);
-    for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
-      p.num_arrived[peer] = new_route() || args.splits ? expect_number(peers, call, operation(), peer,
-                                                                       &control.num_rows[operation().slot][peer])
-                                                       : args.known_num_arrived[peer];
-    }
-    if (new_route() || args.splits) {
-      for (int32_t i = threadIdx.x; i < peers.num_ranks * experts; i += blockDim.x) {
-        const int32_t peer = i / experts;
-        const unsigned long long* word = counts_of(peers, peers.rank, operation().slot, peer) + i % experts;
-        p.need[i] = expect_number(peers, call, operation(), peer, word);
+  // A done whose start has sent the rows only makes the route anew.
+  __device__ void send() const {
+    const Lookup lookup = empty_lookup();
+    const int32_t parts = (chunks() + kSendBatch - 1) / kSendBatch;
+    int32_t counted = 0;
+#pragma unroll 1
+    for (int32_t token = plan.row_sender(blockIdx.x); token < args.num_tokens; token += plan.row_senders()) {
+      Batch batch = load(token, warp_id());
+      Route route = load_route(token);
+      if (new_route()) {
+        count_tokens(lookup, counted, token);
+        place_route(lookup, route);
+      } else if (counted == 0) {
+        __syncthreads();  // for begin()
+      }
+      counted = token;
+      op.stamp(2);
+      if (args.place && warp_id() == 0 && lane_id() < peers.num_ranks) {
+        args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
+      }
+      if (!op.state.sends || op.state.failed) continue;
+      RowPlace row = {};  // on this lane's rank
+      if (route.index >= 0) row = RowPlace(op, lane_id(), peers.rank, route.index);
+#pragma unroll 1
+      for (int32_t part = warp_id(); part < parts; part += kBlockWarps) {
+        if (part != warp_id()) batch = load(token, part);
+        send_batch(batch, part, route, row);
       }
     }
-    __syncthreads();
+  }
+
+  __device__ Route load_route(int32_t token) const {
+    Route route = {-1, 0, 1.0f, -1};
     if (new_route()) {
-      place_groups(p);
-    } else if (!args.blocks) {
-      recall_groups(p);
+      if (lane_id() >= args.top_k) return route;
+      const int64_t pair = int64_t{token} * args.top_k + lane_id();
+      route.expert = __ldg(args.topk_idx + pair);
+      if (args.topk_weights) route.weight = __ldg(args.topk_weights + pair);
+    } else if (lane_id() < peers.num_ranks) {
+      route.index = __ldg(args.known_place + int64_t{token} * peers.num_ranks + lane_id());
     }
+    return route;
+  }
+
+  __device__ void place_route(const Lookup& lookup, Route& route) const {
+    const bool present = is_expert(route.expert, num_experts());
+    if (!present) route.expert = -1;
+    const int32_t earlier = count_earlier(route.expert, lane_id());
+    if (present) route.position = lookup.experts[route.expert] + earlier;
+    const uint32_t rank = present ? 1u << peers.by_experts.quotient(route.expert) : 0;
+    const uint32_t ranks = __reduce_or_sync(kAllLanes, rank);
+    if (ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
+  }
+
+  __device__ Batch load(int32_t token, int32_t part) const {
+    const auto* row = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(args.x) + token * args.row_bytes);
+    Batch batch = {};
+#pragma unroll
+    for (int i = 0; i < kSendBatch; ++i) {
+      const int32_t chunk = part * kSendBatch + i;
+      if (!has_unit(chunk)) continue;
+#pragma unroll
+      for (int v = 0; v < kUnitsRead; ++v) {
+        batch.units[i][v] = __ldg(row + (chunk * kChunkUnits + lane_id()) * kUnitsRead + v);
+      }
+      if (!kCasts && args.num_scales) {
+        batch.scales[i] = __ldg(args.x_scales + token * args.num_scales + chunk * 4 + lane_id() / 8);
+      }
+    }
+    return batch;
+  }
+
+  // To every rank, beginning behind this one: were all to begin with rank 0, they would share its link.
+  __device__ void send_batch(const Batch& batch, int32_t part, const Route& route, const RowPlace& row) const {
+    Chunk units[kSendBatch], scales[kSendBatch];
+#pragma unroll
+    for (int i = 0; i < kSendBatch; ++i) {
+      const int32_t chunk = part * kSendBatch + i;
+      float scale = batch.scales[i];
+      units[i] = Chunk::of(kCasts ? cast(batch.units[i], scale) : batch.units[i][0], has_unit(chunk));
+      if (args.num_scales) scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
+    }
+    const uint32_t ranks = __ballot_sync(kAllLanes, route.index >= 0);
+#pragma unroll 1
+    for (int32_t step = 1; step <= peers.num_ranks; ++step) {
+      const int32_t peer = peers.rank + step - (peers.rank + step < peers.num_ranks ? 0 : peers.num_ranks);
+      if (!(ranks >> peer & 1)) continue;
+      const RowPlace place = row.of_lane(peer);
+      if (part == 0 && new_route()) write_header(place, route, peer);
+#pragma unroll
+      for (int i = 0; i < kSendBatch; ++i) {
+        const int32_t chunk = part * kSendBatch + i;
+        units[i].send(op, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
+        if (args.num_scales) {
+          const bool present = lane_id() == 0 && chunk < chunks();
+          scales[i].send(op, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk, present);
+        }
+      }
+    }
+  }
+
+  __device__ uint4 cast(const uint4 (&units)[kUnitsRead], float& scale) const {
+    if constexpr (kCasts) {
+      Vector<X> x[kUnitsRead];
+#pragma unroll
+      for (int v = 0; v < kUnitsRead; ++v) x[v].bits = units[v];
+      return cast_to_fp8(x, static_cast<Cast>(args.cast), scale);
+    }
+    return units[0];
+  }
+
+  // The four scales of a chunk, which its lanes have, eight the same one.
+  __device__ uint4 scales_unit(float scale) const {
+    const uint32_t bits = __float_as_uint(scale);
+    return make_uint4(__shfl_sync(kAllLanes, bits, 0), __shfl_sync(kAllLanes, bits, 8),
+                      __shfl_sync(kAllLanes, bits, 16), __shfl_sync(kAllLanes, bits, 24));
+  }
+
+  __device__ void write_header(const RowPlace& place, const Route& route, int32_t peer) const {
+    if (lane_id() >= args.top_k) return;
+    const int32_t expert = route.expert - peer * experts_per_rank();
+    const bool is_there = route.expert >= 0 && expert >= 0 && expert < experts_per_rank();
+    send_header(op, place.header(lane_id()), {is_there ? expert : -1, route.position, route.weight, 0});
+  }
+
+  // --- receivers ----------------------------------------------------------------------------------------------------
+
+  // Rows that may come, interleaving the sources as they send. `row_warps` warps share a row. The first of each team is
+  // looked for while the block finds out where rows go.
+  __device__ void receive() const {
+    if (__syncthreads_or(op.state.failed)) return;
+    op.stamp(1);
+    const int32_t team = plan.team(warp_id()), receiver = plan.row_receiver(blockIdx.x);
+    const uint32_t num_candidates = receiver < 0 ? 0 : peers.num_ranks * args.num_tokens;
+    uint32_t item = receiver * plan.row_teams() + team;
+    Arriving arriving = look_for_row(item, num_candidates);
+    const Places places = place_rows();
+    if (__syncthreads_or(op.state.failed)) return;
+    op.stamp(2);
+    if (plan.first_receiver == blockIdx.x) write_counts(places);
+#pragma unroll 1
+    while (item < num_candidates) {
+      receive_row(arriving, places);
+      item += plan.row_receivers() * plan.row_teams();
+      arriving = look_for_row(item, num_candidates);
+    }
+    if (!args.blocks) pad(places);
+  }
+
+  // A unit of this lane in each of some chunks, and the scales of the one with this lane's number.
+  struct Taken {
+    uint4 units[kReceiveBatch];
+    uint4 scales[1];
+  };
+
+  // A row that may come.
+  struct Arriving {
+    int32_t source, index;
+    bool comes;
+    RowPlace place;
+    Taken first;  // what there is of this warp's first batch
+  };
+
+  __device__ Arriving look_for_row(uint32_t item, uint32_t num_candidates) const {
+    Arriving arriving = {};
+    if (item >= num_candidates) return arriving;
+    arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
+    if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
+    arriving.index = peers.by_ranks.quotient(item);
+    arriving.comes = arriving.index < num_arrived(arriving.source);
+    if (!arriving.comes) return arriving;
+    arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
+    look_at_batch(arriving.place, plan.warp_of_team(warp_id()), arriving.first);
+    return arriving;
+  }
+
+  __device__ int32_t num_arrived(int32_t source) const {
+    return sends_numbers() ? op.expect_number(source, &op.own().num_rows[op.state.slot][source])
+                           : __ldg(args.known_num_arrived + source);
+  }
+
+  // Valid behind the next barrier.
+  __device__ Places place_rows() const {
+    const int32_t experts = experts_per_rank();
+    const Places p(scratch, peers.num_ranks, experts);
+    if (args.blocks && blockIdx.x != plan.first_receiver) return p;
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; sends_numbers() && i < num_experts(); i += blockDim.x) {
+      const int32_t source = peers.by_experts.quotient(i);
+      p.first[i] = op.expect_number(source, op.counts_at(peers.rank, source) + i - source * experts);
+    }
+    if (args.blocks) return p;
     __syncthreads();
+    if (new_route()) sum_sources(p);
+    if (warp_id() == 0) place_groups(p);
     return p;
   }
 
-  __device__ void place_groups(const Places& p) const {
+  // Puts in place of each source's rows where they begin in the expert's group, and adds all up.
+  __device__ void sum_sources(const Places& p) const {
     const int32_t experts = experts_per_rank();
+#pragma unroll 1
     for (int32_t expert = threadIdx.x; expert < experts; expert += blockDim.x) {
       int32_t total = 0;
+#pragma unroll 4
       for (int32_t source = 0; source < peers.num_ranks; ++source) {
-        const int32_t need = p.need[source * experts + expert];
-        p.need[source * experts + expert] = total;
+        const int32_t need = p.first[source * experts + expert];
+        p.first[source * experts + expert] = total;
         total += need;
       }
       p.counts[expert] = total;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int64_t rows_before = 0;
-      int32_t dropped = 0;
-      for (int32_t expert = 0; expert < experts; ++expert) {
-        const int32_t need = p.counts[expert];
-        const Placement group = place_group(args.layout, expert, rows_before, need, args.capacity, args.alignment);
-        rows_before += align_up(need, args.alignment);
-        dropped += need - group.count;
-        p.first_row[expert] = static_cast<int32_t>(group.first_row);
-        p.counts[expert] = group.count;
-        p.group_sizes[expert] = group.group_size;
+  }
+
+  // One warp: where each expert's group lies, from a prefix sum over their sizes; of an old route, from what it kept.
+  __device__ void place_groups(const Places& p) const {
+    int64_t rows_before = 0;
+    int32_t dropped = 0;
+#pragma unroll 1
+    for (int32_t base = 0; base < experts_per_rank(); base += 32) {
+      const int32_t expert = base + lane_id();
+      const bool present = expert < experts_per_rank();
+      int32_t need = 0;
+      if (present) need = new_route() ? p.counts[expert] : __ldg(args.known_group_sizes + expert);
+      const int64_t size = align_up(need, args.alignment);
+      int64_t sum = size;
+#pragma unroll
+      for (int32_t offset = 1; offset < 32; offset *= 2) {
+        const int64_t before = __shfl_up_sync(kAllLanes, sum, offset);
+        if (lane_id() >= offset) sum += before;
       }
-      *p.dropped = dropped;
+      const Placement group =
+          place_group(args.layout, expert, rows_before + sum - size, need, args.capacity, args.alignment);
+      if (present) {
+        p.first_row[expert] = static_cast<int32_t>(group.first_row);
+        p.counts[expert] = new_route() ? group.count : __ldg(args.known_counts + expert);
+        p.group_sizes[expert] = new_route() ? group.group_size : need;
+        dropped += need - group.count;
+      }
+      rows_before += __shfl_sync(kAllLanes, sum, 31);
     }
+    dropped = __reduce_add_sync(kAllLanes, dropped);
+    if (lane_id() == 0) *p.dropped = dropped;
   }
 
-  // The same from an old route.
-  __device__ void recall_groups(const Places& p) const {
-    if (threadIdx.x != 0) return;
-    int32_t first_row = 0;
-    for (int32_t expert = 0; expert < experts_per_rank(); ++expert) {
-      p.counts[expert] = args.known_counts[expert];
-      p.group_sizes[expert] = args.known_group_sizes[expert];
-      p.first_row[expert] = args.layout == Layout::kExpert ? static_cast<int32_t>(expert * args.capacity) : first_row;
-      first_row += p.group_sizes[expert];
-    }
-  }
-
+  // Also sees to it that all ranks are in the same operation.
   __device__ void write_counts(const Places& p) const {
-    if (args.blocks) {
-      for (int32_t i = team.lane; i < peers.num_ranks * experts_per_rank(); i += team.size) args.counts[i] = p.need[i];
-    }
+    if (threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += blockDim.x) args.counts[i] = p.first[i];
     if (!new_route()) return;
-    for (int32_t expert = team.lane; expert < experts_per_rank(); expert += team.size) {
+#pragma unroll 1
+    for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += blockDim.x) {
       args.counts[expert] = p.counts[expert];
       args.group_sizes[expert] = p.group_sizes[expert];
     }
-    for (int32_t peer = team.lane; peer < peers.num_ranks; peer += team.size) {
-      args.num_arrived[peer] = p.num_arrived[peer];
-    }
-    if (team.lane == 0) *args.num_dropped = *p.dropped;
+    if (threadIdx.x < peers.num_ranks) args.num_arrived[threadIdx.x] = num_arrived(threadIdx.x);
+    if (threadIdx.x == 0) *args.num_dropped = *p.dropped;
   }
 
-  __device__ void receive_row(int32_t source, int32_t index, const Places& places) const {
-    const int64_t candidate = int64_t{source} * args.num_tokens + index;
-    if (index >= places.num_arrived[source]) {
-      if (args.blocks && args.zero_pad) zero_row(candidate, team.lane, team.size);
-      if (new_route()) {
-        for (int32_t k = team.lane; k < args.top_k; k += team.size) args.rows[candidate * args.top_k + k] = -1;
-      }
+  __device__ void receive_row(Arriving& arriving, const Places& places) const {
+    const int32_t source = arriving.source, warp = plan.warp_of_team(warp_id());
+    const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
+    const bool keeps_route = new_route() && warp == 0 && lane_id() < args.top_k;
+    if (!arriving.comes) {
+      if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
+      if (args.blocks && args.zero_pad && warp == 0) zero_row(candidate);
       return;
     }
-    const RowPlace place = row_place(peers, operation(), peers.rank, source, index);
-    if (!ask_leader(team, shared.answers, [&] { return wait_row(peers, call, operation(), source, place.flag); })) {
-      return;
+    int32_t row = -1;  // of the result, for k = lane
+    if (args.blocks) {
+      if (lane_id() == 0) row = static_cast<int32_t>(candidate);
+    } else if (lane_id() < args.top_k) {
+      row = new_route() ? new_row(source, arriving.place.header(lane_id()), keeps_route, places)
+                        : __ldg(args.known_rows + candidate * args.top_k + lane_id());
     }
-    int32_t* rows = shared.rows[team.index];
-    const int32_t num_rows = args.blocks ? 1 : args.top_k;
-    for (int32_t k = team.lane; k < num_rows; k += team.size) rows[k] = row_of(source, index, k, place, places);
-    team.sync();
-    switch (args.arrival) {
-      case Arrival::kCopy:
-        copy_row(place.payload, rows, num_rows);
-        break;
-      case Arrival::kDequantize:
-        dequantize_row(place.payload, rows, num_rows);
-        break;
-      case Arrival::kCombineBack:
-        combine_back_row(place.payload, rows, num_rows);
-        break;
+    if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = row;
+    __syncwarp();
+    const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
+    op.stamp(3);
+    if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
+#pragma unroll 1
+    for (int32_t first = warp; first < chunks(); first += kReceiveBatch * plan.row_warps()) {
+      if (first != warp) look_at_batch(arriving.place, first, arriving.first);
+      take_batch(source, arriving.place, first, arriving.first);
+      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets);
+      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets);
+      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving.first, first, row, targets);
     }
+    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, warp);
   }
 
-  // The row of the result for one k of an arrived row, or -1. Writes what a new route remembers of it.
-  __device__ int32_t row_of(int32_t source, int32_t index, int32_t k, const RowPlace& place,
-                            const Places& places) const {
-    if (args.blocks) return source * args.num_tokens + index;
-    const int64_t entry = (int64_t{source} * args.num_tokens + index) * args.top_k + k;
-    if (!new_route()) return args.known_rows[entry];
-    const int32_t expert = load_arrived(&place.header[k].expert);
-    int32_t row = -1;
-    if (expert >= 0) {
-      const int32_t position =
-          places.need[source * experts_per_rank() + expert] + load_arrived(&place.header[k].position);
-      if (position < places.counts[expert]) {
-        row = places.first_row[expert] + position;
-        args.weights[row] = load_arrived(&place.header[k].weight);
-      }
-    }
-    args.rows[entry] = row;
+  __device__ int32_t new_row(int32_t source, const RowHeader* place, bool keeps_route, const Places& places) const {
+    const RowHeader header = expect_header(op, source, place);
+    if (header.expert < 0) return -1;
+    const int32_t position = places.first[source * experts_per_rank() + header.expert] + header.position;
+    if (position >= places.counts[header.expert]) return -1;
+    const int32_t row = places.first_row[header.expert] + position;
+    if (keeps_route) args.weights[row] = header.weight;
     return row;
   }
 
-  __device__ void* out_row(int64_t row) const { return static_cast<uint8_t*>(args.out) + row * args.out_row_bytes; }
+  __device__ uint4* out_row(int64_t row) const {
+    return reinterpret_cast<uint4*>(static_cast<uint8_t*>(args.out) + row * args.out_row_bytes);
+  }
+  __device__ uint4* out_row_of(int32_t row, int32_t k) const { return out_row(__shfl_sync(kAllLanes, row, k)); }
 
-  __device__ void copy_row(const uint8_t* payload, const int32_t* rows, int32_t num_rows) const {
-    for (int64_t i = team.lane; i < args.out_row_bytes / 16; i += team.size) {
-      const uint4 bits = load_arrived(reinterpret_cast<const uint4*>(payload) + i);
-      for (int32_t k = 0; k < num_rows; ++k) {
-        if (rows[k] >= 0) static_cast<uint4*>(out_row(rows[k]))[i] = bits;
-      }
+  // The i-th chunk of a batch, whose chunks are first, first + row_warps, ...
+  __device__ int32_t chunk_of(int32_t first, int32_t i) const { return first + i * plan.row_warps(); }
+  __device__ uint8_t* unit_place(const RowPlace& place, int32_t first, int32_t i) const {
+    return has_unit(chunk_of(first, i)) ? place.unit(op, chunk_of(first, i)) : nullptr;
+  }
+  __device__ uint8_t* scales_place(const RowPlace& place, int32_t first) const {
+    const int32_t chunk = chunk_of(first, lane_id());
+    return lane_id() < kReceiveBatch && chunk < chunks() ? place.scales(op, payload_bytes(), chunk) : nullptr;
+  }
+
+  __device__ void look_at_batch(const RowPlace& place, int32_t first, Taken& taken) const {
+    look_at_units(taken.units, [&](int i) { return unit_place(place, first, i); });
+    if (args.num_scales) look_at_units(taken.scales, [&](int) { return scales_place(place, first); });
+  }
+
+  __device__ void take_batch(int32_t source, const RowPlace& place, int32_t first, Taken& taken) const {
+    take_units(
+        op, source, taken.units, [&](int i) { return unit_place(place, first, i); },
+        [&](int i) { return true_unit(op, source, place.marks + chunk_of(first, i), lane_id()); });
+    if (args.num_scales) {
+      take_units(
+          op, source, taken.scales, [&](int) { return scales_place(place, first); },
+          [&](int) { return true_unit(op, source, place.marks + chunks() + chunk_of(first, lane_id()), 0); });
     }
-    const float* scales = reinterpret_cast<const float*>(payload + args.out_row_bytes);
-    for (int32_t i = team.lane; i < args.num_scales; i += team.size) {
-      const float scale = load_arrived(scales + i);
-      for (int32_t k = 0; k < num_rows; ++k) {
-        if (rows[k] >= 0) args.out_scales[int64_t{rows[k]} * args.num_scales + i] = scale;
+    __syncwarp();
+  }
+
+  // To each expert's row, as it came.
+  __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets) const {
+#pragma unroll 1
+    for (uint32_t left = targets; left; left &= left - 1) {
+      uint4* out = out_row_of(row, __ffs(left) - 1) + lane_id();
+#pragma unroll
+      for (int i = 0; i < kReceiveBatch; ++i) {
+        if (has_unit(chunk_of(first, i))) out[chunk_of(first, i) * kChunkUnits] = taken.units[i];
+      }
+      if (args.num_scales) write_scales(taken.scales[0], chunk_of(first, lane_id()), row, __ffs(left) - 1);
+    }
+  }
+
+  __device__ void write_scales(const uint4& unit, int32_t chunk, int32_t row, int32_t k) const {
+    float* out = args.out_scales + int64_t{__shfl_sync(kAllLanes, row, k)} * args.num_scales;
+    const uint32_t scales[] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      if (lane_id() < kReceiveBatch && chunk * 4 + i < args.num_scales) out[chunk * 4 + i] = __uint_as_float(scales[i]);
+    }
+  }
+
+  // To each expert's row, in the group's dtype.
+  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets) const {
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) {
+      const uint4& unit = taken.scales[0];
+      const uint32_t scales[] = {__shfl_sync(kAllLanes, unit.x, i), __shfl_sync(kAllLanes, unit.y, i),
+                                 __shfl_sync(kAllLanes, unit.z, i), __shfl_sync(kAllLanes, unit.w, i)};
+      const int32_t block = lane_id() / 8;
+      const uint32_t scale = block < 2 ? (block == 0 ? scales[0] : scales[1]) : (block == 2 ? scales[2] : scales[3]);
+      Vector<X> x[sizeof(X)];
+      cast_from_fp8(taken.units[i], __uint_as_float(scale), x);
+#pragma unroll 1
+      for (uint32_t left = targets; left; left &= left - 1) {
+        uint4* out = out_row_of(row, __ffs(left) - 1) +
+                     (chunk_of(first, i) * kChunkUnits + lane_id()) * static_cast<int32_t>(sizeof(X));
+#pragma unroll
+        for (int v = 0; v < sizeof(X); ++v) {
+          if (has_unit(chunk_of(first, i))) out[v] = x[v].bits;
+        }
       }
     }
   }
 
-  __device__ void dequantize_row(const uint8_t* payload, const int32_t* rows, int32_t num_rows) const {
-    constexpr int kSize = Vector<X>::kSize;
-    const int64_t num_vectors = args.out_row_bytes / 16;
-    const float* scales = reinterpret_cast<const float*>(payload + num_vectors * kSize);
-    for (int64_t i = team.lane; i < num_vectors; i += team.size) {
-      union {
-        uint32_t words[kSize / 4];
-        __nv_fp8_storage_t q[kSize];
-      };
-      for (int w = 0; w < kSize / 4; ++w) {
-        words[w] = load_arrived(reinterpret_cast<const uint32_t*>(payload) + i * (kSize / 4) + w);
-      }
-      const float scale = load_arrived(scales + i * kSize / kChannelsPerScale);
-      Vector<X> v;
-      for (int e = 0; e < kSize; ++e) v.element[e] = from_float<X>(__fmul_rn(fp8_to_float(q[e]), scale));
-      for (int32_t k = 0; k < num_rows; ++k) {
-        if (rows[k] >= 0) static_cast<uint4*>(out_row(rows[k]))[i] = v.bits;
-      }
-    }
-  }
-
-  __device__ void combine_back_row(const uint8_t* payload, const int32_t* rows, int32_t num_rows) const {
-    for (int32_t k = 0; k < num_rows; ++k) {
-      if (rows[k] < 0) continue;
-      const float weight = args.row_weights[rows[k]];
-      const void* y = args.y ? static_cast<const uint8_t*>(args.y) + rows[k] * args.out_row_bytes : nullptr;
+  // combine's cotangents: weight * row to each expert's row, and the row's product with y.
+  __device__ void combine_back(const Taken& taken, int32_t first, int32_t row, uint32_t targets) const {
+#pragma unroll 1
+    for (uint32_t left = targets; left; left &= left - 1) {
+      const int32_t k = __ffs(left) - 1;
+      const int64_t target = __shfl_sync(kAllLanes, row, k);
+      const float weight = args.row_weights[target];
       float product = 0;
-      for (int64_t i = team.lane; i < args.out_row_bytes / 16; i += team.size) {
-        const Vector<X> g = load_arrived_vector<X>(payload, i);
-        Vector<X> cotangent;
-        for (int e = 0; e < Vector<X>::kSize; ++e)
-          cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
-        static_cast<uint4*>(out_row(rows[k]))[i] = cotangent.bits;
-        if (!y) continue;
-        const Vector<X> outputs = load_vector<X>(y, i);
-        for (int e = 0; e < Vector<X>::kSize; ++e) product += to_float(g.element[e]) * to_float(outputs.element[e]);
+#pragma unroll
+      for (int i = 0; i < kReceiveBatch; ++i) {
+        const int32_t chunk = chunk_of(first, i);
+        if (has_unit(chunk)) product += combine_back_unit(taken.units[i], target, chunk, weight);
       }
-      if (!y) continue;
-      product = team_sum(team, product, shared.sums[team.index]);
-      if (team.lane == 0) args.weights_cotangent[rows[k]] = product;
+      __syncwarp();
+      if (!args.y) continue;
+      product = warp_sum(product);
+      if (lane_id() == 0) shared.products[warp_id()][k] += product;
     }
   }
 
-  // Of kPadRows rows, zeroes what holds no token: weights always; the rows that alignment adds; all with zero_pad.
-  __device__ void pad(int64_t item, const Places& places) const {
-    const int64_t first = item * kPadRows;
-    for (int64_t base = first; base < min(first + kPadRows, args.num_rows); base += team.size) {
-      const int64_t row = base + team.lane;
-      bool is_empty = false, is_zero = false;
-      if (row < args.num_rows) {
-        const int32_t expert = expert_of_row(row, places);
-        const int64_t place = row - (expert < 0 ? 0 : places.first_row[expert]);
-        is_empty = expert < 0 || place >= places.counts[expert];
-        is_zero = is_empty && (args.zero_pad || (expert >= 0 && place < places.group_sizes[expert]));
-        if (is_empty && args.weights) args.weights[row] = 0;
-        if (is_empty && args.weights_cotangent) args.weights_cotangent[row] = 0;
+  __device__ float combine_back_unit(const uint4& unit, int64_t row, int32_t chunk, float weight) const {
+    const int32_t i = chunk * kChunkUnits + lane_id();
+    Vector<X> g, cotangent;
+    g.bits = unit;
+#pragma unroll
+    for (int e = 0; e < Vector<X>::kSize; ++e) cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
+    out_row(row)[i] = cotangent.bits;
+    float product = 0;
+    if (!args.y) return product;
+    const Vector<X> y = load_vector<X>(static_cast<const uint8_t*>(args.y) + row * args.out_row_bytes, i);
+#pragma unroll
+    for (int e = 0; e < Vector<X>::kSize; ++e) product += to_float(g.element[e]) * to_float(y.element[e]);
+    return product;
+  }
+
+  // Adds what the warps that share a row have of its products, in their order.
+  __device__ void sum_products(int32_t row, int32_t warp) const {
+    if (!args.y) return;
+    const int32_t team = plan.team(warp_id());
+    named_barrier(team + 1, plan.row_warps() * 32);
+    if (warp == 0 && row >= 0) {
+      float total = 0;
+#pragma unroll 1
+      for (int32_t w = 0; w < plan.row_warps(); ++w) total += shared.products[warp_id() + w][lane_id()];
+      args.weights_cotangent[row] = total;
+    }
+    named_barrier(team + 1, plan.row_warps() * 32);
+  }
+
+  // --- padding ------------------------------------------------------------------------------------------------------
+
+  // Rows that hold no token: behind each group, and behind the last one. Their weights are zero; they are themselves,
+  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it.
+  __device__ void pad(const Places& places) const {
+    const bool is_ragged = args.layout == Layout::kRagged;
+    const bool is_first = blockIdx.x == plan.first_receiver;
+    if (!args.zero_pad && !is_first) return;
+    const int32_t worker = (args.zero_pad ? blockIdx.x - plan.first_receiver : 0) * kBlockWarps + warp_id();
+    const int32_t workers = (args.zero_pad ? plan.num_receivers() : 1) * kBlockWarps;
+    int32_t last = 0;
+#pragma unroll 1
+    for (int32_t base = 0; base < experts_per_rank(); base += 32) {
+      const int32_t expert = base + lane_id();
+      int32_t begin = 0, end = 0;  // of the gap behind this lane's expert
+      if (expert < experts_per_rank()) {
+        begin = places.first_row[expert] + places.counts[expert];
+        end = places.first_row[expert] + (is_ragged ? places.group_sizes[expert] : static_cast<int32_t>(args.capacity));
       }
-      uint32_t to_zero = __ballot_sync(0xffffffff, is_zero);
-      const int64_t warp_base = base + team.lane / 32 * 32;
-      for (; to_zero != 0; to_zero &= to_zero - 1) zero_row(warp_base + __ffs(to_zero) - 1, threadIdx.x % 32, 32);
+      last = __reduce_max_sync(kAllLanes, max(last, end));
+#pragma unroll 1
+      for (uint32_t gaps = __ballot_sync(kAllLanes, begin < end); gaps; gaps &= gaps - 1) {
+        const int32_t lane = __ffs(gaps) - 1;
+        pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane), is_ragged || args.zero_pad,
+                 worker, workers);
+      }
     }
+    pad_rows(last, static_cast<int32_t>(args.num_rows), args.zero_pad, worker, workers);
   }
 
-  // The local expert whose group holds the row, or -1 behind the last group.
-  __device__ int32_t expert_of_row(int64_t row, const Places& places) const {
-    if (args.layout == Layout::kExpert) return static_cast<int32_t>(row / args.capacity);
-    for (int32_t expert = 0; expert < experts_per_rank(); ++expert) {
-      if (row < places.first_row[expert] + places.group_sizes[expert]) return expert;
+  __device__ void pad_rows(int32_t begin, int32_t end, bool zero, int32_t worker, int32_t workers) const {
+#pragma unroll 1
+    for (int32_t row = begin + worker * 32 + lane_id(); row < end; row += workers * 32) {
+      if (args.weights) args.weights[row] = 0;
+      if (args.weights_cotangent) args.weights_cotangent[row] = 0;
     }
-    return -1;
+#pragma unroll 1
+    for (int32_t row = begin + worker; zero && row < end; row += workers) zero_row(row);
   }
 
-  __device__ void zero_row(int64_t row, int32_t lane, int32_t lanes) const {
-    uint4* out = static_cast<uint4*>(out_row(row));
-    for (int64_t i = lane; i < args.out_row_bytes / 16; i += lanes) out[i] = make_uint4(0, 0, 0, 0);
+  __device__ void zero_row(int64_t row) const {
+#pragma unroll 1
+    for (int32_t i = lane_id(); i < args.out_row_bytes / kUnitBytes; i += 32) out_row(row)[i] = uint4{};
     if (!args.out_scales) return;
-    for (int32_t i = lane; i < args.num_scales; i += lanes) args.out_scales[row * args.num_scales + i] = 0;
+#pragma unroll 1
+    for (int32_t i = lane_id(); i < args.num_scales; i += 32) args.out_scales[row * args.num_scales + i] = 0;
   }
 
   // --- failure ------------------------------------------------------------------------------------------------------
@@ -471,67 +678,77 @@ struct Scatter {
   }
 };
 
-template <typename X>
-__global__ void __launch_bounds__(kBlockThreads)
+template <typename X, bool kCasts, Arrival kArrival>
+__global__ void __launch_bounds__(kBlockThreads, 2)
     scatter_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ScatterArgs args,
-                   int32_t team_threads) {
-  extern __shared__ int32_t scratch[];
+                   const __grid_constant__ LaunchPlan plan) {
+  extern __shared__ __align__(16) uint8_t scratch[];
   __shared__ Shared shared;
   const void* result = args.half == Half::kStart ? args.ticket : args.out;
-  const CallId call = {args.op,         args.half,  args.hash, reinterpret_cast<unsigned long long>(result),
-                       args.axis_index, args.ticket};
-  Scatter<X> scatter = {peers, args, call, shared, scratch, Team::of_size(team_threads)};
-  begin(peers, call, shared.operation);
-  if (!shared.operation.failed) scatter.send();
-  __syncthreads();
-  if (!shared.operation.failed && args.half != Half::kStart) scatter.receive();
-  end(peers, call, shared.operation, [&] { scatter.poison(); });
+  const Scatter<X, kCasts, kArrival> scatter = {peers, args, plan, {peers, args, result, shared.state}, shared, scratch};
+  const int32_t block = blockIdx.x;
+  const bool is_sender = block < plan.num_senders;
+  fetch_arguments(peers);
+  fetch_arguments(args);
+  scatter.op.stamp(0);
+  scatter.op.begin(is_sender);
+  if (block == 0) scatter.announce();
+  if (is_sender && (block > 0 || plan.num_senders == 1)) {
+    if (block == 0) __syncthreads();  // the scratch memory is free again
+    scatter.send();
+  }
+  if (block >= plan.first_receiver && args.half != Half::kStart) scatter.receive();
+  scatter.op.end([&] { scatter.poison(); });
 }
 
-using Kernel = void (*)(Peers, ScatterArgs, int32_t);
+using Kernel = void (*)(Peers, ScatterArgs, LaunchPlan);
 
-Kernel kernel_of(ElementType type) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return scatter_kernel<float>;
-    case ElementType::kFloat16:
-      return scatter_kernel<__half>;
-    default:
-      return scatter_kernel<__nv_bfloat16>;
-  }
+// A kernel of its own for whatever is done to the elements of a row: each is small, and an instruction costs a kernel of
+// a few microseconds most when it is fetched.
+Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
+  Kernel kernel = scatter_kernel<float, false, Arrival::kCopy>;  // of any element
+  if (!casts && arrival == Arrival::kCopy) return kernel;
+  with_element_type(type, [&](auto element) {
+    using X = decltype(element);
+    if (arrival == Arrival::kCombineBack) {
+      kernel = scatter_kernel<X, false, Arrival::kCombineBack>;
+    } else if (arrival == Arrival::kCopy) {
+      kernel = scatter_kernel<X, true, Arrival::kCopy>;
+    } else {
+      kernel = casts ? scatter_kernel<X, true, Arrival::kDequantize> : scatter_kernel<X, false, Arrival::kDequantize>;
+    }
+  });
+  return kernel;
 }
 
 constexpr int32_t kMaxScratch = 96 * 1024;
 
-int64_t scratch_bytes(const Peers& peers, int32_t num_teams) {
-  const int32_t num_experts = peers.num_ranks * peers.experts_per_rank;
-  const int64_t prefixes = num_teams * prefix_words(num_experts, peers.num_ranks);
-  const int64_t places = num_experts + 3 * peers.experts_per_rank + peers.num_ranks + 1;
-  return 4 * std::max(prefixes, places);
+int64_t scratch_bytes(const Peers& peers) {
+  return std::max(Lookup::bytes(peers.num_ranks * peers.experts_per_rank, peers.num_ranks),
+                  Places::bytes(peers.num_ranks, peers.experts_per_rank));
 }
 
 }  // namespace
 
-cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, int32_t num_sms,
+cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream) {
-  const LaunchPlan plan = plan_launch(args.num_tokens, peers.num_ranks, num_sms);
-  const int64_t scratch = scratch_bytes(peers, kBlockThreads / plan.team_threads);
+  const int64_t scratch = scratch_bytes(peers);
   if (scratch > kMaxScratch) return cudaErrorInvalidConfiguration;
-  kernel_of(type)<<<plan.num_blocks, kBlockThreads, scratch, stream>>>(peers, args, plan.team_threads);
+  const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
+  kernel_of(type, args.cast != 0, args.arrival)<<<num_blocks, kBlockThreads, scratch, stream>>>(peers, args, plan);
   return cudaGetLastError();
 }
 
 cudaError_t load_scatter() {
+  cudaError_t status = cudaSuccess;
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
-    const void* kernel = reinterpret_cast<const void*>(kernel_of(type));
-    cudaFuncAttributes attributes;
-    cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-    if (status == cudaSuccess) {
-      status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxScratch);
+    for (Arrival arrival : {Arrival::kCopy, Arrival::kDequantize, Arrival::kCombineBack}) {
+      for (bool casts : {false, true}) {
+        if (status == cudaSuccess) status = load_kernel(kernel_of(type, casts, arrival), kMaxScratch);
+      }
     }
-    if (status != cudaSuccess) return status;
   }
-  return cudaSuccess;
+  return status;
 }
 
 }  // namespace jax_ep

@@ -4,12 +4,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ffi/arena.h"
+#include "ffi/cuda/call.h"
+#include "ffi/layout.h"
 #include "ffi/plan.h"
 
 namespace jax_ep {
-
-enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16 };
 
 // What the receiver does with a row.
 enum class Arrival : int32_t {
@@ -18,15 +17,8 @@ enum class Arrival : int32_t {
   kCombineBack,  // combine's cotangents: weight * row, and the dot product of the row and y
 };
 
-struct ScatterArgs {
-  OpKind op;
-  Half half;  // a start has no results but its ticket
-  uint32_t hash;
-  const int32_t* axis_index;
-  int32_t* ticket;
-
+struct ScatterArgs : Call {
   // Source side: num_tokens rows.
-  int32_t num_tokens, top_k;
   const void* x;          // [T, row_bytes]
   const float* x_scales;  // [T, num_scales], of rows that are fp8 already, or null
   int64_t row_bytes;      // of x
@@ -62,8 +54,8 @@ struct ScatterArgs {
 };
 
 // Enqueues one kernel.
-cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, int32_t num_sms,
-                           cudaStream_t stream);
+cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type,
+                           const LaunchPlan& plan, cudaStream_t stream);
 
 // Loads the kernels on the current device: a kernel loaded while a peer waits can deadlock.
 cudaError_t load_scatter();

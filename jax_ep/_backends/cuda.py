@@ -36,7 +36,7 @@ _OPS = (  # enum OpKind in ffi/arena.h
 )
 _Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
 _NONE: _Result = ((0,), jnp.float32)
-_TICKET: _Result = ((2,), jnp.int32)  # kTicketWords in ffi/arena.h
+_TICKET: _Result = ((256,), jnp.int32)  # kTicketWords in ffi/arena.h
 
 
 class RouteArrays(NamedTuple):

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -66,6 +67,21 @@ struct Rank {
     for (float& value : topk_weights.host) value = std::uniform_real_distribution<float>(0, 1)(random);
     for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
     x.upload(), topk_weights.upload(), ids.upload();
+  }
+
+  // Makes some units look like ones that have not arrived, and like their stand-ins (units.cuh).
+  void look_empty(std::mt19937& random) {
+    uint8_t bytes[kUnitBytes];
+    std::memset(bytes, kEmptyByte, sizeof(bytes));
+    for (int32_t unit = 0; unit < kTokens * kHidden / 4; ++unit) {
+      const uint32_t choice = random() % 16;
+      if (choice > 2) continue;
+      bytes[12] = choice == 0 ? kEmptyByte : kEmptyByte ^ 1;
+      if (choice == 2) bytes[15] ^= 1;
+      std::memcpy(&x.host[unit * 4], bytes, sizeof(bytes));
+      bytes[15] = kEmptyByte;
+    }
+    x.upload();
   }
 
   ScatterArgs scatter(OpKind op) {
@@ -144,6 +160,31 @@ void expect_near(const std::vector<float>& got, const std::vector<float>& expect
   std::cerr << what << " is off by " << worst << "\n";
 }
 
+bool same_bits(const float* a, const float* b) { return std::memcmp(a, b, kRowBytes) == 0; }
+
+// Whether every row arrived as it was sent, and came back so where it was alone.
+void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
+  for (auto& rank : ranks) rank->place.download(), rank->rows.download(), rank->recv.download();
+  for (size_t s = 0; s < ranks.size(); ++s) {
+    Rank& source = *ranks[s];
+    source.x_cotangent.download();
+    for (int32_t token = 0; token < kTokens; ++token) {
+      const float* x = &source.x.host[token * kHidden];
+      int32_t num_rows = 0;
+      for (int32_t k = 0; k < kTopK; ++k) {
+        const int32_t expert = source.ids.host[token * kTopK + k];
+        if (!is_expert(expert, source.experts)) continue;
+        Rank& target = *ranks[rank_of_expert(expert, kExpertsPerRank)];
+        const int32_t index = source.place.host[token * ranks.size() + rank_of_expert(expert, kExpertsPerRank)];
+        const int32_t row = target.rows.host[(s * kTokens + index) * kTopK + k];
+        EXPECT_EQ(same_bits(&target.recv.host[int64_t{row} * kHidden], x), true);
+        ++num_rows;
+      }
+      if (num_rows == 1) EXPECT_EQ(same_bits(&source.x_cotangent.host[token * kHidden], x), true);
+    }
+  }
+}
+
 void check_rank(Rank& rank, float tolerance) {
   std::vector<float> combined(kTokens * kHidden), summed(kTokens * kHidden), returned(kTokens * kTopK);
   for (int32_t token = 0; token < kTokens; ++token) {
@@ -172,28 +213,31 @@ void check_rank(Rank& rank, float tolerance) {
   EXPECT_EQ(rank.num_dropped.download()[0], 0);
 }
 
-void exchange(int32_t num_ranks, int32_t cast) {
+// On `num_blocks` thread blocks of each rank: few enough for all ranks to be on the GPU at once.
+void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks) {
   const std::vector<int32_t> devices(num_ranks, 0);
-  Group group({num_ranks * kExpertsPerRank, kTopK, kTokens, kRowBytes, 2, 60.0, {devices}});
+  Group group({num_ranks * kExpertsPerRank, kTopK, kTokens, kRowBytes, num_blocks, 60.0, {devices}});
+  const LaunchPlan scatter_plan = plan_scatter(kTokens, num_ranks, num_blocks);
+  const LaunchPlan gather_plan = plan_gather(kTokens, num_ranks, num_blocks);
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t rank = 0; rank < num_ranks; ++rank) ranks.push_back(std::make_unique<Rank>(num_ranks, rank));
+  const auto on_all = [&](auto launch) {
+    for (int32_t r = 0; r < num_ranks; ++r) must(launch(group.members()[r].peers, *ranks[r]));
+  };
+  const auto scatter = [&](auto args) {
+    on_all([&](const Peers& peers, Rank& rank) {
+      return launch_scatter(peers, args(rank), ElementType::kFloat32, scatter_plan, rank.stream);
+    });
+  };
+  const auto gather = [&](auto args) {
+    on_all([&](const Peers& peers, Rank& rank) {
+      return launch_gather(peers, args(rank), ElementType::kFloat32, gather_plan, rank.stream);
+    });
+  };
   std::mt19937 random(num_ranks);
   for (int32_t round = 0; round < 3; ++round) {
     for (auto& rank : ranks) rank->randomize(random);
     must(cudaDeviceSynchronize());
-    const auto on_all = [&](auto launch) {
-      for (int32_t r = 0; r < num_ranks; ++r) must(launch(group.members()[r].peers, *ranks[r]));
-    };
-    const auto scatter = [&](auto args) {
-      on_all([&](const Peers& peers, Rank& rank) {
-        return launch_scatter(peers, args(rank), ElementType::kFloat32, group.num_sms(), rank.stream);
-      });
-    };
-    const auto gather = [&](auto args) {
-      on_all([&](const Peers& peers, Rank& rank) {
-        return launch_gather(peers, args(rank), ElementType::kFloat32, group.num_sms(), rank.stream);
-      });
-    };
     scatter([&](Rank& rank) { return rank.dispatch(cast); });
     scatter([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
     scatter([&](Rank& rank) { return rank.combine_back(); });
@@ -217,6 +261,14 @@ void exchange(int32_t num_ranks, int32_t cast) {
     EXPECT_EQ(group.failure().has_value(), false);
     for (auto& rank : ranks) check_rank(*rank, tolerance);
   }
+  if (cast != 0) return;
+  for (auto& rank : ranks) rank->look_empty(random);
+  must(cudaDeviceSynchronize());
+  scatter([&](Rank& rank) { return rank.dispatch(0); });
+  gather([&](Rank& rank) { return rank.dispatch_back(); });
+  must(cudaDeviceSynchronize());
+  EXPECT_EQ(group.failure().has_value(), false);
+  check_bits(ranks);
 }
 
 }  // namespace
@@ -224,7 +276,9 @@ void exchange(int32_t num_ranks, int32_t cast) {
 int main(int argc, char** argv) {
   const int32_t most_ranks = argc > 1 ? std::atoi(argv[1]) : 8;
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
-    for (int32_t cast = 0; cast <= 2; ++cast) exchange(num_ranks, cast);
+    for (int32_t cast = 0; cast <= 2; ++cast) {
+      for (int32_t num_blocks : {1, 2, 5, 16}) exchange(num_ranks, cast, num_blocks);
+    }
     std::cerr << num_ranks << " ranks: " << check::failures << " failures\n";
   }
   return check::exit_status();

@@ -1,0 +1,205 @@
+// Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the thread
+// blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
+//
+//   timeline [tokens] [cast: 0 none, 1 fp8] [senders receivers row_warps of dispatch] [the same of combine]
+//
+// 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are. H = 7168, bfloat16, top-8 of 256 experts, uniform routing.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "ffi/cuda/gather.h"
+#include "ffi/cuda/group.h"
+#include "ffi/cuda/scatter.h"
+
+using namespace jax_ep;
+
+namespace {
+
+constexpr int32_t kHidden = 7168, kTopK = 8, kExperts = 256, kOps = 40, kReplays = 7;
+constexpr int64_t kRowBytes = kHidden * 2;
+
+void must(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  std::printf("%s\n", cudaGetErrorString(status));
+  std::exit(1);
+}
+
+template <typename T>
+T* device_array(int64_t size) {
+  void* memory = nullptr;
+  must(cudaMalloc(&memory, size * sizeof(T)));
+  must(cudaMemset(memory, 0, size * sizeof(T)));
+  return static_cast<T*>(memory);
+}
+
+// The buffers of one rank, on the current device.
+struct Rank {
+  int32_t device, rank, num_ranks, tokens, cast;
+  int64_t capacity = int64_t{num_ranks} * tokens * kTopK;
+  Peers peers;
+  cudaStream_t stream;
+  int32_t *axis_index = device_array<int32_t>(1), *ids = device_array<int32_t>(tokens * kTopK),
+          *place = device_array<int32_t>(int64_t{tokens} * num_ranks),
+          *rows = device_array<int32_t>(int64_t{num_ranks} * tokens * kTopK),
+          *num_arrived = device_array<int32_t>(num_ranks), *counts = device_array<int32_t>(kExperts),
+          *group_sizes = device_array<int32_t>(kExperts), *num_dropped = device_array<int32_t>(1);
+  float *topk_weights = device_array<float>(tokens * kTopK), *weights = device_array<float>(capacity),
+        *scales = device_array<float>(capacity * (kHidden / kChannelsPerScale));
+  uint8_t *x = device_array<uint8_t>(tokens * kRowBytes), *recv = device_array<uint8_t>(capacity * kRowBytes),
+          *y = device_array<uint8_t>(capacity * kRowBytes), *out = device_array<uint8_t>(tokens * kRowBytes);
+
+  Rank(const Member& member, int32_t rank, int32_t num_ranks, int32_t tokens, int32_t cast)
+      : device(member.ordinal), rank(rank), num_ranks(num_ranks), tokens(tokens), cast(cast), peers(member.peers) {
+    must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    peers.timeline = device_array<uint64_t>(2 * kTicketWords * kTimelinePhases);
+    must(cudaMemcpy(axis_index, &rank, 4, cudaMemcpyHostToDevice));
+    std::mt19937 random(rank);
+    std::vector<int32_t> host, experts(kExperts);
+    for (int32_t e = 0; e < kExperts; ++e) experts[e] = e;
+    for (int32_t t = 0; t < tokens; ++t) {
+      std::shuffle(experts.begin(), experts.end(), random);
+      host.insert(host.end(), experts.begin(), experts.begin() + kTopK);
+    }
+    must(cudaMemcpy(ids, host.data(), host.size() * 4, cudaMemcpyHostToDevice));
+  }
+
+  void dispatch(const LaunchPlan& plan) const {
+    ScatterArgs args = {};
+    args.op = OpKind::kDispatch, args.hash = 1, args.axis_index = axis_index;
+    args.num_tokens = tokens, args.top_k = kTopK;
+    args.x = x, args.row_bytes = kRowBytes, args.cast = cast;
+    args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
+    args.topk_idx = ids, args.topk_weights = topk_weights, args.place = place;
+    args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = 1;
+    args.out = recv, args.out_row_bytes = cast ? kHidden : kRowBytes, args.out_scales = cast ? scales : nullptr;
+    args.weights = weights, args.counts = counts, args.group_sizes = group_sizes, args.num_dropped = num_dropped;
+    args.rows = rows, args.num_arrived = num_arrived;
+    must(launch_scatter(peers, args, ElementType::kBFloat16, plan, stream));
+  }
+
+  void combine(const LaunchPlan& plan) const {
+    GatherArgs args = {};
+    args.op = OpKind::kCombine, args.hash = 2, args.axis_index = axis_index;
+    args.num_tokens = tokens, args.top_k = kTopK;
+    args.y = y, args.row_bytes = kRowBytes, args.row_weights = weights;
+    args.rows = rows, args.num_arrived = num_arrived, args.place = place;
+    args.out = out, args.out_type = ElementType::kBFloat16;
+    must(launch_gather(peers, args, ElementType::kBFloat16, plan, stream));
+  }
+};
+
+// Microseconds of one of the operations that `enqueue` puts into a graph: the slowest rank, the best of some replays.
+float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::function<void(Rank&)>& enqueue) {
+  const size_t n = ranks.size();
+  std::vector<cudaGraphExec_t> graphs(n);
+  std::vector<cudaEvent_t> begin(n), end(n);
+  for (size_t r = 0; r < n; ++r) {
+    must(cudaSetDevice(ranks[r]->device));
+    must(cudaEventCreate(&begin[r])), must(cudaEventCreate(&end[r]));
+    cudaGraph_t graph;
+    must(cudaStreamBeginCapture(ranks[r]->stream, cudaStreamCaptureModeThreadLocal));
+    for (int32_t i = 0; i < kOps; ++i) enqueue(*ranks[r]);
+    must(cudaStreamEndCapture(ranks[r]->stream, &graph));
+    must(cudaGraphInstantiate(&graphs[r], graph, 0));
+    must(cudaGraphUpload(graphs[r], ranks[r]->stream));
+    must(cudaGraphDestroy(graph));
+  }
+  std::vector<float> times;
+  for (int32_t replay = 0; replay < kReplays; ++replay) {
+    std::vector<std::thread> threads;
+    for (size_t r = 0; r < n; ++r) {
+      threads.emplace_back([&, r] {
+        must(cudaSetDevice(ranks[r]->device));
+        must(cudaGraphLaunch(graphs[r], ranks[r]->stream));  // the ranks meet here
+        must(cudaEventRecord(begin[r], ranks[r]->stream));
+        must(cudaGraphLaunch(graphs[r], ranks[r]->stream));
+        must(cudaEventRecord(end[r], ranks[r]->stream));
+        must(cudaStreamSynchronize(ranks[r]->stream));
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    float slowest = 0;
+    for (size_t r = 0; r < n; ++r) {
+      float ms;
+      must(cudaEventElapsedTime(&ms, begin[r], end[r]));
+      slowest = std::max(slowest, ms);
+    }
+    times.push_back(slowest * 1e3f / kOps);
+  }
+  for (cudaGraphExec_t graph : graphs) must(cudaGraphExecDestroy(graph));
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+// What the last operation's blocks did when, in microseconds since the first of them began: first, median, last.
+void print_timeline(const Rank& rank, const LaunchPlan& plan) {
+  std::vector<uint64_t> stamps(kTicketWords * kTimelinePhases);
+  must(cudaSetDevice(rank.device));
+  must(cudaMemcpy(stamps.data(), rank.peers.timeline, stamps.size() * 8, cudaMemcpyDeviceToHost));
+  uint64_t zero = ~uint64_t{0};
+  for (int32_t block = 0; block < plan.num_blocks; ++block) zero = std::min(zero, stamps[block * kTimelinePhases]);
+  const auto print = [&](const char* name, int32_t first, int32_t last) {
+    std::printf("    %-9s", name);
+    for (int32_t phase = 0; phase < kTimelinePhases; ++phase) {
+      std::vector<double> at;
+      for (int32_t block = first; block < last; ++block) {
+        const uint64_t stamp = stamps[block * kTimelinePhases + phase];
+        at.push_back(stamp < zero ? -1 : (stamp - zero) * 1e-3);
+      }
+      std::sort(at.begin(), at.end());
+      if (!at.empty()) std::printf("  [%d] %5.2f %5.2f %5.2f", phase, at.front(), at[at.size() / 2], at.back());
+    }
+    std::printf("\n");
+  };
+  print("announcer", 0, 1);
+  print("senders", 1, plan.num_senders);
+  print("receivers", plan.first_receiver, plan.num_blocks);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const auto arg = [&](int i, int32_t otherwise) {
+    return argc > i && std::atoi(argv[i]) > 0 ? std::atoi(argv[i]) : otherwise;
+  };
+  int num_devices = 0;
+  must(cudaGetDeviceCount(&num_devices));
+  const int32_t num_ranks = std::getenv("RANKS") ? std::atoi(std::getenv("RANKS")) : num_devices;
+  const int32_t tokens = arg(1, 128), cast = arg(2, 0);
+  const auto log_of = [](int32_t n) { return n >= 16 ? 4 : n >= 8 ? 3 : n >= 4 ? 2 : n >= 2 ? 1 : 0; };
+  const auto adjusted = [&](LaunchPlan plan, int first) {
+    const int32_t senders = arg(first, plan.num_senders), receivers = arg(first + 1, plan.num_receivers());
+    return LaunchPlan{senders, senders, senders + receivers, log_of(arg(first + 2, plan.row_warps()))};
+  };
+  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, 0), 3);
+  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, 0), 6);
+  std::vector<int32_t> devices(num_ranks);
+  for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
+  Group group({kExperts, kTopK, tokens, kRowBytes, 0, 5.0, {devices}});
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int32_t r = 0; r < num_ranks; ++r) {
+    must(cudaSetDevice(devices[r]));
+    ranks.push_back(std::make_unique<Rank>(group.members()[r], r, num_ranks, tokens, cast));
+    must(cudaDeviceSynchronize());
+  }
+  const float dispatch = measure(ranks, [&](Rank& rank) { rank.dispatch(out); });
+  std::vector<std::vector<uint64_t>> stamps;
+  std::printf("T %d cast %d: dispatch plan %d+%d warps %d, combine plan %d+%d warps %d\n", tokens, cast,
+              out.num_senders, out.num_receivers(), out.row_warps(), back.num_senders, back.num_receivers(),
+              back.row_warps());
+  print_timeline(*ranks[0], out);
+  const float combine = measure(ranks, [&](Rank& rank) { rank.combine(back); });
+  print_timeline(*ranks[0], back);
+  const float pair = measure(ranks, [&](Rank& rank) { rank.dispatch(out), rank.combine(back); });
+  std::printf("  dispatch %.2f combine %.2f pair %.2f us%s\n", dispatch, combine, pair,
+              group.failure() ? " FAILED" : "");
+  return group.failure() ? 1 : 0;
+}

@@ -1,0 +1,147 @@
+// Rows under way: 16-byte units that show by themselves that they have arrived.
+//
+// A receiver keeps its memory filled with one pattern, "empty". A sender writes a unit in one store, which arrives whole;
+// the receiver polls the unit itself until it is not empty any more, takes it, and leaves the place empty for the next
+// operation. No flag, and so no fence behind the data: what has arrived can be used while the rest is on its way.
+//
+// Data may look like "empty". A sender that meets such a unit sends a stand-in, and a mark for the chunk (a word with the
+// epoch) that says which stand-ins are in truth empty units; the receiver of a stand-in waits for the mark. Both sides'
+// code for it is never on the way of other data.
+//
+// Headers need no such care: they hold their epoch.
+#pragma once
+
+#include "ffi/cuda/protocol.cuh"
+
+namespace jax_ep {
+
+inline constexpr uint32_t kEmptyWord = kEmptyByte * 0x01010101u;
+
+__device__ __forceinline__ uint4 empty_unit() { return make_uint4(kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord); }
+__device__ __forceinline__ bool is_empty_but_last(uint4 u) {
+  return u.x == kEmptyWord && u.y == kEmptyWord && u.z == kEmptyWord;
+}
+__device__ __forceinline__ bool is_empty(uint4 u) { return is_empty_but_last(u) && u.w == kEmptyWord; }
+__device__ __forceinline__ bool is_stand_in(uint4 u) { return is_empty_but_last(u) && u.w == (kEmptyWord ^ 1); }
+__device__ __forceinline__ uint4 stand_in() { return make_uint4(kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord ^ 1); }
+
+__device__ __forceinline__ int32_t lane_id() { return static_cast<int32_t>(threadIdx.x % 32); }
+
+// A row in the memory of rank `at`.
+struct RowPlace {
+  uint8_t* row;
+  unsigned long long* marks;  // one per chunk of the payload, then one per unit of scales
+
+  RowPlace() = default;
+  __device__ __forceinline__ RowPlace(const Operation& op, int32_t at, int32_t from, int32_t index) {
+    const ArenaLayout& layout = op.peers.layout;
+    const int32_t number = layout.row_number(op.state.slot, from, index);
+    uint8_t* arena = op.state.table.arena[at];
+    row = arena + layout.row_offset(number);
+    marks = reinterpret_cast<unsigned long long*>(arena + layout.marks_offset(number));
+  }
+  // The place that another lane of the warp has.
+  __device__ __forceinline__ RowPlace of_lane(int32_t lane) const {
+    RowPlace place;
+    place.row = reinterpret_cast<uint8_t*>(
+        __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row), lane));
+    place.marks = reinterpret_cast<unsigned long long*>(
+        __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(marks), lane));
+    return place;
+  }
+
+  __device__ __forceinline__ RowHeader* header(int32_t k) const { return reinterpret_cast<RowHeader*>(row) + k; }
+  // This lane's unit of a chunk of the payload, and the unit of scales of the chunk, which follow `payload_bytes`.
+  __device__ __forceinline__ uint8_t* unit(const Operation& op, int32_t chunk) const {
+    return row + (op.peers.layout.header_bytes + chunk * kChunkBytes + lane_id() * kUnitBytes);
+  }
+  __device__ __forceinline__ uint8_t* scales(const Operation& op, int32_t payload_bytes, int32_t chunk) const {
+    return row + (op.peers.layout.header_bytes + payload_bytes + chunk * kUnitBytes);
+  }
+};
+
+// What a warp sends at once: a unit of each lane, or of some.
+struct Chunk {
+  uint4 unit;
+  uint32_t empties;  // of a marked chunk, the lanes whose unit is empty
+  bool marked;
+
+  __device__ __forceinline__ static Chunk of(uint4 unit, bool present) {
+    if (__any_sync(0xffffffffu, present && unit.x == kEmptyWord)) return with_mark(unit, present);
+    return {unit, 0, false};
+  }
+
+  __device__ __forceinline__ void send(const Operation& op, uint8_t* place, unsigned long long* mark,
+                                       bool present) const {
+    if (present) store_unit(place, unit);
+    if (marked && lane_id() == 0) store_relaxed(mark, tagged(op.state.epoch, empties));
+  }
+
+ private:
+  __device__ __noinline__ static Chunk with_mark(uint4 unit, bool present) {
+    const bool empty = present && is_empty(unit);
+    const bool ambiguous = empty || (present && is_stand_in(unit));
+    return {ambiguous ? stand_in() : unit, __ballot_sync(0xffffffffu, empty),
+            __any_sync(0xffffffffu, ambiguous) != 0};
+  }
+};
+
+// What a stand-in that lane `bit` has sent stands for.
+__device__ __noinline__ static uint4 true_unit(Operation op, int32_t peer, const unsigned long long* mark,
+                                               int32_t bit) {
+  return op.expect_word(peer, mark) >> bit & 1 ? empty_unit() : stand_in();
+}
+
+// Looks whether `N` units of this lane have arrived. place(i) is null for one that there is not.
+template <int N, typename Place>
+__device__ __forceinline__ void look_at_units(uint4 (&units)[N], Place place) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) units[i] = place(i) ? load_unit(place(i)) : uint4{};
+}
+
+// Waits for those that had not, from `peer`, and takes all. resolve(i) gives the true_unit of a stand-in.
+template <int N, typename Place, typename Resolve>
+__device__ __forceinline__ void take_units(const Operation& op, int32_t peer, uint4 (&units)[N], Place place,
+                                           Resolve resolve) {
+  bool odd = false;
+#pragma unroll
+  for (int i = 0; i < N; ++i) odd = odd || units[i].x == kEmptyWord;
+  if (odd) {
+    op.wait_for(peer, op.state.epoch, [&] {
+      bool missing = false;
+#pragma unroll
+      for (int i = 0; i < N; ++i) missing = missing || (place(i) && is_empty(units[i]));
+      if (!missing) return op.state.epoch;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (place(i) && is_empty(units[i])) units[i] = load_unit(place(i));
+      }
+      return 0u;
+    });
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (place(i) && is_stand_in(units[i])) units[i] = resolve(i);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (place(i)) store_unit(place(i), empty_unit());
+  }
+}
+
+__device__ __forceinline__ void send_header(const Operation& op, RowHeader* place, RowHeader header) {
+  header.epoch = op.state.epoch;
+  store_unit(place, *reinterpret_cast<const uint4*>(&header));
+}
+
+// For no expert, if the operation fails.
+__device__ __forceinline__ RowHeader expect_header(const Operation& op, int32_t peer, const RowHeader* place) {
+  uint4 unit;
+  const bool came = op.wait_for(peer, op.state.epoch, [&] {
+    unit = load_unit(place);
+    return unit.w;
+  });
+  return came ? *reinterpret_cast<const RowHeader*>(&unit) : RowHeader{-1, 0, 0, 0};
+}
+
+}  // namespace jax_ep

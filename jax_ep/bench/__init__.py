@@ -1,0 +1,27 @@
+"""Times dispatch + combine on this machine's devices, next to what the link needs and what plain JAX offers.
+
+    python -m jax_ep.bench --tokens 8,32,128 --wire none,fp8 --json rows.json --plot pairs.png
+
+Method: a chain of dependent dispatch -> combine pairs is one jitted executable. The experts do nothing: they give back
+what they get, or, where that would be a cast of fp8 rows, an array made before. The numbers are chosen such that no
+step rounds: what comes out must equal what went in, bit for bit, and the last dispatch must have delivered each row to
+its expert.
+
+Each row of the JSON file is a `Case` (tokens are per rank) and what was measured. Times are in microseconds; null
+stands for what cannot be measured here:
+
+    pair_us                              from the start of a pair to that of the next, on the GPUs' time lines (of a
+                                         profiler's trace, CUDA graphs included); the median over executions and ranks
+    pair_us_fastest_rank, pair_us_slowest_rank   the same, of one rank
+    dispatch_us, combine_us              all GPU work of the operation: its kernel, and what runs until the next one's
+    wall_pair_us                         on the host's clock: the median time of an execution, divided by its pairs
+    grad_*                               with --grad: the same of a pair's backward pass
+    lax_pair_us, lax_ragged_pair_us      on the host's clock, with lax.all_to_all (padded) and lax.ragged_all_to_all
+    floor_dispatch_us, floor_combine_us  what the link needs: a push of one row per token and rank, and a barrier
+    floor_pair_us                        the sum of the two
+    arena_bytes                          device memory that the group holds on each rank, outside XLA's
+    checked                              whether all results were right
+
+`cases.Case` says what to time, an `exchanges.Exchange` is a way to do it, `timing.time_forward` runs one and
+`timeline.time_line` reads its trace; `__main__.measure` makes a row of all.
+"""

@@ -1,0 +1,195 @@
+"""python -m jax_ep.bench"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jax_ep as ep
+from jax_ep import _checks, _layouts, _wires
+from jax_ep.bench import report
+from jax_ep.bench.cases import ROUTINGS, Case
+from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
+from jax_ep.bench.floor import measure_floor
+from jax_ep.bench.timing import Timing, time_backward, time_forward
+
+VIRTUAL_CPUS = 8
+
+
+def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
+    """A row of the report: the case, and all that was measured of it."""
+    with ep.Group(
+        mesh,
+        AXIS,
+        num_experts=case.experts,
+        top_k=case.top_k,
+        hidden=case.hidden,
+        max_tokens_per_rank=case.tokens,
+        dtype=case.dtype,
+        num_sms=case.num_sms,
+        backend=backend,
+    ) as group:
+        exchange = EpExchange(group, case.layout, case.wire)
+        forward = time_forward(exchange, case, mesh, pairs, traced=True)
+        group.check()
+        backward = time_backward(exchange, forward, mesh, pairs) if grad else None
+        group.check()
+        row = dataclasses.asdict(case) | {
+            "backend": group.backend,
+            "device": mesh.devices.flat[0].device_kind,
+            "chain": pairs,
+            "arena_bytes": group.memory_bytes,
+        }
+    topk_idx, timing = np.asarray(forward.inputs.topk_idx), forward.timing
+    del forward  # its arrays are large, and those of lax need room
+    floor = measure_floor(case, topk_idx, mesh)
+    plain = dataclasses.replace(case, wire=None, num_sms=None, layout="ragged")
+    padded = _time_lax(plain, mesh, pairs, ragged=False) if lax else None
+    ragged = _time_lax(plain, mesh, pairs, ragged=True) if lax else None
+    timings = [timing, backward, padded, ragged]
+    return (
+        row
+        | _times(timing, scatter="dispatch_us", gather="combine_us")
+        | _times(backward, prefix="grad_", scatter="combine_us", gather="dispatch_us")
+        | {
+            "floor_dispatch_us": floor and floor.dispatch_us,
+            "floor_combine_us": floor and floor.combine_us,
+            "floor_pair_us": floor and sum(floor),
+            "lax_pair_us": padded and padded.wall_pair_us,
+            "lax_ragged_pair_us": ragged and ragged.wall_pair_us,
+            "checked": all(timing.right for timing in timings if timing),
+        }
+    )
+
+
+def _times(timing: Timing | None, *, prefix: str = "", scatter: str, gather: str) -> dict[str, float | None]:
+    """The part of a row that tells of one chain; `scatter` and `gather` name what ran the two kernels."""
+    line = timing and timing.time_line
+    times = {
+        "pair_us": line and line.pair_us,
+        "pair_us_fastest_rank": line and line.pair_us_fastest_rank,
+        "pair_us_slowest_rank": line and line.pair_us_slowest_rank,
+        scatter: line and line.scatter_us,
+        gather: line and line.gather_us,
+        "wall_pair_us": timing and timing.wall_pair_us,
+    }
+    return {prefix + name: us for name, us in times.items()}
+
+
+@functools.cache  # it knows no wires: cases of one run often share it
+def _time_lax(case: Case, mesh: Mesh, pairs: int, *, ragged: bool) -> Timing | None:
+    """None where XLA has no such collective on this platform, or no room for its buffers."""
+    try:
+        return time_forward(LaxExchange(case, ragged), case, mesh, pairs, traced=False).timing
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            name = "ragged_all_to_all" if ragged else "all_to_all"
+            warnings.warn(f"lax.{name} is left out at {case.tokens} tokens: out of memory", stacklevel=2)
+        elif "UNIMPLEMENTED" not in str(error):
+            raise
+        return None
+
+
+def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
+    """The options; small by default on CPUs."""
+
+    def listed(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+        return lambda text: [item(part) for part in text.split(",")]
+
+    def wire(text: str) -> str | None:
+        if text not in ["none", *_wires.WIRES]:
+            raise argparse.ArgumentTypeError(f"{text!r} is no wire; choose from none, {', '.join(_wires.WIRES)}")
+        return None if text == "none" else text
+
+    def num_sms(text: str) -> int | None:
+        return None if text == "auto" else int(text)
+
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_ep.bench",
+        description="Times dispatch + combine on this machine's accelerators, or else on virtual CPU devices. Options "
+        "that take a list (1,2,3) make a case of every combination.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tokens", type=listed(int), default="8,32" if on_cpu else "8,32,128", help="per rank; a list")
+    add("--hidden", type=listed(int), default="256" if on_cpu else "7168", help="channels of a token; a list")
+    add("--top-k", type=listed(int), default="4" if on_cpu else "8", help="experts per token; a list")
+    add("--experts", type=listed(int), default="32" if on_cpu else "256", help="experts in all; a list")
+    add(
+        "--wire",
+        type=listed(wire),
+        default="none",
+        help=f"format of rows under way: none, {', '.join(_wires.WIRES)}; a list",
+    )
+    add("--num-sms", type=listed(num_sms), default="auto", help="multiprocessors that an operation may use; a list")
+    add("--layout", choices=_layouts.LAYOUTS, default="ragged", help="of the rows that arrive")
+    add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
+    add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="of activations")
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
+    add("--chain", type=int, default=4 if on_cpu else 50, help="pairs in one executable")
+    add("--grad", action="store_true", help="time the backward pass, too")
+    add("--no-lax", dest="lax", action="store_false", help="do not time lax.all_to_all and lax.ragged_all_to_all")
+    add("--json", metavar="FILE", help="write the rows there, too")
+    add("--plot", metavar="FILE", help="draw pairs over tokens there (needs matplotlib)")
+    options = parser.parse_args(argv)
+    if max(options.top_k) > min(options.experts):
+        parser.error(f"--top-k is {max(options.top_k)}; it must be at most --experts = {min(options.experts)}")
+    for experts in options.experts:
+        if experts % num_ranks:
+            parser.error(f"--experts is {experts}; it must be a multiple of the {num_ranks} devices")
+    if options.chain < 1:
+        parser.error(f"--chain is {options.chain}; it must be at least 1")
+    if options.plot and (why := report.missing("matplotlib")):
+        parser.error(f"--plot: {why}")
+    return options
+
+
+def _cases(options: argparse.Namespace, num_ranks: int) -> list[Case]:
+    fixed = {"ranks": num_ranks, "dtype": options.dtype, "layout": options.layout, "routing": options.routing}
+    combinations = itertools.product(*(getattr(options, name) for name in report.SETTINGS))
+    return [Case(**fixed, **dict(zip(report.SETTINGS, values, strict=True))) for values in combinations]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table, one line per case as it is measured. Exit status 1 if any result was wrong."""
+    devices = jax.devices()
+    on_cpu = devices[0].platform == "cpu"
+    options = _parse(argv, num_ranks=len(devices), on_cpu=on_cpu)
+    mesh = Mesh(np.array(devices), (AXIS,))
+    cases = _cases(options, mesh.size)
+    print(f"{len(devices)} x {devices[0].device_kind}; microseconds per dispatch + combine")
+    if on_cpu:
+        print("virtual CPU devices: shows that it works, not how fast it is")
+    rows: list[dict[str, Any]] = []
+    with report.open_report(cases, grad=options.grad, lax=options.lax) as table:
+        for case in cases:
+            rows.append(
+                measure(case, mesh, backend=options.backend, pairs=options.chain, grad=options.grad, lax=options.lax)
+            )
+            table.add(rows[-1])
+            if options.json:  # after every case, so that an error in a later one costs no rows
+                with open(options.json, "w") as file:
+                    json.dump(rows, file, indent=1)
+    if options.plot:
+        report.plot(rows, options.plot)
+    return 0 if all(row["checked"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    # Several CPU devices, for want of an accelerator, unless the user chose their number. Read when JAX first looks.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL_CPUS}"
+    sys.exit(main())

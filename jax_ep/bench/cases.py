@@ -1,0 +1,76 @@
+"""What is timed, and the numbers that it is timed with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _wires
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One exchange to time. Fields are named as in the JSON rows; tokens are per rank."""
+
+    ranks: int
+    tokens: int
+    hidden: int
+    top_k: int
+    experts: int
+    dtype: str
+    wire: str | None
+    layout: str
+    routing: str
+    num_sms: int | None = None
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.experts // self.ranks
+
+
+class Inputs(NamedTuple):
+    """All ranks' arguments: x [R, T, H], topk_idx [R, T, K] int32, topk_weights [R, T, K] float32."""
+
+    x: Any
+    topk_idx: Any
+    topk_weights: Any
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """Numbers with which a chain of pairs is exact, in all dtypes and wires: each token's weights add up to 1."""
+    rng = np.random.default_rng(seed)
+    # A weighted sum over some of a token's experts is a multiple of 1/32, less than 8: 8 bits, as many as bfloat16 has.
+    x = rng.integers(-7, 8, (case.ranks, case.tokens, case.hidden), dtype=np.int8)
+    x[..., :: _wires.CHANNELS_PER_SCALE] = 7  # each block's largest: its fp8 rows are then 64 * x
+    shares = rng.multinomial(32 - case.top_k, np.full(case.top_k, 1 / case.top_k), (case.ranks, case.tokens))
+    topk_idx = ROUTINGS[case.routing](rng, case)
+    return Inputs(x.astype(jnp.dtype(case.dtype)), topk_idx.astype(np.int32), (1 + shares).astype(np.float32) / 32)
+
+
+def _uniform(rng: np.random.Generator, case: Case) -> np.ndarray:
+    """[R, T, K] distinct experts, all equally likely."""
+    return rng.random((case.ranks, case.tokens, case.experts)).argsort(axis=-1)[..., : case.top_k]
+
+
+def _skewed(rng: np.random.Generator, case: Case) -> np.ndarray:
+    """[R, T, K] distinct experts, as near to half of them on rank 0 as its number of experts allows."""
+    scores = rng.random((case.ranks, case.tokens, case.experts))
+    hot, cold = np.split(scores, [case.experts_per_rank], axis=-1)
+    rounded_up_in_turn = (case.top_k + np.arange(case.tokens) % 2) // 2
+    num_hot = np.clip(rounded_up_in_turn, case.top_k - cold.shape[-1], hot.shape[-1])
+    # Scores lie in [0, 1): a hot expert less 2 comes before all cold ones, plus 2 after them.
+    place = hot.argsort(axis=-1).argsort(axis=-1)
+    hot = np.where(place < num_hot[:, None], hot - 2, hot + 2)
+    return np.concatenate([hot, cold], axis=-1).argsort(axis=-1)[..., : case.top_k]
+
+
+ROUTINGS: dict[str, Callable[[np.random.Generator, Case], np.ndarray]] = {"uniform": _uniform, "skewed": _skewed}
+
+
+def signs_of_experts(case: Case) -> np.ndarray:
+    """+1 or -1 for each expert, [E] float32: to see that rows are at the right one."""
+    return np.random.default_rng(1).choice(np.array([-1, 1], np.float32), case.experts)

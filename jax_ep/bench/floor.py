@@ -1,0 +1,67 @@
+"""What the link itself needs for a case."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ep import _native, _wires
+from jax_ep.bench.cases import Case
+
+_UNIT = 16  # bytes: what rows are multiples of
+_HEADER_BYTES = 12  # of a dispatched row, for each k
+
+
+class Floor(NamedTuple):
+    """Microseconds."""
+
+    dispatch_us: float
+    combine_us: float
+
+
+def measure_floor(case: Case, topk_idx: np.ndarray, mesh: Mesh) -> Floor | None:
+    """Pushes the rows of topk_idx [R, T, K] between the mesh's GPUs; None where there is no link to measure."""
+    devices = mesh.devices.flat
+    if _native.cuda is None or devices[0].platform != "gpu" or len(devices) < 2:
+        return None
+    ordinals = tuple(device.local_hardware_id for device in devices)
+    rows = rows_between_ranks(case, topk_idx)
+    return Floor(
+        _link_floor(ordinals, _hashable(rows), dispatch_row_bytes(case)),
+        _link_floor(ordinals, _hashable(rows.T), case.hidden * jnp.dtype(case.dtype).itemsize),
+    )
+
+
+def rows_between_ranks(case: Case, topk_idx: np.ndarray) -> np.ndarray:
+    """[R, R]: rows from each rank to each other. A token crosses the link once per rank, and sums come back so, too."""
+    owner = topk_idx // case.experts_per_rank  # [R, T, K]
+    rows = np.stack([(owner == rank).any(axis=-1).sum(axis=-1) for rank in range(case.ranks)], axis=-1)
+    np.fill_diagonal(rows, 0)
+    return rows
+
+
+def dispatch_row_bytes(case: Case) -> int:
+    """Of one row on its way to a rank: payload, scales and header."""
+    if case.wire is None:
+        payload = case.hidden * jnp.dtype(case.dtype).itemsize
+    else:
+        payload = case.hidden + 4 * (case.hidden // _wires.CHANNELS_PER_SCALE)
+    return _round_up(payload) + _round_up(_HEADER_BYTES * case.top_k)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _UNIT) * _UNIT
+
+
+def _hashable(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, rows.tolist()))
+
+
+@functools.cache  # cases of one run often have a way in common
+def _link_floor(devices: tuple[int, ...], rows: tuple[tuple[int, ...], ...], row_bytes: int) -> float:
+    assert _native.cuda is not None
+    return _native.cuda.link_floor(list(devices), list(map(list, rows)), row_bytes)

@@ -1,0 +1,171 @@
+"""What a user sees of a run: a table that fills while cases are measured, and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jax_ep.bench.cases import Case
+
+SETTINGS_OF_LAX = ("hidden", "top_k", "experts", "tokens")
+SETTINGS = ("wire", "num_sms", *SETTINGS_OF_LAX)  # what may differ between the cases of a run
+HEADINGS = {
+    "dispatch_us": "dispatch",
+    "combine_us": "combine",
+    "pair_us": "pair",
+    "wall_pair_us": "wall",
+    "floor_pair_us": "floor",
+    "grad_pair_us": "backward",
+    "grad_wall_pair_us": "backward wall",
+    "lax_pair_us": "all_to_all",
+    "lax_ragged_pair_us": "ragged_all_to_all",
+}
+
+
+class Report(Protocol):
+    """A context manager around the measurements."""
+
+    def __enter__(self) -> Report: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Shows a row of the JSON file."""
+
+
+def open_report(cases: Sequence[Case], *, grad: bool, lax: bool) -> Report:
+    """Says what all cases share; a table of the rest and of the times, live on a terminal that has rich."""
+    shared = {name: value for name, value in dataclasses.asdict(cases[0]).items() if not _differs(name, cases)}
+    shared.pop("tokens", None)  # a column in any case
+    print(", ".join(f"{name} {_text(name, value)}" for name, value in shared.items()))
+    settings = [name for name in SETTINGS if name not in shared]
+    times = [
+        name for name in HEADINGS if (grad or not name.startswith("grad_")) and (lax or not name.startswith("lax_"))
+    ]
+    columns = [*settings, *times, "checked"]
+    if not sys.stdout.isatty():
+        return PlainReport(columns)
+    if why := missing("rich"):
+        print(why, file=sys.stderr)
+        return PlainReport(columns)
+    return LiveReport(columns, len(cases))
+
+
+def missing(package: str) -> str | None:
+    """Why a package of the extra `bench` cannot be used, as a sentence that says what to do."""
+    if importlib.util.find_spec(package):
+        return None
+    return f"{package} is not installed; pip install 'jax_ep[bench]' brings it"
+
+
+class PlainReport:
+    """A line for each row as it comes, for logs and pipes."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._widths = {column: max(len(_heading(column)), 8) for column in columns}
+
+    def __enter__(self) -> PlainReport:
+        self._print({column: _heading(column) for column in self._widths})
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._print({column: _text(column, row[column]) for column in self._widths})
+
+    def _print(self, cells: dict[str, str]) -> None:
+        print("  ".join(cells[column].rjust(width) for column, width in self._widths.items()), flush=True)
+
+
+class LiveReport:
+    """A table that fills, above a progress bar."""
+
+    def __init__(self, columns: Sequence[str], num_cases: int) -> None:
+        from rich.box import SIMPLE
+        from rich.console import Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+        from rich.table import Table
+
+        self._columns = columns
+        self._table = Table(box=SIMPLE, padding=0, collapse_padding=True)
+        for column in columns:
+            self._table.add_column(_heading(column), justify="right", overflow="fold", min_width=6)
+        bar = BarColumn(bar_width=None)
+        self._progress = Progress(bar, MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), expand=True)
+        self._task = self._progress.add_task("", total=num_cases)
+        self._live = Live(Group(self._table, self._progress), vertical_overflow="visible")
+
+    def __enter__(self) -> LiveReport:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def add(self, row: dict[str, Any]) -> None:
+        style = None if row["checked"] else "bold red"
+        self._table.add_row(*(_text(column, row[column]) for column in self._columns), style=style)
+        self._progress.advance(self._task)
+
+
+def _differs(name: str, cases: Sequence[Case]) -> bool:
+    return len({getattr(case, name) for case in cases}) > 1
+
+
+def _heading(column: str) -> str:
+    return HEADINGS.get(column, column)
+
+
+def _text(column: str, cell: Any) -> str:
+    if cell is None:
+        return {"wire": "none", "num_sms": "auto"}.get(column, "-")
+    if isinstance(cell, bool):
+        return "yes" if cell else "WRONG"
+    return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
+
+
+def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
+    """The time of a pair over tokens, a line for each wire (and other setting that differs), the link's floor and lax.
+
+    Where there is no GPU time line, the host's clock.
+    """
+    from matplotlib.figure import Figure
+
+    on_gpus = all(row["pair_us"] is not None for row in rows)
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+
+    def draw(label: str, group: Sequence[dict[str, Any]], column: str, style: str, colour: str) -> None:
+        points = sorted((row["tokens"], row[column]) for row in group if row[column] is not None)
+        if points:
+            axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
+
+    for index, (label, group) in enumerate(_series(rows, SETTINGS[:-1]).items()):
+        draw(f"jax_ep{label}", group, "pair_us" if on_gpus else "wall_pair_us", "o-", f"C{index}")
+        draw(f"floor of the link{label}", group, "floor_pair_us", "--", f"C{index}")
+    for label, group in _series(rows, SETTINGS_OF_LAX[:-1]).items():
+        draw(f"lax.all_to_all{label}", group, "lax_pair_us", ":", "0.5")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens per rank",
+        ylabel=f"dispatch + combine, us ({'GPU time line; lax: host clock' if on_gpus else 'host clock'})",
+        title=f"{rows[0]['ranks']} x {rows[0]['device']}, {rows[0]['routing']} routing",
+    )
+    axes.grid(which="both", alpha=0.2)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _series(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """The rows by those of the settings that differ between any two: a label -> its rows."""
+    names = [name for name in names if len({row[name] for row in rows}) > 1]
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        series.setdefault("".join(f", {name} {_text(name, row[name])}" for name in names), []).append(row)
+    return series

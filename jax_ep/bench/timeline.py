@@ -1,0 +1,117 @@
+"""How long operations take on the GPUs' time lines, from a profiler's trace."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+# Dispatch runs scatter_kernel and combine gather_kernel; the backward pass of each runs the other's.
+KINDS = ("scatter", "gather")
+TRACE_OPTIONS = {
+    "xla_enable_command_buffers_during_profiling": True
+}  # or else XLA runs no CUDA graphs under a profiler
+
+
+class Event(NamedTuple):
+    """What one GPU did: a kernel, a copy or a memset."""
+
+    name: str
+    start_ns: float
+    duration_ns: float
+
+
+class TimeLine(NamedTuple):
+    """Microseconds, medians over executions and GPUs; see jax_ep.bench for their meaning."""
+
+    pair_us: float
+    pair_us_fastest_rank: float
+    pair_us_slowest_rank: float
+    scatter_us: float
+    gather_us: float
+
+
+class _Operation(NamedTuple):
+    kind: str
+    start_ns: float
+    work_ns: float
+
+
+def trace(run: Callable[[], None]) -> list[list[Event]]:
+    """What each GPU did while `run` ran; empty if the profiler saw none."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return events_of_gpus(jax.profiler.ProfileData.from_file(str(file)))
+
+
+def events_of_gpus(profile: jax.profiler.ProfileData) -> list[list[Event]]:
+    """The events of each GPU in a profile, in the order in which the profile has the GPUs."""
+    return [
+        [
+            Event(event.name, event.start_ns, event.duration_ns)
+            for line in plane.lines
+            if line.name.startswith("Stream #")  # other lines tell of the same work again
+            for event in line.events
+        ]
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU:")
+    ]
+
+
+def time_line(gpus: Sequence[Sequence[Event]], pairs: int) -> TimeLine | None:
+    """The times of chains of `pairs` pairs, of which each GPU ran any number; None if there are no such kernels.
+
+    All work that follows an operation counts as a part of it, up to the next one. Warns, and returns None, if the trace
+    is not whole.
+    """
+    operations = [_operations(events) for events in gpus]
+    if not any(operations) or pairs < 2:
+        return None
+    for gpu, found in enumerate(operations):
+        if not found or len(found) % (2 * pairs):
+            warnings.warn(
+                f"the trace has {len(found)} operations of GPU {gpu}, not a multiple of {2 * pairs}: no times from it",
+                stacklevel=2,
+            )
+            return None
+    pair_us = [_pair_us(found, pairs) for found in operations]
+    of_rank = [statistics.median(of_chains) for of_chains in pair_us]
+    work_us = {
+        kind: statistics.median(op.work_ns for found in operations for op in found if op.kind == kind) / 1e3
+        for kind in KINDS
+    }
+    return TimeLine(
+        pair_us=statistics.median(us for of_chains in pair_us for us in of_chains),
+        pair_us_fastest_rank=min(of_rank),
+        pair_us_slowest_rank=max(of_rank),
+        scatter_us=work_us["scatter"],
+        gather_us=work_us["gather"],
+    )
+
+
+def _pair_us(operations: Sequence[_Operation], pairs: int) -> list[float]:
+    """The time from one pair to the next, in each chain: from the first pair's start to that of the last one."""
+    starts = [operation.start_ns for operation in operations[::2]]
+    return [(starts[i + pairs - 1] - starts[i]) / (pairs - 1) / 1e3 for i in range(0, len(starts), pairs)]
+
+
+def _operations(events: Sequence[Event]) -> list[_Operation]:
+    """The operations of one GPU in their order. Kernels of one kind, one after the other, are the same operation."""
+    operations: list[_Operation] = []
+    for event in sorted(events, key=lambda event: event.start_ns):
+        kind = next((kind for kind in KINDS if f"{kind}_kernel" in event.name), None)
+        if kind and (not operations or operations[-1].kind != kind):
+            operations.append(_Operation(kind, event.start_ns, event.duration_ns))
+        elif operations:
+            last = operations.pop()
+            operations.append(last._replace(work_ns=last.work_ns + event.duration_ns))
+    return operations

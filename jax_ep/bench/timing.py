@@ -1,0 +1,129 @@
+"""Runs an exchange in a chain, checks what comes out, and times it on the host's clock and the GPUs' time lines."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ep.bench.cases import Case, Inputs, make_inputs, signs_of_experts
+from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange
+from jax_ep.bench.timeline import TRACE_OPTIONS, TimeLine, time_line, trace
+
+WARM_UPS = 3
+EXECUTIONS = 20
+TRACED_EXECUTIONS = 5
+
+
+class Timing(NamedTuple):
+    wall_pair_us: float
+    time_line: TimeLine | None
+    right: bool
+
+
+class Forward(NamedTuple):
+    """A timing, and what it leaves for the backward pass. Arrays have a leading axis of ranks."""
+
+    timing: Timing
+    inputs: Inputs
+    y: jax.Array | None
+    recv: Any
+
+
+def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, traced: bool) -> Forward:
+    """Times a chain of `pairs` pairs; checks what comes out of it, and what its last dispatch delivered."""
+
+    def chain(inputs: Inputs, y: jax.Array | None) -> Any:
+        x, *routing = inputs
+        for _ in range(pairs):
+            recv = exchange.dispatch(x, *routing)
+            x = exchange.combine(_from_experts(exchange, recv, y), recv)
+        return x, recv
+
+    host_inputs = make_inputs(case)
+    inputs = jax.device_put(host_inputs, NamedSharding(mesh, PartitionSpec(AXIS)))
+    y = None
+    if exchange.casts:
+        y = _spmd(lambda inputs: exchange.rows(exchange.dispatch(*inputs)), mesh)(inputs)
+    wall_pair_us, found, (out, recv) = _time_chain(chain, mesh, pairs, (inputs, y), traced=traced)
+
+    def check(inputs: Inputs, out: jax.Array, recv: Any, weights: jax.Array) -> jax.Array:
+        signed = exchange.combine(_times_signs(exchange.rows(recv), recv.group_sizes, case), recv)
+        expected = inputs.x.astype(jnp.float32) * weights[:, None]
+        return (out == inputs.x).all() & (signed.astype(jnp.float32) == expected).all()
+
+    signed_weights = (host_inputs.topk_weights * signs_of_experts(case)[host_inputs.topk_idx]).sum(-1)
+    right = _spmd(check, mesh)(inputs, out, recv, signed_weights)
+    return Forward(Timing(wall_pair_us, found, bool(np.all(right))), inputs, y, recv)
+
+
+def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int) -> Timing:
+    """Times a chain of `pairs` backward passes along the last route of `forward`; checks what comes out of it."""
+
+    def chain(g: jax.Array, y: jax.Array | None, recv: Any) -> jax.Array:
+        for _ in range(pairs):
+            g = exchange.backward(g, recv.x if y is None else y, recv)
+        return g
+
+    g = forward.inputs.x  # any cotangent as exact as x: what comes out equals it, as the weights add up to 1
+    wall_pair_us, found, out = _time_chain(chain, mesh, pairs, (g, forward.y, forward.recv), traced=True)
+    right = _spmd(lambda out, g: (out == g).all(), mesh)(out, g)
+    return Timing(wall_pair_us, found, bool(np.all(right)))
+
+
+def _from_experts(exchange: Exchange, recv: Any, y: jax.Array | None) -> jax.Array:
+    """What arrived; or y, no sooner than that."""
+    if y is None:
+        return exchange.rows(recv)
+    return lax.optimization_barrier((y, recv.x))[0]
+
+
+def _times_signs(rows: jax.Array, group_sizes: jax.Array, case: Case) -> jax.Array:
+    own = jnp.asarray(signs_of_experts(case)).reshape(case.ranks, -1)[lax.axis_index(AXIS)].astype(rows.dtype)
+    if rows.ndim == 3:
+        return rows * own[:, None, None]
+    return rows * jnp.repeat(own, group_sizes, total_repeat_length=rows.shape[0])[:, None]
+
+
+def _spmd(fn: Callable, mesh: Mesh) -> Any:
+    """fn, of one rank's arrays, jitted for arrays with a leading axis of ranks."""
+
+    def on_rank(*args: Any) -> Any:
+        # Reshapes, which cost nothing: a slice would be a kernel.
+        args = jax.tree.map(lambda a: a.reshape(a.shape[1:]), args)
+        return jax.tree.map(lambda a: a[None], fn(*args))
+
+    split = PartitionSpec(AXIS)
+    return jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+
+
+def _time_chain(
+    chain: Callable, mesh: Mesh, pairs: int, operands: tuple[Any, ...], *, traced: bool
+) -> tuple[float, TimeLine | None, Any]:
+    """The time of a pair by the host's clock and by the GPUs' time lines, and the result of the chain."""
+    compiled = _spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
+
+    def run(executions: int = 1) -> None:  # leaves nothing behind: results are large, and the next get the same memory
+        for _ in range(executions):
+            jax.block_until_ready(compiled(*operands))
+
+    wall_us = _median_seconds(run) * 1e6
+    found = time_line(trace(lambda: run(TRACED_EXECUTIONS)), pairs) if traced else None
+    return wall_us / pairs, found, compiled(*operands)
+
+
+def _median_seconds(run: Callable[[], None]) -> float:
+    """The median time of `EXECUTIONS` runs, after some to warm up."""
+    seconds = []
+    for _ in range(WARM_UPS + EXECUTIONS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[WARM_UPS:])
