@@ -75,13 +75,13 @@ struct ArenaLayout {
 // Control memory of one rank; the counts of arriving rows follow it. It outlives the group, so that an executable that
 // still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
 struct Control {
-  // Written by this rank's own kernels.
   alignas(16) uint32_t newest_epoch;  // of the operation that was begun last
-  // Written by peers, too: 0, or 1 + the rank that failed first; kClosed after close(). Read together with the epoch.
+  // Written by peers, too: 0, or 1 + the rank that failed first; kClosed after close().
   uint32_t failed;
-  unsigned long long owner;        // the launch that takes a new epoch, 0 if none does
-  uint32_t next_is_free;           // the peers are known to have read what the next operation overwrites
-  uint32_t halves;                 // slots whose last operation ran in halves, as bits
+  // The slots whose last operation was a whole one, as bits, and kNewestIsWhole. All peers have announced a whole
+  // operation that is done, so that they are through with the whole ones before it, and nobody has to ask.
+  uint32_t whole_slots;
+  uint32_t owner;                  // the launch that takes a new epoch, 0 if none does
   uint32_t exited[1 + kMaxSlots];  // thread blocks that have left: the owner, and each slot's done
   // The epoch whose rows each rank has read last in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];
@@ -89,6 +89,7 @@ struct Control {
   unsigned long long num_rows[kMaxSlots][kMaxRanks];  // {epoch, rows that each rank sends here}
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
+inline constexpr uint32_t kNewestIsWhole = 1u << 31;
 
 constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, int32_t experts_per_rank) {
   return static_cast<int64_t>(sizeof(Control)) + (int64_t{slot} * num_ranks + peer) * experts_per_rank * 8;
@@ -147,7 +148,7 @@ struct Peers {
 #endif
 };
 #ifdef JAX_EP_TIMELINE
-inline constexpr int kTimelinePhases = 6;
+inline constexpr int kTimelinePhases = 10;
 #endif
 
 }  // namespace jax_ep

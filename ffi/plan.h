@@ -21,49 +21,58 @@ struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
   int32_t num_blocks;
-  int32_t log_row_warps;  // of the warps that share a row that is received, or summed
+  int32_t log_send_warps, log_receive_warps;  // of the warps that share a row, a team, which need not be of one block
 
-  constexpr int32_t row_warps() const { return 1 << log_row_warps; }
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
-  // Such warps work as teams.
-  constexpr int32_t row_teams() const { return kBlockWarps >> log_row_warps; }
-  constexpr int32_t team(int32_t warp) const { return warp >> log_row_warps; }
-  constexpr int32_t warp_of_team(int32_t warp) const { return warp & (row_warps() - 1); }
-  // Blocks that move rows, and this block's number among them; negative if it does other things.
+  // Blocks that move rows, and a block's number among them; negative if it does other things.
   constexpr int32_t row_senders() const { return std::max(num_senders - 1, 1); }
   constexpr int32_t row_sender(int32_t block) const { return num_senders > 1 ? block - 1 : block; }
   constexpr int32_t row_receivers() const { return std::max(num_receivers() - 1, 1); }
   constexpr int32_t row_receiver(int32_t block) const { return block - first_receiver - (num_receivers() > 1); }
 };
 
+// A warp's place among those of a role.
+struct Team {
+  int32_t index, num_teams;
+  int32_t warp, num_warps;  // in the team
+
+  constexpr Team(int32_t block, int32_t num_blocks, int32_t warp_of_block, int32_t log_warps)
+      : index((block * kBlockWarps + warp_of_block) >> log_warps),
+        num_teams(std::max(num_blocks * kBlockWarps >> log_warps, 1)),
+        warp((block * kBlockWarps + warp_of_block) & ((1 << log_warps) - 1)),
+        num_warps(1 << log_warps) {}
+};
+
 // `sends`, `receives`: blocks for all rows that there may be.
-constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, int32_t log_row_warps, int32_t num_sms) {
+constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, int32_t log_send_warps, int32_t log_receive_warps,
+                                 int32_t num_sms) {
   const int32_t blocks = num_sms > 0 ? std::min(num_sms, kTicketWords - 1) : kDefaultBlocks;
-  if (blocks == 1) return {1, 0, 1, log_row_warps};
+  if (blocks == 1) return {1, 0, 1, std::min(log_send_warps, 4), std::min(log_receive_warps, 4)};
   const auto receivers = static_cast<int32_t>(std::min<int64_t>(receives + 1, blocks / 2));
   const auto senders = static_cast<int32_t>(std::min<int64_t>(sends + 1, blocks - receivers));
-  return {senders, senders, senders + receivers, log_row_warps};
+  // A team must not be larger than all that there are.
+  const auto at_most = [](int32_t log_warps, int32_t row_blocks) { return row_blocks > 1 ? log_warps : std::min(log_warps, 4); };
+  return {senders, senders, senders + receivers, at_most(log_send_warps, senders - 1),
+          at_most(log_receive_warps, receivers - 1)};
 }
 
-// Few tokens: many warps on a row, for its latency. Many: more rows under way.
-constexpr int32_t log_row_warps_for(int64_t num_tokens) { return num_tokens <= 16 ? 4 : num_tokens <= 64 ? 3 : 2; }
-
-constexpr int64_t blocks_for(int64_t rows, int32_t log_row_warps) {
-  const int64_t per_block = kBlockWarps >> log_row_warps;
-  return (rows + per_block - 1) / per_block;
+constexpr int64_t blocks_for(int64_t rows, int32_t log_warps) {
+  return ((rows << log_warps) + kBlockWarps - 1) / kBlockWarps;
 }
 
-// Tokens go out, each read once by one block; rows of all ranks come in.
+// Tokens go out, each read once by one block; rows of all ranks come in. Few tokens: many warps on a row, for its
+// latency. Many: more rows under way.
 constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
-  const int32_t log_row_warps = log_row_warps_for(num_tokens);
-  return plan_launch(num_tokens, blocks_for(num_tokens * num_ranks, log_row_warps), log_row_warps, num_sms);
+  const int32_t log_receive = num_tokens <= 16 ? 4 : num_tokens <= 64 ? 3 : 2;
+  return plan_launch(num_tokens, blocks_for(num_tokens * num_ranks, log_receive), 4, log_receive, num_sms);
 }
 
 // The rows of all ranks' tokens are summed and go back; tokens come in.
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
-  const int32_t log_row_warps = log_row_warps_for(num_tokens);
-  return plan_launch(blocks_for(num_tokens * num_ranks, log_row_warps), blocks_for(num_tokens, log_row_warps),
-                     log_row_warps, num_sms);
+  const int32_t log_send = num_tokens <= 16 ? 4 : num_tokens <= 64 ? 3 : 2;
+  const int32_t log_receive = num_tokens <= 16 ? 5 : num_tokens <= 128 ? 4 : 2;
+  return plan_launch(blocks_for(num_tokens * num_ranks, log_send), blocks_for(num_tokens, log_receive), log_send,
+                     log_receive, num_sms);
 }
 
 }  // namespace jax_ep

@@ -1,7 +1,7 @@
 // Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the thread
 // blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
 //
-//   timeline [tokens] [cast: 0 none, 1 fp8] [senders receivers row_warps of dispatch] [the same of combine]
+//   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per row sent and received, of dispatch] [of combine]
 //
 // 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are. H = 7168, bfloat16, top-8 of 256 experts, uniform routing.
 #include <cuda_runtime_api.h>
@@ -155,7 +155,7 @@ void print_timeline(const Rank& rank, const LaunchPlan& plan) {
         at.push_back(stamp < zero ? -1 : (stamp - zero) * 1e-3);
       }
       std::sort(at.begin(), at.end());
-      if (!at.empty()) std::printf("  [%d] %5.2f %5.2f %5.2f", phase, at.front(), at[at.size() / 2], at.back());
+      if (!at.empty() && at.back() >= 0) std::printf("  [%d] %5.2f %5.2f %5.2f", phase, at.front(), at[at.size() / 2], at.back());
     }
     std::printf("\n");
   };
@@ -174,13 +174,14 @@ int main(int argc, char** argv) {
   must(cudaGetDeviceCount(&num_devices));
   const int32_t num_ranks = std::getenv("RANKS") ? std::atoi(std::getenv("RANKS")) : num_devices;
   const int32_t tokens = arg(1, 128), cast = arg(2, 0);
-  const auto log_of = [](int32_t n) { return n >= 16 ? 4 : n >= 8 ? 3 : n >= 4 ? 2 : n >= 2 ? 1 : 0; };
+  const auto log_of = [](int32_t n) { return n < 2 ? 0 : n < 4 ? 1 : n < 8 ? 2 : n < 16 ? 3 : n < 32 ? 4 : 5; };
   const auto adjusted = [&](LaunchPlan plan, int first) {
     const int32_t senders = arg(first, plan.num_senders), receivers = arg(first + 1, plan.num_receivers());
-    return LaunchPlan{senders, senders, senders + receivers, log_of(arg(first + 2, plan.row_warps()))};
+    return LaunchPlan{senders, senders, senders + receivers, log_of(arg(first + 2, 1 << plan.log_send_warps)),
+                      log_of(arg(first + 3, 1 << plan.log_receive_warps))};
   };
   const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, 0), 3);
-  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, 0), 6);
+  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, 0), 7);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
   Group group({kExperts, kTopK, tokens, kRowBytes, 0, 5.0, {devices}});
@@ -192,9 +193,13 @@ int main(int argc, char** argv) {
   }
   const float dispatch = measure(ranks, [&](Rank& rank) { rank.dispatch(out); });
   std::vector<std::vector<uint64_t>> stamps;
-  std::printf("T %d cast %d: dispatch plan %d+%d warps %d, combine plan %d+%d warps %d\n", tokens, cast,
-              out.num_senders, out.num_receivers(), out.row_warps(), back.num_senders, back.num_receivers(),
-              back.row_warps());
+  const auto print_plan = [](const char* name, const LaunchPlan& plan) {
+    std::printf(" %s %d+%d blocks, %d, %d warps;", name, plan.num_senders, plan.num_receivers(),
+                1 << plan.log_send_warps, 1 << plan.log_receive_warps);
+  };
+  std::printf("T %d cast %d:", tokens, cast);
+  print_plan("dispatch", out), print_plan("combine", back);
+  std::printf("\n");
   print_timeline(*ranks[0], out);
   const float combine = measure(ranks, [&](Rank& rank) { rank.combine(back); });
   print_timeline(*ranks[0], back);

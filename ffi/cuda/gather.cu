@@ -8,6 +8,7 @@ namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kRowsAtOnce = 4;   // of a token's rows here, that a lane loads before it adds them
+constexpr int kSumsAtOnce = 2;   // chunks of a row that a warp sums at once
 constexpr int kRanksAtOnce = 4;  // of the ranks' sums
 
 __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
@@ -42,8 +43,6 @@ struct Gather {
   __device__ bool blocks() const { return args.rows == nullptr; }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
-  __device__ int32_t team() const { return plan.team(warp_id()); }
-  __device__ int32_t warp() const { return plan.warp_of_team(warp_id()); }
   __device__ bool has_unit(int32_t chunk) const {
     return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes();
   }
@@ -60,33 +59,38 @@ struct Gather {
         op.announce(peer);
       }
     }
-    op.tell_finished();
+    op.tell_all_finished();
   }
 
   // The possible rows, interleaving the ranks they go to, beginning behind this rank. The first is summed while the
   // block enters the operation.
   __device__ void send() const {
-    const int32_t num_teams = plan.row_senders() * plan.row_teams();
-    const uint32_t num_candidates = peers.num_ranks * args.num_tokens;
-    uint32_t item = plan.row_sender(blockIdx.x) * plan.row_teams() + team();
+    const Team team(plan.row_sender(blockIdx.x), plan.row_senders(), warp_id(), plan.log_send_warps);
+    const uint32_t num_candidates = team.index < team.num_teams ? peers.num_ranks * args.num_tokens : 0;
+    uint32_t item = team.index;
     SourceRow row = {};
-    uint4 sum = {};
+    Sums sums = {};
     if (item < num_candidates && !blocks()) {
       row = source_row(item);
-      sum = partial_sum(row, warp());
+      sums = partial_sums(row, team.warp, team);
     }
     __syncthreads();
     op.stamp(1);
     if (!op.state.sends || op.state.failed) return;
 #pragma unroll 1
-    for (; item < num_candidates; item += num_teams) {
-      if (item >= num_teams || blocks()) {
+    for (; item < num_candidates; item += team.num_teams) {
+      if (item >= team.num_teams || blocks()) {
         row = source_row(item);
-        sum = partial_sum(row, warp());
+        sums = partial_sums(row, team.warp, team);
       }
-      if (row.present) send_row(row, sum);
+      if (row.present) send_row(row, sums, team);
     }
   }
+
+  // Units of the sum over a token's rows here, in the order of k, each rounded once.
+  struct Sums {
+    uint4 unit[kSumsAtOnce];
+  };
 
   // A row that goes back: what this lane knows of it.
   struct SourceRow {
@@ -123,77 +127,89 @@ struct Gather {
     return op.expect_number(peer, &op.own().num_rows[op.state.slot][peer]);
   }
 
-  // `sum`: of the first chunk that this warp sends.
-  __device__ void send_row(const SourceRow& row, uint4 sum) const {
+  // `sums`: of the first chunks that this warp sends.
+  __device__ void send_row(const SourceRow& row, Sums sums, const Team& team) const {
     const RowPlace place(op, row.peer, peers.rank, row.index);
-    if (args.weights_to_send && warp() == 0 && lane_id() < args.top_k) {
+    if (args.weights_to_send && team.warp == 0 && lane_id() < args.top_k) {
       send_header(op, place.header(lane_id()), {0, 0, row.row < 0 ? 0 : __ldg(args.weights_to_send + row.row), 0});
     }
 #pragma unroll 1
-    for (int32_t chunk = warp(); chunk < chunks(); chunk += plan.row_warps()) {
-      if (chunk != warp()) sum = partial_sum(row, chunk);
-      Chunk::of(sum, has_unit(chunk)).send(op, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
+    for (int32_t first = team.warp; first < chunks(); first += kSumsAtOnce * team.num_warps) {
+      if (first != team.warp) sums = partial_sums(row, first, team);
+#pragma unroll
+      for (int i = 0; i < kSumsAtOnce; ++i) {
+        const int32_t chunk = first + i * team.num_warps;
+        const bool present = has_unit(chunk);
+        Chunk::of(sums.unit[i], present).send(op, place.unit(op, chunk), place.marks + chunk, present);
+      }
     }
   }
 
-  // A unit of the sum over a token's rows here, in the order of k, rounded once.
-  __device__ uint4 partial_sum(const SourceRow& source, int32_t chunk) const {
-    const bool present = has_unit(chunk);
-    uint32_t rows = source.rows;
-    float total[kSize] = {};
+  // Of chunks first, first + num_warps, ...
+  __device__ Sums partial_sums(const SourceRow& source, int32_t first, const Team& team) const {
+    float total[kSumsAtOnce][kSize] = {};
 #pragma unroll 1
-    while (rows) {
-      Vector<X> y[kRowsAtOnce];
+    for (uint32_t rows = source.rows; rows;) {
+      Vector<X> y[kRowsAtOnce][kSumsAtOnce];
       float weights[kRowsAtOnce];
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         const int32_t k = rows ? __ffs(rows) - 1 : 0;
-        const bool is_row = rows != 0;
-        const int64_t at = __shfl_sync(kAllLanes, source.row, k);
-        weights[i] = __shfl_sync(kAllLanes, source.weight, k);
-        y[i].bits = uint4{};
-        if (is_row && present) {
-          const auto* base = static_cast<const uint8_t*>(args.y) + at * args.row_bytes;
-          y[i] = load_vector<X>(base, chunk * kChunkUnits + lane_id());
+        const int64_t row = __shfl_sync(kAllLanes, source.row, k);
+        const auto* base = static_cast<const uint8_t*>(args.y) + row * args.row_bytes;
+        weights[i] = rows ? __shfl_sync(kAllLanes, source.weight, k) : 0;
+#pragma unroll
+        for (int c = 0; c < kSumsAtOnce; ++c) {
+          const int32_t chunk = first + c * team.num_warps;
+          y[i][c].bits = uint4{};
+          if (rows && has_unit(chunk)) y[i][c] = load_vector<X>(base, chunk * kChunkUnits + lane_id());
         }
-        if (!is_row) weights[i] = 0;
         rows &= rows - 1;
       }
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) total[e] += weights[i] * to_float(y[i].element[e]);
+        for (int c = 0; c < kSumsAtOnce; ++c) {
+#pragma unroll
+          for (int e = 0; e < kSize; ++e) total[c][e] += weights[i] * to_float(y[i][c].element[e]);
+        }
       }
     }
-    Vector<X> sum;
+    Sums sums;
 #pragma unroll
-    for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[e]);
-    return sum.bits;
+    for (int c = 0; c < kSumsAtOnce; ++c) {
+      Vector<X> sum;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[c][e]);
+      sums.unit[c] = sum.bits;
+    }
+    return sums;
   }
 
   // --- receivers: the source side -----------------------------------------------------------------------------------
 
   __device__ void receive() const {
     const int32_t receiver = plan.row_receiver(blockIdx.x);
+    const Team team(receiver, plan.row_receivers(), warp_id(), plan.log_receive_warps);
     if (__syncthreads_or(op.state.failed)) return;
     op.stamp(1);
 #pragma unroll 1
-    for (int32_t token = receiver * plan.row_teams() + team(); receiver >= 0 && token < args.num_tokens;
-         token += plan.row_receivers() * plan.row_teams()) {
-      receive_token(token);
+    for (int32_t token = team.index; receiver >= 0 && team.index < team.num_teams && token < args.num_tokens;
+         token += team.num_teams) {
+      receive_token(token, team);
     }
     if (blockIdx.x == plan.first_receiver && threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
   }
 
-  __device__ void receive_token(int32_t token) const {
+  __device__ void receive_token(int32_t token, const Team& team) const {
     const int32_t source = lane_id();
     const int32_t index = source < peers.num_ranks ? __ldg(args.place + int64_t{token} * peers.num_ranks + source) : -1;
     RowPlace row = {};  // of this lane's rank
     if (index >= 0) row = RowPlace(op, peers.rank, source, index);
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
-    if (args.topk_weights && warp() == 0) receive_weights(token, row, sources);
+    if (args.topk_weights && team.warp == 0) receive_weights(token, row, sources);
 #pragma unroll 1
-    for (int32_t chunk = warp(); chunk < chunks(); chunk += plan.row_warps()) {
+    for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
       float total[kSize] = {};
 #pragma unroll 1
       for (uint32_t left = sources; left;) add_ranks(row, left, chunk, total);
@@ -208,7 +224,11 @@ struct Gather {
     for (; sources; sources &= sources - 1) {
       const int32_t source = __ffs(sources) - 1;
       const RowPlace place = row.of_lane(source);
-      if (lane_id() < args.top_k) total += expect_header(op, source, place.header(lane_id())).weight;
+      RowHeader header = {};
+      const bool came = op.wait_for(source, op.state.epoch, [&] {
+        return lane_id() >= args.top_k || look_at_header(op, place.header(lane_id()), header) ? op.state.epoch : 0;
+      });
+      if (came) total += header.weight;
       __syncwarp();
     }
     if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = total;
@@ -229,7 +249,7 @@ struct Gather {
     }
     const auto place = [&](int i) { return present[i] ? rows[i].unit(op, chunk) : nullptr; };
     look_at_units(units, place);
-    take_units(op, source, units, place, [&](int i) { return true_unit(op, source, rows[i].marks + chunk, lane_id()); });
+    take_units(op, source, units, place, [&](int i) { return true_unit(op, source, rows[i].marks + chunk, lane_id()); }, [] { return true; });
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRanksAtOnce; ++i) {
@@ -262,7 +282,7 @@ struct Gather {
 };
 
 template <typename X>
-__global__ void __launch_bounds__(kBlockThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads, 1)
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;

@@ -34,8 +34,8 @@ __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long l
   return v;
 }
 // For other blocks of this device.
-__device__ __forceinline__ void store_release_here(unsigned long long* p, unsigned long long v) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+__device__ __forceinline__ void store_release_here(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // A unit of 16 bytes, which is written, and seen, as a whole. Neither has an order with other memory.
@@ -68,15 +68,15 @@ __device__ __forceinline__ uint4 load_unit(const void* p) {
 }
 
 // Takes *p over from 0, and sees what was done before it was set to 0.
-__device__ __forceinline__ unsigned long long take_over(unsigned long long* p, unsigned long long v) {
-  unsigned long long before;
-  asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], 0, %2;" : "=l"(before) : "l"(p), "l"(v) : "memory");
+__device__ __forceinline__ uint32_t take_over(uint32_t* p, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
-// Counts; what the callers did before, and handed to them through a barrier of their block, the last of them sees.
-__device__ __forceinline__ uint32_t count_in_order(uint32_t* p) {
+// Adds; what the callers did before, and handed to them through a barrier of their block, the last of them sees.
+__device__ __forceinline__ uint32_t count_in_order(uint32_t* p, uint32_t v) {
   uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
 

@@ -31,6 +31,8 @@ struct State {
   PeerTable table;
   uint32_t epoch;
   int32_t slot;
+  uint32_t whole_slots;  // Control's, as this launch found them
+  bool slot_is_free;     // on all ranks, without asking
   bool sends;            // this block may write to the peers' slots
   bool entered;          // it takes part in the launch
   volatile bool failed;  // give up: the results will be poisoned
@@ -113,98 +115,106 @@ struct Operation {
   // that the others may go on with what needs no epoch. With `to_send`, it is known behind the barrier that the peers
   // have read what their slots held.
   __device__ __forceinline__ void begin(bool to_send) const {
-#pragma unroll 1
-    for (int32_t rank = threadIdx.x; rank < peers.num_ranks; rank += blockDim.x) {
-      state.table.arena[rank] = peers.table->arena[rank];
-      state.table.control[rank] = peers.table->control[rank];
+    if (threadIdx.x < peers.num_ranks) {
+      state.table.arena[threadIdx.x] = peers.table->arena[threadIdx.x];
+      state.table.control[threadIdx.x] = peers.table->control[threadIdx.x];
     }
     if (threadIdx.x < blockDim.x - 32) return;
-    const bool is_done = call.half == Half::kDone;
-    bool sends = to_send;
-    uint32_t epoch = 0, failed = 0, is_free = 0;
-    if (threadIdx.x == blockDim.x - 32) {
-      is_free = is_done ? 0 : load_relaxed(&own().next_is_free);
-      const uint4 head = is_done ? load_unit(&own()) : take_turn();
-      failed = head.y;
-      epoch = is_done ? call.ticket[0] : head.x + 1;
-      if (is_done && sends) sends = call.ticket[1 + blockIdx.x] == 0;
-      state.entered = true;
-      state.failed = failed != 0;
-      state.epoch = epoch;
-      state.slot = epoch & (peers.layout.num_slots - 1);
-      if (blockIdx.x == 0 && !failed) expect_rank(*call.axis_index);
-      if (is_done && !failed) expect_not_done();
+    if (threadIdx.x % 32 == 0) {
+      if (call.half == Half::kDone) {
+        enter_done(to_send);
+      } else {
+        enter_epoch(to_send);
+      }
     }
-    epoch = __shfl_sync(0xffffffffu, epoch, 0);
-    failed = __shfl_sync(0xffffffffu, failed, 0);
-    sends = __shfl_sync(0xffffffffu, sends, 0);
-    is_free = __shfl_sync(0xffffffffu, is_free, 0);
-    if (sends && !failed && !is_free) sends = claim_slots(epoch);
-    if (threadIdx.x != blockDim.x - 32) return;
-    state.sends = sends;
-    if (call.half != Half::kStart) return;
-    if (blockIdx.x == 0) call.ticket[0] = static_cast<int32_t>(epoch);
-    call.ticket[1 + blockIdx.x] = sends;
+    __syncwarp();
+    if (state.sends && !state.slot_is_free && !state.failed) claim_slots(*this);
+    if (call.half != Half::kStart || threadIdx.x % 32 != 0) return;
+    if (blockIdx.x == 0) call.ticket[0] = static_cast<int32_t>(state.epoch);
+    call.ticket[1 + blockIdx.x] = state.sends;
   }
 
-  // Launches that take a new epoch take turns, should XLA let them run at once. Gives the first unit of the control
-  // memory as it was when no other launch was in: the newest epoch, and whether the group has failed.
-  //
-  // Both are asked for at once, for time; an answer from before the turn is seen by the owner in it.
-  __device__ __forceinline__ uint4 take_turn() const {
-    const auto self = reinterpret_cast<unsigned long long>(result);
-    uint4 head = {};
-    const auto is_own = [&](unsigned long long owner) { return owner == 0 || owner == self; };
-    wait_for(peers.rank, 1, [&] {
-      head = load_unit(&own());
-      const unsigned long long before = take_over(&own().owner, self);
-      return is_own(before) && is_own(static_cast<unsigned long long>(head.w) << 32 | head.z) ? 1 : 0;
+  // The first unit of the control memory: what a new epoch has to know.
+  struct Head {
+    uint32_t newest_epoch, failed, whole_slots, owner;
+  };
+
+  // A whole operation, or a start. Such launches take turns, should XLA let them run at once.
+  __device__ __forceinline__ void enter_epoch(bool to_send) const {
+    Head head = {};
+    const uint32_t self = static_cast<uint32_t>(reinterpret_cast<unsigned long long>(result) >> 7) | 1;
+    state.failed = false;
+    // The head is asked for together with the turn, for time: one from before the turn shows that another had it.
+    state.entered = wait_for(peers.rank, 1, [&] {
+      const uint4 unit = load_unit(&own());
+      const uint32_t before = take_over(&own().owner, self);
+      head = {unit.x, unit.y, unit.z, unit.w};
+      return (before == 0 || before == self) && (head.owner == 0 || head.owner == self) ? 1 : 0;
     });
-    return head;
+    const uint32_t epoch = head.newest_epoch + 1;
+    state.failed = head.failed != 0 || !state.entered;
+    state.epoch = epoch;
+    state.slot = slot_of(epoch);
+    state.whole_slots = head.whole_slots;
+    state.slot_is_free = (head.whole_slots & kNewestIsWhole) && (head.whole_slots >> slot_of(epoch) & 1);
+    state.sends = to_send;
+    if (blockIdx.x == 0 && !state.failed) expect_rank(*call.axis_index);
   }
+
+  // A done sends what its start has not.
+  __device__ __forceinline__ void enter_done(bool to_send) const {
+    state.entered = true;
+    state.failed = load_relaxed(&own().failed) != 0;
+    state.epoch = call.ticket[0];
+    state.slot = slot_of(state.epoch);
+    state.slot_is_free = false;
+    state.sends = to_send && call.ticket[1 + blockIdx.x] == 0;
+    const uint32_t finished = load_relaxed(&own().finished[state.slot][peers.rank]);
+    if (!state.failed && static_cast<int32_t>(finished - state.epoch) >= 0) {  // this operation, or a later one
+      fail(*this, FailureReason::kNotStarted, peers.rank, state.epoch, finished);
+    }
+  }
+
+  __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
 
   __device__ __forceinline__ void expect_rank(int32_t axis_index) const {
     if (axis_index != peers.rank) fail(*this, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
   }
 
-  // A done whose epoch, or a later one, is through.
-  __device__ __forceinline__ void expect_not_done() const {
-    const uint32_t finished = load_relaxed(&own().finished[state.slot][peers.rank]);
-    if (static_cast<int32_t>(finished - state.epoch) >= 0) {
-      fail(*this, FailureReason::kNotStarted, peers.rank, state.epoch, finished);
-    }
-  }
-
   // Nobody writes to a peer's slot before the peer has read what it held last. A start never waits: where a peer has yet
   // to read, it leaves the sending to its done. With one warp.
-  __device__ __forceinline__ bool claim_slots(uint32_t epoch) const {
-    const uint32_t before = epoch - peers.layout.num_slots;
-    const uint32_t* finished = own().finished[epoch & (peers.layout.num_slots - 1)];
-    bool all = true;
-#pragma unroll 1
-    for (int32_t peer = threadIdx.x % 32; peer < peers.num_ranks; peer += 32) {
-      const auto probe = [&] { return load_acquire(finished + peer); };
-      if (call.half == Half::kStart) {
-        all = all && probe() == before;
+  __device__ __noinline__ static void claim_slots(Operation op) {
+    const uint32_t before = op.state.epoch - op.peers.layout.num_slots;
+    const int32_t peer = threadIdx.x % 32;
+    bool is_free = true;
+    if (peer < op.peers.num_ranks) {
+      const auto probe = [&] { return load_acquire(&op.own().finished[op.state.slot][peer]); };
+      if (op.call.half == Half::kStart) {
+        is_free = probe() == before;
       } else {
-        wait_for(peer, before, probe, peer == peers.rank ? FailureReason::kSlotTaken : FailureReason::kTimeout);
+        const bool is_self = peer == op.peers.rank;
+        op.wait_for(peer, before, probe, is_self ? FailureReason::kSlotTaken : FailureReason::kTimeout);
       }
     }
-    return __all_sync(0xffffffffu, all);
+    is_free = __all_sync(0xffffffffu, is_free);
+    if (peer == 0) op.state.sends = is_free;
+    __syncwarp();
   }
 
   // Leaves the launch, with all threads. The last block poisons the results of a failed operation, by poison(), and lets
   // the next operation in.
   template <typename Poison>
   __device__ __forceinline__ void end(Poison poison) const {
+    constexpr uint32_t kFailed = 1u << 16;  // counts the blocks that know of a failure
     __shared__ bool is_last, poisons;
     uint32_t* exited = &own().exited[call.half == Half::kDone ? 1 + state.slot : 0];
     __syncthreads();
     stamp(4);
     if (threadIdx.x == 0) {
-      is_last = !state.entered || count_in_order(exited) + 1 == gridDim.x;
-      if (is_last && load_relaxed(&own().failed) != 0) state.failed = true;
-      poisons = is_last && state.failed;
+      const uint32_t self = state.failed ? kFailed + 1 : 1;
+      const uint32_t count = state.entered ? count_in_order(exited, self) + self : kFailed + gridDim.x;
+      is_last = count % kFailed == gridDim.x;
+      poisons = is_last && count >= kFailed;
       if (is_last && !poisons) leave(exited);
     }
     stamp(5);
@@ -214,41 +224,37 @@ struct Operation {
       poison();
       __syncthreads();
       if (threadIdx.x == 0 && state.entered) leave(exited);
+      __syncthreads();
     }
-    // What waits for a done may be a start, which does not wait long. Else the next operation tells it soon enough.
-    if (call.half == Half::kDone) tell_finished();
+    // What waits for a done may be a start, which does not wait long. Of the others, the next operation tells.
+    if (call.half == Half::kDone && threadIdx.x < peers.num_ranks) tell_finished(state.slot, threadIdx.x);
   }
 
   // What this launch and, through the count of those that left, all its blocks have done, comes before what it lets in.
   __device__ __forceinline__ void leave(uint32_t* exited) const {
-    __threadfence();
+    uint32_t* finished = &own().finished[state.slot][peers.rank];
     store_relaxed(exited, 0);
-    if (call.half != Half::kStart) store_relaxed(&own().finished[state.slot][peers.rank], state.epoch);
-    if (call.half == Half::kDone) return;
+    if (call.half == Half::kDone) {
+      store_release(finished, state.epoch);
+      return;
+    }
+    const uint32_t slot = 1u << state.slot, others = state.whole_slots & ~(slot | kNewestIsWhole);
+    if (call.half == Half::kWhole) store_relaxed(finished, state.epoch);
+    store_relaxed(&own().whole_slots, call.half == Half::kWhole ? others | slot | kNewestIsWhole : others);
     store_relaxed(&own().newest_epoch, state.epoch);
-    note_whether_next_is_free();
     store_release_here(&own().owner, 0);
   }
 
-  // All peers have announced a whole operation that is done, so that they are through with the whole ones before it. Then
-  // nobody has to ask.
-  __device__ __forceinline__ void note_whether_next_is_free() const {
-    const uint32_t slot = 1u << state.slot, next_slot = 1u << (state.epoch + 1 & (peers.layout.num_slots - 1));
-    const bool is_whole = call.half == Half::kWhole;
-    const uint32_t halves = load_relaxed(&own().halves);
-    const uint32_t halves_now = is_whole ? halves & ~slot : halves | slot;
-    store_relaxed(&own().next_is_free, is_whole && !(halves_now & next_slot));
-    if (halves_now != halves) store_relaxed(&own().halves, halves_now);
+  // Tells a peer whether this rank has read a slot.
+  __device__ __forceinline__ void tell_finished(int32_t slot, int32_t peer) const {
+    if (peer == peers.rank) return;
+    store_release(&control_of(peer).finished[slot][peers.rank], load_acquire(&own().finished[slot][peers.rank]));
   }
-
-  // Tells the peers which slots this rank has read. With all threads, or the first ones.
-  __device__ __forceinline__ void tell_finished() const {
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < peers.layout.num_slots * peers.num_ranks; i += blockDim.x) {
-      const int32_t slot = i % peers.layout.num_slots, peer = i / peers.layout.num_slots;
-      if (peer == peers.rank) continue;
-      store_release(&control_of(peer).finished[slot][peers.rank], load_acquire(&own().finished[slot][peers.rank]));
-    }
+  // Of all slots, to all peers; the owner does, which has seen what the ones before it did.
+  __device__ __forceinline__ void tell_all_finished() const {
+    const int32_t num_slots = peers.layout.num_slots, log_slots = __ffs(num_slots) - 1;
+    const int32_t slot = threadIdx.x & (num_slots - 1), peer = static_cast<int32_t>(threadIdx.x) >> log_slots;
+    if (call.half != Half::kDone && peer < peers.num_ranks) tell_finished(slot, peer);
   }
 
   // --- words between ranks ------------------------------------------------------------------------------------------
@@ -262,11 +268,14 @@ struct Operation {
     store_relaxed(word, tagged(state.epoch, static_cast<uint32_t>(number)));
   }
 
-  // Waits for a tagged word of a peer. 0 if the operation fails.
-  __device__ __forceinline__ uint32_t expect_word(int32_t peer, const unsigned long long* word) const {
-    const unsigned long long seen = load_relaxed(word);
+  // Waits for a tagged word of a peer, of which one has been `seen`. 0 if the operation fails.
+  __device__ __forceinline__ uint32_t expect_word(int32_t peer, const unsigned long long* word,
+                                                  unsigned long long seen) const {
     if (static_cast<uint32_t>(seen >> 32) == state.epoch) return static_cast<uint32_t>(seen);
     return await_word(*this, peer, word);
+  }
+  __device__ __forceinline__ uint32_t expect_word(int32_t peer, const unsigned long long* word) const {
+    return expect_word(peer, word, load_relaxed(word));
   }
   __device__ __noinline__ static uint32_t await_word(Operation op, int32_t peer, const unsigned long long* word) {
     unsigned long long seen = 0;

@@ -15,6 +15,8 @@ __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threa
 struct Shared {
   State state;
   float products[kBlockWarps][kMaxTopK];
+  int64_t sums[kBlockWarps];
+  int32_t dropped;
 };
 
 // What a sender has counted of the tokens before the one it sends; in dynamic shared memory.
@@ -33,17 +35,15 @@ struct Places {
   int32_t* first_row;    // [E_local]
   int32_t* counts;       // [E_local]
   int32_t* group_sizes;  // [E_local]
-  int32_t* dropped;      // [1]
 
   static constexpr int64_t bytes(int32_t num_ranks, int32_t experts_per_rank) {
-    return 4 * (int64_t{num_ranks} * experts_per_rank + 3 * experts_per_rank + 1);
+    return 4 * (int64_t{num_ranks} * experts_per_rank + 3 * experts_per_rank);
   }
   __device__ Places(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
     first = static_cast<int32_t*>(memory);
     first_row = first + num_ranks * experts_per_rank;
     counts = first_row + experts_per_rank;
     group_sizes = counts + experts_per_rank;
-    dropped = group_sizes + experts_per_rank;
   }
 };
 
@@ -100,7 +100,8 @@ struct Scatter {
         op.announce(threadIdx.x);
       }
     }
-    op.tell_finished();
+    op.stamp(2);
+    op.tell_all_finished();
   }
 
   // Empty behind the next barrier.
@@ -137,6 +138,7 @@ struct Scatter {
     };
     load();
     __syncthreads();
+    op.stamp(1);
 #pragma unroll 1
     while (base < last) {
 #pragma unroll
@@ -212,6 +214,7 @@ struct Scatter {
       for (int32_t part = warp_id(); part < parts; part += kBlockWarps) {
         if (part != warp_id()) batch = load(token, part);
         send_batch(batch, part, route, row);
+        op.stamp(3);
       }
     }
   }
@@ -267,11 +270,12 @@ struct Scatter {
       units[i] = Chunk::of(kCasts ? cast(batch.units[i], scale) : batch.units[i][0], has_unit(chunk));
       if (args.num_scales) scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
     }
-    const uint32_t ranks = __ballot_sync(kAllLanes, route.index >= 0);
-#pragma unroll 1
-    for (int32_t step = 1; step <= peers.num_ranks; ++step) {
-      const int32_t peer = peers.rank + step - (peers.rank + step < peers.num_ranks ? 0 : peers.num_ranks);
-      if (!(ranks >> peer & 1)) continue;
+    const uint32_t ranks = __ballot_sync(kAllLanes, route.index >= 0), behind = ranks >> peers.rank >> 1;
+    op.stamp(6);
+    const int32_t num_behind = peers.num_ranks - peers.rank - 1;
+#pragma unroll 2
+    for (uint32_t left = behind | (ranks & ((2u << peers.rank) - 1)) << num_behind; left; left &= left - 1) {
+      const int32_t step = __ffs(left) - 1, peer = step < num_behind ? peers.rank + 1 + step : step - num_behind;
       const RowPlace place = row.of_lane(peer);
       if (part == 0 && new_route()) write_header(place, route, peer);
 #pragma unroll
@@ -312,32 +316,38 @@ struct Scatter {
 
   // --- receivers ----------------------------------------------------------------------------------------------------
 
-  // Rows that may come, interleaving the sources as they send. `row_warps` warps share a row. The first of each team is
-  // looked for while the block finds out where rows go.
+  // Rows that may come, interleaving the sources as they send, a team of warps for each. The first row of a team is
+  // waited for while the block finds out where rows go.
   __device__ void receive() const {
+    if (threadIdx.x == 0) shared.dropped = 0;
     if (__syncthreads_or(op.state.failed)) return;
     op.stamp(1);
-    const int32_t team = plan.team(warp_id()), receiver = plan.row_receiver(blockIdx.x);
-    const uint32_t num_candidates = receiver < 0 ? 0 : peers.num_ranks * args.num_tokens;
-    uint32_t item = receiver * plan.row_teams() + team;
-    Arriving arriving = look_for_row(item, num_candidates);
-    const Places places = place_rows();
+    const Team team(plan.row_receiver(blockIdx.x), plan.row_receivers(), warp_id(), plan.log_receive_warps);
+    const uint32_t num_candidates = plan.row_receiver(blockIdx.x) < 0 ? 0 : peers.num_ranks * args.num_tokens;
+    const Places places(scratch, peers.num_ranks, experts_per_rank());
+    uint32_t item = team.index;
+    Arriving arriving = {};
+    if (item < num_candidates) arriving = look_for_row(item, team);
+    place_rows(places);
+    if (arriving.comes) await_row(arriving, team);
+    op.stamp(8);
     if (__syncthreads_or(op.state.failed)) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
 #pragma unroll 1
     while (item < num_candidates) {
-      receive_row(arriving, places);
-      item += plan.row_receivers() * plan.row_teams();
-      arriving = look_for_row(item, num_candidates);
+      deliver_row(arriving, places, team);
+      item += team.num_teams;
+      if (item >= num_candidates) break;
+      arriving = look_for_row(item, team);
+      if (arriving.comes) await_row(arriving, team);
     }
     if (!args.blocks) pad(places);
   }
 
-  // A unit of this lane in each of some chunks, and the scales of the one with this lane's number.
+  // A unit of this lane in each of some chunks and, last, the scales of the one with this lane's number.
   struct Taken {
-    uint4 units[kReceiveBatch];
-    uint4 scales[1];
+    uint4 units[kReceiveBatch + 1];
   };
 
   // A row that may come.
@@ -345,20 +355,33 @@ struct Scatter {
     int32_t source, index;
     bool comes;
     RowPlace place;
-    Taken first;  // what there is of this warp's first batch
+    RowHeader header;  // of a new route, for k = lane
+    Taken first;       // this warp's first batch
   };
 
-  __device__ Arriving look_for_row(uint32_t item, uint32_t num_candidates) const {
+  // Asks for what there is of it.
+  __device__ Arriving look_for_row(uint32_t item, const Team& team) const {
     Arriving arriving = {};
-    if (item >= num_candidates) return arriving;
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
     arriving.index = peers.by_ranks.quotient(item);
     arriving.comes = arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
     arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
-    look_at_batch(arriving.place, plan.warp_of_team(warp_id()), arriving.first);
+    look_at_batch(arriving.place, team.warp, team, arriving.first);
+    if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
     return arriving;
+  }
+
+  __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
+
+  // Waits for the rest.
+  __device__ void await_row(Arriving& arriving, const Team& team) const {
+    const bool has_header = this->has_header();
+    take_batch(arriving.source, arriving.place, team.warp, team, arriving.first, [&] {
+      return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header);
+    });
+    if (op.state.failed) arriving.comes = false;  // what came may be anything
   }
 
   __device__ int32_t num_arrived(int32_t source) const {
@@ -366,76 +389,92 @@ struct Scatter {
                            : __ldg(args.known_num_arrived + source);
   }
 
-  // Valid behind the next barrier.
-  __device__ Places place_rows() const {
-    const int32_t experts = experts_per_rank();
-    const Places p(scratch, peers.num_ranks, experts);
-    if (args.blocks && blockIdx.x != plan.first_receiver) return p;
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; sends_numbers() && i < num_experts(); i += blockDim.x) {
-      const int32_t source = peers.by_experts.quotient(i);
-      p.first[i] = op.expect_number(source, op.counts_at(peers.rank, source) + i - source * experts);
-    }
-    if (args.blocks) return p;
-    __syncthreads();
-    if (new_route()) sum_sources(p);
-    if (warp_id() == 0) place_groups(p);
-    return p;
-  }
-
-  // Puts in place of each source's rows where they begin in the expert's group, and adds all up.
-  __device__ void sum_sources(const Places& p) const {
-    const int32_t experts = experts_per_rank();
-#pragma unroll 1
-    for (int32_t expert = threadIdx.x; expert < experts; expert += blockDim.x) {
-      int32_t total = 0;
-#pragma unroll 4
-      for (int32_t source = 0; source < peers.num_ranks; ++source) {
-        const int32_t need = p.first[source * experts + expert];
-        p.first[source * experts + expert] = total;
-        total += need;
-      }
-      p.counts[expert] = total;
-    }
-    __syncthreads();
-  }
-
-  // One warp: where each expert's group lies, from a prefix sum over their sizes; of an old route, from what it kept.
-  __device__ void place_groups(const Places& p) const {
+  // Finds out where the experts' groups lie, from a prefix sum over their sizes, with as many warps as have an expert per
+  // lane; of an old route, from what it kept. Valid behind the next barrier.
+  __device__ void place_rows(const Places& p) const {
+    if (args.blocks) return;
+    const int32_t experts = experts_per_rank(), warps = min((experts + 31) / 32, kBlockWarps);
+    if (warp_id() >= warps) return;
     int64_t rows_before = 0;
     int32_t dropped = 0;
 #pragma unroll 1
-    for (int32_t base = 0; base < experts_per_rank(); base += 32) {
-      const int32_t expert = base + lane_id();
-      const bool present = expert < experts_per_rank();
+    for (int32_t expert = threadIdx.x; expert - lane_id() < experts; expert += warps * 32) {
+      const bool present = expert < experts;
       int32_t need = 0;
-      if (present) need = new_route() ? p.counts[expert] : __ldg(args.known_group_sizes + expert);
+      if (present) need = new_route() ? sum_sources(p, expert) : __ldg(args.known_group_sizes + expert);
       const int64_t size = align_up(need, args.alignment);
-      int64_t sum = size;
-#pragma unroll
-      for (int32_t offset = 1; offset < 32; offset *= 2) {
-        const int64_t before = __shfl_up_sync(kAllLanes, sum, offset);
-        if (lane_id() >= offset) sum += before;
-      }
-      const Placement group =
-          place_group(args.layout, expert, rows_before + sum - size, need, args.capacity, args.alignment);
-      if (present) {
-        p.first_row[expert] = static_cast<int32_t>(group.first_row);
-        p.counts[expert] = new_route() ? group.count : __ldg(args.known_counts + expert);
-        p.group_sizes[expert] = new_route() ? group.group_size : need;
-        dropped += need - group.count;
-      }
-      rows_before += __shfl_sync(kAllLanes, sum, 31);
+      const int64_t begin = rows_before;
+      const int64_t through = begin + sum_through(size, warps, rows_before);
+      if (!present) continue;
+      const Placement group = place_group(args.layout, expert, through - size, need, args.capacity, args.alignment);
+      p.first_row[expert] = static_cast<int32_t>(group.first_row);
+      p.counts[expert] = new_route() ? group.count : __ldg(args.known_counts + expert);
+      p.group_sizes[expert] = new_route() ? group.group_size : need;
+      dropped += need - group.count;
     }
-    dropped = __reduce_add_sync(kAllLanes, dropped);
-    if (lane_id() == 0) *p.dropped = dropped;
+    if (dropped) atomicAdd(&shared.dropped, dropped);
+  }
+
+  // The rows that an expert gets; notes where each source's begin.
+  __device__ int32_t sum_sources(const Places& p, int32_t expert) const {
+    constexpr int kAtOnce = 4;
+    int32_t total = 0;
+#pragma unroll 1
+    for (int32_t first = 0; first < peers.num_ranks; first += kAtOnce) {
+      unsigned long long words[kAtOnce];
+      op.wait_for(first, op.state.epoch, [&] {
+        uint32_t epoch = op.state.epoch;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int32_t source = min(first + i, peers.num_ranks - 1);
+          words[i] = load_relaxed(op.counts_at(peers.rank, source) + expert);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) epoch = words[i] >> 32 == op.state.epoch ? epoch : ~op.state.epoch;
+        return epoch;
+      });
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= peers.num_ranks) break;
+        p.first[(first + i) * experts_per_rank() + expert] = total;
+        total += static_cast<int32_t>(words[i]);
+      }
+    }
+    return total;
+  }
+
+  // The sum over this and the threads before, of the first `warps` warps; adds the whole sum to `all`.
+  __device__ int64_t sum_through(int64_t value, int32_t warps, int64_t& all) const {
+#pragma unroll
+    for (int32_t offset = 1; offset < 32; offset *= 2) {
+      const int64_t before = __shfl_up_sync(kAllLanes, value, offset);
+      if (lane_id() >= offset) value += before;
+    }
+    if (warps == 1) {
+      all += __shfl_sync(kAllLanes, value, 31);
+      return value;
+    }
+    if (lane_id() == 31) shared.sums[warp_id()] = value;
+    named_barrier(1, warps * 32);
+    int64_t before = 0;
+#pragma unroll 1
+    for (int32_t warp = 0; warp < warps; ++warp) {
+      const int64_t sum = shared.sums[warp];
+      all += sum;
+      if (warp < warp_id()) before += sum;
+    }
+    named_barrier(1, warps * 32);
+    return before + value;
   }
 
   // Also sees to it that all ranks are in the same operation.
   __device__ void write_counts(const Places& p) const {
     if (threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += blockDim.x) args.counts[i] = p.first[i];
+    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += blockDim.x) {
+      const int32_t source = peers.by_experts.quotient(i);
+      args.counts[i] = op.expect_number(source, op.counts_at(peers.rank, source) + i - source * experts_per_rank());
+    }
     if (!new_route()) return;
 #pragma unroll 1
     for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += blockDim.x) {
@@ -443,93 +482,101 @@ struct Scatter {
       args.group_sizes[expert] = p.group_sizes[expert];
     }
     if (threadIdx.x < peers.num_ranks) args.num_arrived[threadIdx.x] = num_arrived(threadIdx.x);
-    if (threadIdx.x == 0) *args.num_dropped = *p.dropped;
+    if (threadIdx.x == 0) *args.num_dropped = shared.dropped;
   }
 
-  __device__ void receive_row(Arriving& arriving, const Places& places) const {
-    const int32_t source = arriving.source, warp = plan.warp_of_team(warp_id());
+  __device__ void deliver_row(Arriving& arriving, const Places& places, const Team& team) const {
+    const int32_t source = arriving.source;
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
-    const bool keeps_route = new_route() && warp == 0 && lane_id() < args.top_k;
+    const bool keeps_route = new_route() && team.warp == 0 && lane_id() < args.top_k;
     if (!arriving.comes) {
       if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
-      if (args.blocks && args.zero_pad && warp == 0) zero_row(candidate);
+      if (args.blocks && args.zero_pad && team.warp == 0) zero_row(candidate);
       return;
     }
     int32_t row = -1;  // of the result, for k = lane
     if (args.blocks) {
       if (lane_id() == 0) row = static_cast<int32_t>(candidate);
     } else if (lane_id() < args.top_k) {
-      row = new_route() ? new_row(source, arriving.place.header(lane_id()), keeps_route, places)
+      row = new_route() ? new_row(source, arriving.header, places)
                         : __ldg(args.known_rows + candidate * args.top_k + lane_id());
     }
-    if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = row;
-    __syncwarp();
+    if (keeps_route) {
+      args.rows[candidate * args.top_k + lane_id()] = row;
+      if (row >= 0) args.weights[row] = arriving.header.weight;
+    }
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(3);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
 #pragma unroll 1
-    for (int32_t first = warp; first < chunks(); first += kReceiveBatch * plan.row_warps()) {
-      if (first != warp) look_at_batch(arriving.place, first, arriving.first);
-      take_batch(source, arriving.place, first, arriving.first);
-      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets);
-      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets);
-      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving.first, first, row, targets);
+    for (int32_t first = team.warp; first < chunks(); first += kReceiveBatch * team.num_warps) {
+      if (first != team.warp) {
+        look_at_batch(arriving.place, first, team, arriving.first);
+        take_batch(source, arriving.place, first, team, arriving.first, [] { return true; });
+      }
+      op.stamp(6);
+      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, team);
+      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets, team);
+      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving.first, first, row, targets, team);
+      op.stamp(7);
     }
-    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, warp);
+    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, team);
   }
 
-  __device__ int32_t new_row(int32_t source, const RowHeader* place, bool keeps_route, const Places& places) const {
-    const RowHeader header = expect_header(op, source, place);
+  __device__ int32_t new_row(int32_t source, const RowHeader& header, const Places& places) const {
     if (header.expert < 0) return -1;
     const int32_t position = places.first[source * experts_per_rank() + header.expert] + header.position;
-    if (position >= places.counts[header.expert]) return -1;
-    const int32_t row = places.first_row[header.expert] + position;
-    if (keeps_route) args.weights[row] = header.weight;
-    return row;
+    return position < places.counts[header.expert] ? places.first_row[header.expert] + position : -1;
   }
 
   __device__ uint4* out_row(int64_t row) const {
     return reinterpret_cast<uint4*>(static_cast<uint8_t*>(args.out) + row * args.out_row_bytes);
   }
-  __device__ uint4* out_row_of(int32_t row, int32_t k) const { return out_row(__shfl_sync(kAllLanes, row, k)); }
+  // The i-th chunk of a batch, whose chunks are first, first + num_warps, ...
+  __device__ static int32_t chunk_of(int32_t first, int32_t i, const Team& team) { return first + i * team.num_warps; }
 
-  // The i-th chunk of a batch, whose chunks are first, first + row_warps, ...
-  __device__ int32_t chunk_of(int32_t first, int32_t i) const { return first + i * plan.row_warps(); }
-  __device__ uint8_t* unit_place(const RowPlace& place, int32_t first, int32_t i) const {
-    return has_unit(chunk_of(first, i)) ? place.unit(op, chunk_of(first, i)) : nullptr;
-  }
-  __device__ uint8_t* scales_place(const RowPlace& place, int32_t first) const {
-    const int32_t chunk = chunk_of(first, lane_id());
-    return lane_id() < kReceiveBatch && chunk < chunks() ? place.scales(op, payload_bytes(), chunk) : nullptr;
-  }
-
-  __device__ void look_at_batch(const RowPlace& place, int32_t first, Taken& taken) const {
-    look_at_units(taken.units, [&](int i) { return unit_place(place, first, i); });
-    if (args.num_scales) look_at_units(taken.scales, [&](int) { return scales_place(place, first); });
-  }
-
-  __device__ void take_batch(int32_t source, const RowPlace& place, int32_t first, Taken& taken) const {
-    take_units(
-        op, source, taken.units, [&](int i) { return unit_place(place, first, i); },
-        [&](int i) { return true_unit(op, source, place.marks + chunk_of(first, i), lane_id()); });
-    if (args.num_scales) {
-      take_units(
-          op, source, taken.scales, [&](int) { return scales_place(place, first); },
-          [&](int) { return true_unit(op, source, place.marks + chunks() + chunk_of(first, lane_id()), 0); });
+  __device__ uint8_t* place_of(const RowPlace& place, int32_t first, int32_t i, const Team& team) const {
+    if (i < kReceiveBatch) {
+      const int32_t chunk = chunk_of(first, i, team);
+      return has_unit(chunk) ? place.unit(op, chunk) : nullptr;
     }
+    const int32_t chunk = chunk_of(first, lane_id(), team);
+    const bool present = args.num_scales && lane_id() < kReceiveBatch && chunk < chunks();
+    return present ? place.scales(op, payload_bytes(), chunk) : nullptr;
+  }
+
+  __device__ void look_at_batch(const RowPlace& place, int32_t first, const Team& team, Taken& taken) const {
+    look_at_units(taken.units, [&](int i) { return place_of(place, first, i, team); });
+  }
+
+  template <typename Also>
+  __device__ void take_batch(int32_t source, const RowPlace& place, int32_t first, const Team& team, Taken& taken,
+                             Also also) const {
+    const auto resolve = [&](int i) {
+      const bool is_unit = i < kReceiveBatch;
+      const int32_t mark = is_unit ? chunk_of(first, i, team) : chunks() + chunk_of(first, lane_id(), team);
+      return true_unit(op, source, place.marks + mark, is_unit ? lane_id() : 0);
+    };
+    take_units(op, source, taken.units, [&](int i) { return place_of(place, first, i, team); }, resolve, also);
     __syncwarp();
   }
 
   // To each expert's row, as it came.
-  __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets) const {
-#pragma unroll 1
+  __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets, const Team& team) const {
+    const auto own = reinterpret_cast<unsigned long long>(out_row(row));
+#pragma unroll 2
     for (uint32_t left = targets; left; left &= left - 1) {
-      uint4* out = out_row_of(row, __ffs(left) - 1) + lane_id();
+      auto* out = reinterpret_cast<uint4*>(__shfl_sync(kAllLanes, own, __ffs(left) - 1)) + lane_id();
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
-        if (has_unit(chunk_of(first, i))) out[chunk_of(first, i) * kChunkUnits] = taken.units[i];
+        const int32_t chunk = chunk_of(first, i, team);
+        if (has_unit(chunk)) out[chunk * kChunkUnits] = taken.units[i];
       }
-      if (args.num_scales) write_scales(taken.scales[0], chunk_of(first, lane_id()), row, __ffs(left) - 1);
+    }
+    if (!args.num_scales) return;
+#pragma unroll 1
+    for (uint32_t left = targets; left; left &= left - 1) {
+      write_scales(taken.units[kReceiveBatch], chunk_of(first, lane_id(), team), row, __ffs(left) - 1);
     }
   }
 
@@ -543,10 +590,11 @@ struct Scatter {
   }
 
   // To each expert's row, in the group's dtype.
-  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets) const {
+  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
+                       const Team& team) const {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
-      const uint4& unit = taken.scales[0];
+      const uint4& unit = taken.units[kReceiveBatch];
       const uint32_t scales[] = {__shfl_sync(kAllLanes, unit.x, i), __shfl_sync(kAllLanes, unit.y, i),
                                  __shfl_sync(kAllLanes, unit.z, i), __shfl_sync(kAllLanes, unit.w, i)};
       const int32_t block = lane_id() / 8;
@@ -555,18 +603,19 @@ struct Scatter {
       cast_from_fp8(taken.units[i], __uint_as_float(scale), x);
 #pragma unroll 1
       for (uint32_t left = targets; left; left &= left - 1) {
-        uint4* out = out_row_of(row, __ffs(left) - 1) +
-                     (chunk_of(first, i) * kChunkUnits + lane_id()) * static_cast<int32_t>(sizeof(X));
+        uint4* out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1)) +
+                     (chunk_of(first, i, team) * kChunkUnits + lane_id()) * static_cast<int32_t>(sizeof(X));
 #pragma unroll
         for (int v = 0; v < sizeof(X); ++v) {
-          if (has_unit(chunk_of(first, i))) out[v] = x[v].bits;
+          if (has_unit(chunk_of(first, i, team))) out[v] = x[v].bits;
         }
       }
     }
   }
 
   // combine's cotangents: weight * row to each expert's row, and the row's product with y.
-  __device__ void combine_back(const Taken& taken, int32_t first, int32_t row, uint32_t targets) const {
+  __device__ void combine_back(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
+                       const Team& team) const {
 #pragma unroll 1
     for (uint32_t left = targets; left; left &= left - 1) {
       const int32_t k = __ffs(left) - 1;
@@ -575,7 +624,7 @@ struct Scatter {
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
-        const int32_t chunk = chunk_of(first, i);
+        const int32_t chunk = chunk_of(first, i, team);
         if (has_unit(chunk)) product += combine_back_unit(taken.units[i], target, chunk, weight);
       }
       __syncwarp();
@@ -600,18 +649,18 @@ struct Scatter {
     return product;
   }
 
-  // Adds what the warps that share a row have of its products, in their order.
-  __device__ void sum_products(int32_t row, int32_t warp) const {
+  // Adds what the warps that share a row, all of one block, have of its products, in their order.
+  __device__ void sum_products(int32_t row, const Team& team) const {
     if (!args.y) return;
-    const int32_t team = plan.team(warp_id());
-    named_barrier(team + 1, plan.row_warps() * 32);
-    if (warp == 0 && row >= 0) {
+    const int32_t barrier = warp_id() / team.num_warps + 1;
+    named_barrier(barrier, team.num_warps * 32);
+    if (team.warp == 0 && row >= 0) {
       float total = 0;
 #pragma unroll 1
-      for (int32_t w = 0; w < plan.row_warps(); ++w) total += shared.products[warp_id() + w][lane_id()];
+      for (int32_t w = 0; w < team.num_warps; ++w) total += shared.products[warp_id() + w][lane_id()];
       args.weights_cotangent[row] = total;
     }
-    named_barrier(team + 1, plan.row_warps() * 32);
+    named_barrier(barrier, team.num_warps * 32);
   }
 
   // --- padding ------------------------------------------------------------------------------------------------------
@@ -679,7 +728,7 @@ struct Scatter {
 };
 
 template <typename X, bool kCasts, Arrival kArrival>
-__global__ void __launch_bounds__(kBlockThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads, 1)
     scatter_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ScatterArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   extern __shared__ __align__(16) uint8_t scratch[];

@@ -40,7 +40,7 @@ struct RowPlace {
     row = arena + layout.row_offset(number);
     marks = reinterpret_cast<unsigned long long*>(arena + layout.marks_offset(number));
   }
-  // The place that another lane of the warp has.
+  // The place that another lane of the warp has; the compiler leaves out what is not used.
   __device__ __forceinline__ RowPlace of_lane(int32_t lane) const {
     RowPlace place;
     place.row = reinterpret_cast<uint8_t*>(
@@ -99,33 +99,31 @@ __device__ __forceinline__ void look_at_units(uint4 (&units)[N], Place place) {
   for (int i = 0; i < N; ++i) units[i] = place(i) ? load_unit(place(i)) : uint4{};
 }
 
-// Waits for those that had not, from `peer`, and takes all. resolve(i) gives the true_unit of a stand-in.
-template <int N, typename Place, typename Resolve>
+// Waits for those that had not, from `peer`, and takes all. resolve(i) gives the true_unit of a stand-in. also() looks for
+// what else has to arrive, and says whether it has.
+template <int N, typename Place, typename Resolve, typename Also>
 __device__ __forceinline__ void take_units(const Operation& op, int32_t peer, uint4 (&units)[N], Place place,
-                                           Resolve resolve) {
-  bool odd = false;
-#pragma unroll
-  for (int i = 0; i < N; ++i) odd = odd || units[i].x == kEmptyWord;
-  if (odd) {
-    op.wait_for(peer, op.state.epoch, [&] {
-      bool missing = false;
-#pragma unroll
-      for (int i = 0; i < N; ++i) missing = missing || (place(i) && is_empty(units[i]));
-      if (!missing) return op.state.epoch;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (place(i) && is_empty(units[i])) units[i] = load_unit(place(i));
-      }
-      return 0u;
-    });
+                                           Resolve resolve, Also also) {
+  op.wait_for(peer, op.state.epoch, [&] {
+    bool missing = !also();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (place(i) && is_stand_in(units[i])) units[i] = resolve(i);
+      if (!place(i) || !is_empty(units[i])) continue;
+      units[i] = load_unit(place(i));
+      missing = true;
     }
-  }
+    return missing ? 0u : op.state.epoch;
+  });
+  bool odd = false;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
+    odd = odd || units[i].x == kEmptyWord;
     if (place(i)) store_unit(place(i), empty_unit());
+  }
+  if (!odd) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (place(i) && is_stand_in(units[i])) units[i] = resolve(i);
   }
 }
 
@@ -134,14 +132,15 @@ __device__ __forceinline__ void send_header(const Operation& op, RowHeader* plac
   store_unit(place, *reinterpret_cast<const uint4*>(&header));
 }
 
-// For no expert, if the operation fails.
-__device__ __forceinline__ RowHeader expect_header(const Operation& op, int32_t peer, const RowHeader* place) {
-  uint4 unit;
-  const bool came = op.wait_for(peer, op.state.epoch, [&] {
-    unit = load_unit(place);
-    return unit.w;
-  });
-  return came ? *reinterpret_cast<const RowHeader*>(&unit) : RowHeader{-1, 0, 0, 0};
+__device__ __forceinline__ RowHeader load_header(const RowHeader* place) {
+  const uint4 unit = load_unit(place);
+  return {static_cast<int32_t>(unit.x), static_cast<int32_t>(unit.y), __uint_as_float(unit.z), unit.w};
+}
+// Looks once more for a header that had not arrived, and says whether it had.
+__device__ __forceinline__ bool look_at_header(const Operation& op, const RowHeader* place, RowHeader& header) {
+  if (header.epoch == op.state.epoch) return true;
+  header = load_header(place);
+  return false;
 }
 
 }  // namespace jax_ep
