@@ -55,8 +55,8 @@ struct ArenaLayout {
         header_bytes(static_cast<int32_t>(align_up(top_k * kUnitBytes, 128))),
         row_stride(static_cast<int32_t>(align_up(header_bytes + max_payload, 128))),
         marks_per_row(num_chunks(max_payload) + 1),
-        marks_begin(int64_t{row_number(num_slots, 0, 0)} * row_stride),
-        bytes(align_up(marks_offset(row_number(num_slots, 0, 0)), 256)) {}
+        marks_begin(num_rows() * row_stride),
+        bytes(align_up(marks_begin + num_rows() * marks_per_row * 8, 256)) {}
 
   // As many slots as fit in a small arena, and at least two.
   static constexpr ArenaLayout fitting(int32_t num_ranks, int32_t top_k, int32_t max_tokens, int32_t max_payload) {
@@ -64,6 +64,7 @@ struct ArenaLayout {
     return most.bytes <= kSmallArena ? most : ArenaLayout(num_ranks, top_k, max_tokens, max_payload, 2);
   }
 
+  constexpr int64_t num_rows() const { return int64_t{num_slots} * num_ranks * max_tokens; }
   // Row `index` of what `peer` sends in the operations of `slot`.
   constexpr int32_t row_number(int32_t slot, int32_t peer, int32_t index) const {
     return (slot * num_ranks + peer) * max_tokens + index;

@@ -372,8 +372,8 @@ def test_halves_in_programs_of_their_own(mesh, inputs):
 
 
 def test_a_start_without_done(mesh, inputs):
-    """It holds its slot; whoever needs that slot says so at once, as nobody would ever free it."""
-    with make_group(mesh) as group:
+    """It holds its slot; whoever needs that slot says so when its time is up."""
+    with make_group(mesh, timeout=2.0) as group:
         start, _ = halves(group, mesh)
         program = compiled(partial(chain, group), mesh, *inputs)
         jax.block_until_ready(start(*inputs))
@@ -435,13 +435,14 @@ def test_a_rank_that_never_comes(mesh, inputs):
 
 
 def arena_bytes(group):
-    """Of one rank: in each slot, for every rank, as many rows as it may send, with header and arrival flag.
+    """Of one rank: in each slot, for every rank, as many rows as it may send, with headers and marks.
 
     There are four slots if they fit in 64 MiB, else two.
     """
-    header = oracle.round_up(12 * group.top_k, 16)  # expert, position and weight of each k
-    row = header + group.hidden * group.dtype.itemsize
-    slot = group.num_ranks * group.max_tokens_per_rank * (row + 4)
+    header = oracle.round_up(16 * group.top_k, 128)
+    payload = group.hidden * group.dtype.itemsize
+    row = oracle.round_up(header + payload, 128) + 8 * (-(-payload // 512) + 1)
+    slot = group.num_ranks * group.max_tokens_per_rank * row
     four = oracle.round_up(4 * slot, 256)
     return four if four <= 64 * 2**20 else oracle.round_up(2 * slot, 256)
 

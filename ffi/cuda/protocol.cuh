@@ -186,15 +186,14 @@ struct Operation {
   __device__ __noinline__ static void claim_slots(Operation op) {
     const uint32_t before = op.state.epoch - op.peers.layout.num_slots;
     const int32_t peer = threadIdx.x % 32;
+    const auto probe = [&] { return load_acquire(&op.own().finished[op.state.slot][peer]); };
     bool is_free = true;
-    if (peer < op.peers.num_ranks) {
-      const auto probe = [&] { return load_acquire(&op.own().finished[op.state.slot][peer]); };
-      if (op.call.half == Half::kStart) {
-        is_free = probe() == before;
-      } else {
-        const bool is_self = peer == op.peers.rank;
-        op.wait_for(peer, before, probe, is_self ? FailureReason::kSlotTaken : FailureReason::kTimeout);
-      }
+    if (op.call.half == Half::kStart) {
+      is_free = peer >= op.peers.num_ranks || probe() == before;
+    } else {
+      if (peer == op.peers.rank) op.wait_for(peer, before, probe, FailureReason::kSlotTaken);  // the others' will be, too
+      __syncwarp();
+      if (peer < op.peers.num_ranks) op.wait_for(peer, before, probe);
     }
     is_free = __all_sync(0xffffffffu, is_free);
     if (peer == 0) op.state.sends = is_free;

@@ -210,6 +210,9 @@ struct Scatter {
       if (!op.state.sends || op.state.failed) continue;
       RowPlace row = {};  // on this lane's rank
       if (route.index >= 0) row = RowPlace(op, lane_id(), peers.rank, route.index);
+      if (new_route() && warp_id() == kBlockWarps - 1) {  // which has the least of the row
+        for_each_rank(route, [&](int32_t peer) { write_header(row.of_lane(peer), route, peer); });
+      }
 #pragma unroll 1
       for (int32_t part = warp_id(); part < parts; part += kBlockWarps) {
         if (part != warp_id()) batch = load(token, part);
@@ -260,7 +263,6 @@ struct Scatter {
     return batch;
   }
 
-  // To every rank, beginning behind this one: were all to begin with rank 0, they would share its link.
   __device__ void send_batch(const Batch& batch, int32_t part, const Route& route, const RowPlace& row) const {
     Chunk units[kSendBatch], scales[kSendBatch];
 #pragma unroll
@@ -270,14 +272,8 @@ struct Scatter {
       units[i] = Chunk::of(kCasts ? cast(batch.units[i], scale) : batch.units[i][0], has_unit(chunk));
       if (args.num_scales) scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
     }
-    const uint32_t ranks = __ballot_sync(kAllLanes, route.index >= 0), behind = ranks >> peers.rank >> 1;
-    op.stamp(6);
-    const int32_t num_behind = peers.num_ranks - peers.rank - 1;
-#pragma unroll 2
-    for (uint32_t left = behind | (ranks & ((2u << peers.rank) - 1)) << num_behind; left; left &= left - 1) {
-      const int32_t step = __ffs(left) - 1, peer = step < num_behind ? peers.rank + 1 + step : step - num_behind;
+    for_each_rank(route, [&](int32_t peer) {
       const RowPlace place = row.of_lane(peer);
-      if (part == 0 && new_route()) write_header(place, route, peer);
 #pragma unroll
       for (int i = 0; i < kSendBatch; ++i) {
         const int32_t chunk = part * kSendBatch + i;
@@ -287,6 +283,20 @@ struct Scatter {
           scales[i].send(op, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk, present);
         }
       }
+    });
+  }
+
+  // Calls f for every rank that the token goes to, beginning behind this one: were all to begin with rank 0, they would
+  // share its link.
+  template <typename F>
+  __device__ void for_each_rank(const Route& route, F f) const {
+    const uint32_t ranks = __ballot_sync(kAllLanes, route.index >= 0);
+    const int32_t num_behind = peers.num_ranks - peers.rank - 1;
+    const uint32_t behind = ranks >> peers.rank >> 1, others = ranks & ((2u << peers.rank) - 1);
+#pragma unroll 2
+    for (uint32_t left = behind | others << num_behind; left; left &= left - 1) {
+      const int32_t step = __ffs(left) - 1;
+      f(step < num_behind ? peers.rank + 1 + step : step - num_behind);
     }
   }
 
@@ -336,10 +346,11 @@ struct Scatter {
     if (plan.first_receiver == blockIdx.x) write_counts(places);
 #pragma unroll 1
     while (item < num_candidates) {
-      deliver_row(arriving, places, team);
       item += team.num_teams;
-      if (item >= num_candidates) break;
-      arriving = look_for_row(item, team);
+      Arriving next = {};
+      if (item < num_candidates) next = look_for_row(item, team);
+      deliver_row(arriving, places, team);
+      arriving = next;
       if (arriving.comes) await_row(arriving, team);
     }
     if (!args.blocks) pad(places);
