@@ -43,35 +43,38 @@ struct Team {
         num_warps(1 << log_warps) {}
 };
 
-// `sends`, `receives`: blocks for all rows that there may be.
-constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, int32_t log_send_warps, int32_t log_receive_warps,
-                                 int32_t num_sms) {
+// `sends`, `receives`: blocks for all rows that there may be, of which at most `receive_eighths` / 8 receive.
+constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, int32_t receive_eighths, int32_t log_send_warps,
+                                 int32_t log_receive_warps, int32_t num_sms) {
   const int32_t blocks = num_sms > 0 ? std::min(num_sms, kTicketWords - 1) : kDefaultBlocks;
   if (blocks == 1) return {1, 0, 1, std::min(log_send_warps, 4), std::min(log_receive_warps, 4)};
-  const auto receivers = static_cast<int32_t>(std::min<int64_t>(receives + 1, blocks / 2));
+  const int32_t most_receive = std::max(blocks * receive_eighths / 8, 1);
+  const auto receivers = static_cast<int32_t>(std::min<int64_t>(receives + 1, most_receive));
   const auto senders = static_cast<int32_t>(std::min<int64_t>(sends + 1, blocks - receivers));
   // A team must not be larger than all that there are.
-  const auto at_most = [](int32_t log_warps, int32_t row_blocks) { return row_blocks > 1 ? log_warps : std::min(log_warps, 4); };
-  return {senders, senders, senders + receivers, at_most(log_send_warps, senders - 1),
-          at_most(log_receive_warps, receivers - 1)};
+  const auto fitting = [](int32_t log_warps, int32_t row_blocks) {
+    return row_blocks > 1 ? log_warps : std::min(log_warps, 4);
+  };
+  return {senders, senders, senders + receivers, fitting(log_send_warps, senders - 1),
+          fitting(log_receive_warps, receivers - 1)};
 }
 
 constexpr int64_t blocks_for(int64_t rows, int32_t log_warps) {
   return ((rows << log_warps) + kBlockWarps - 1) / kBlockWarps;
 }
 
-// Tokens go out, each read once by one block; rows of all ranks come in. Few tokens: many warps on a row, for its
-// latency. Many: more rows under way.
+// Tokens go out, each read once by one block; rows of all ranks come in, and are written once per expert. Few tokens:
+// many warps on a row, for its latency. Many: more rows under way.
 constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
   const int32_t log_receive = num_tokens <= 16 ? 4 : num_tokens <= 64 ? 3 : 2;
-  return plan_launch(num_tokens, blocks_for(num_tokens * num_ranks, log_receive), 4, log_receive, num_sms);
+  return plan_launch(num_tokens, blocks_for(num_tokens * num_ranks, log_receive), 5, 4, log_receive, num_sms);
 }
 
 // The rows of all ranks' tokens are summed and go back; tokens come in.
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
-  const int32_t log_send = num_tokens <= 16 ? 4 : num_tokens <= 64 ? 3 : 2;
-  const int32_t log_receive = num_tokens <= 16 ? 5 : num_tokens <= 128 ? 4 : 2;
-  return plan_launch(blocks_for(num_tokens * num_ranks, log_send), blocks_for(num_tokens, log_receive), log_send,
+  const int32_t log_send = num_tokens <= 128 ? 4 : 2;
+  const int32_t log_receive = num_tokens <= 64 ? 5 : num_tokens <= 128 ? 4 : 2;
+  return plan_launch(blocks_for(num_tokens * num_ranks, log_send), blocks_for(num_tokens, log_receive), 3, log_send,
                      log_receive, num_sms);
 }
 

@@ -1,6 +1,7 @@
 #include <cooperative_groups.h>
 
 #include "ffi/cuda/dispatch_layout.h"
+#include "ffi/cuda/memory.cuh"
 
 namespace jax_ep {
 namespace {
@@ -43,6 +44,7 @@ __global__ void __cluster_dims__(kBlocksPerCluster) __launch_bounds__(kThreads)
   const auto cluster = cooperative_groups::this_cluster();
   const Share share = share_of_cluster(args, blockIdx.x / kBlocksPerCluster);
   const int32_t num_counts = share.is_rank ? share.size : 0;
+  wait_for_dependencies();
 
   if (cluster.thread_rank() == 0) *share.num_tokens = 0;
   for (int32_t i = threadIdx.x; i < num_counts; i += kThreads) {

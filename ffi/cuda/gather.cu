@@ -292,6 +292,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const bool is_sender = block < plan.num_senders;
   fetch_arguments(peers);
   fetch_arguments(args);
+  wait_for_dependencies();
   gather.op.stamp(0);
   gather.op.begin(is_sender);
   if (block == 0) gather.announce();

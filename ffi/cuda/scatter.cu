@@ -210,9 +210,6 @@ struct Scatter {
       if (!op.state.sends || op.state.failed) continue;
       RowPlace row = {};  // on this lane's rank
       if (route.index >= 0) row = RowPlace(op, lane_id(), peers.rank, route.index);
-      if (new_route() && warp_id() == kBlockWarps - 1) {  // which has the least of the row
-        for_each_rank(route, [&](int32_t peer) { write_header(row.of_lane(peer), route, peer); });
-      }
 #pragma unroll 1
       for (int32_t part = warp_id(); part < parts; part += kBlockWarps) {
         if (part != warp_id()) batch = load(token, part);
@@ -274,6 +271,7 @@ struct Scatter {
     }
     for_each_rank(route, [&](int32_t peer) {
       const RowPlace place = row.of_lane(peer);
+      if (part == 0 && new_route()) write_header(place, route, peer);
 #pragma unroll
       for (int i = 0; i < kSendBatch; ++i) {
         const int32_t chunk = part * kSendBatch + i;
@@ -346,11 +344,10 @@ struct Scatter {
     if (plan.first_receiver == blockIdx.x) write_counts(places);
 #pragma unroll 1
     while (item < num_candidates) {
-      item += team.num_teams;
-      Arriving next = {};
-      if (item < num_candidates) next = look_for_row(item, team);
       deliver_row(arriving, places, team);
-      arriving = next;
+      item += team.num_teams;
+      if (item >= num_candidates) break;
+      arriving = look_for_row(item, team);
       if (arriving.comes) await_row(arriving, team);
     }
     if (!args.blocks) pad(places);
@@ -392,7 +389,7 @@ struct Scatter {
     take_batch(arriving.source, arriving.place, team.warp, team, arriving.first, [&] {
       return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header);
     });
-    if (op.state.failed) arriving.comes = false;  // what came may be anything
+    if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
   }
 
   __device__ int32_t num_arrived(int32_t source) const {
@@ -750,6 +747,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const bool is_sender = block < plan.num_senders;
   fetch_arguments(peers);
   fetch_arguments(args);
+  wait_for_dependencies();
   scatter.op.stamp(0);
   scatter.op.begin(is_sender);
   if (block == 0) scatter.announce();

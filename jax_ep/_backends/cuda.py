@@ -282,11 +282,9 @@ class CudaBackend:
             vmap_method="sequential",
             has_side_effect=has_side_effect and _compat.FFI_EFFECTS_ARE_ALLOWED,
         )
-        if has_side_effect:
-            # XLA:GPU fuses a call with slices around it by copying it, and leaves the original if that has effects.
-            operands = lax.optimization_barrier(operands)
-        out = ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs)
-        return lax.optimization_barrier(out) if has_side_effect else out
+        # XLA:GPU would fuse the call with slices around it: it then fails on updates of a result, and runs halves twice.
+        operands = lax.optimization_barrier(operands)
+        return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs))
 
 
 def _route_attrs(route: Route) -> dict[str, Any]:

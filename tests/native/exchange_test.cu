@@ -17,7 +17,7 @@ using namespace jax_ep;
 
 namespace {
 
-constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 256, kExpertsPerRank = 3, kAlignment = 4;
+constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 256, kExpertsPerRank = 3, kAlignment = 4, kRepeats = 40;
 constexpr int64_t kRowBytes = kHidden * sizeof(float);
 
 void must(cudaError_t status) {
@@ -151,6 +151,25 @@ struct Rank {
   }
 };
 
+__global__ void count_differences(const uint32_t* a, const uint32_t* b, size_t words, int32_t* differences) {
+  for (size_t i = threadIdx.x; i < words; i += blockDim.x) {
+    if (a[i] != b[i]) atomicAdd(differences, 1);
+  }
+}
+
+// A result, and what it must be every time.
+struct Repeated {
+  uint32_t *result, *expected;
+  size_t words;
+
+  template <typename T>
+  explicit Repeated(const Array<T>& array)
+      : result(reinterpret_cast<uint32_t*>(array.device)), words(array.host.size() * sizeof(T) / 4) {
+    must(cudaMalloc(&expected, words * 4));
+    must(cudaMemcpy(expected, result, words * 4, cudaMemcpyDeviceToDevice));
+  }
+};
+
 // Whether |got - expected| is small against the values' size.
 void expect_near(const std::vector<float>& got, const std::vector<float>& expected, float tolerance, const char* what) {
   float worst = 0;
@@ -261,6 +280,40 @@ void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks) {
     EXPECT_EQ(group.failure().has_value(), false);
     for (auto& rank : ranks) check_rank(*rank, tolerance);
   }
+  // Again and again, the ranks as far apart as they get: always the same bits.
+  std::vector<std::vector<Repeated>> results;
+  std::vector<std::unique_ptr<Array<int32_t>>> differences;
+  for (auto& rank : ranks) {
+    results.push_back({Repeated(rank->recv), Repeated(rank->like), Repeated(rank->out), Repeated(rank->cotangent),
+                       Repeated(rank->weights_cotangent), Repeated(rank->x_cotangent), Repeated(rank->topk_cotangent),
+                       Repeated(rank->rows), Repeated(rank->weights)});
+    differences.push_back(std::make_unique<Array<int32_t>>(1));
+    differences.back()->upload();
+  }
+  for (int32_t round = 0; round < kRepeats; ++round) {
+    for (int32_t r = 0; r < num_ranks; ++r) {
+      for (const Repeated& repeated : results[r]) {
+        must(cudaMemsetAsync(repeated.result, 0xff, repeated.words * 4, ranks[r]->stream));
+      }
+    }
+    scatter([&](Rank& rank) { return rank.dispatch(cast); });
+    scatter([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    gather([&](Rank& rank) { return rank.combine(); });
+    scatter([&](Rank& rank) { return rank.combine_back(); });
+    gather([&](Rank& rank) { return rank.dispatch_back(); });
+    for (int32_t r = 0; r < num_ranks; ++r) {
+      for (const Repeated& repeated : results[r]) {
+        count_differences<<<1, 256, 0, ranks[r]->stream>>>(repeated.result, repeated.expected, repeated.words,
+                                                           differences[r]->device);
+      }
+    }
+  }
+  must(cudaDeviceSynchronize());
+  for (int32_t r = 0; r < num_ranks; ++r) {
+    EXPECT_EQ(differences[r]->download()[0], 0);
+    for (const Repeated& repeated : results[r]) must(cudaFree(repeated.expected));
+  }
+  EXPECT_EQ(group.failure().has_value(), false);
   if (cast != 0) return;
   for (auto& rank : ranks) rank->look_empty(random);
   must(cudaDeviceSynchronize());
