@@ -35,7 +35,8 @@ class Divisor {
  public:
   constexpr Divisor() = default;
   constexpr explicit Divisor(uint32_t divisor)
-      : divisor_(divisor), factor_(divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor)) {}
+      : divisor_(divisor),
+        factor_(divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor)) {}
   constexpr int32_t quotient(uint32_t n) const {
     return static_cast<int32_t>(factor_ == 0 ? n : uint64_t{n} * factor_ >> 32);
   }

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Builds jax_ep on a machine with GPUs, runs all that needs one, and writes benchmarks/results/gpu_check-*.json.
 #
-#   scripts/gpu_check.sh [build native sanitizer tests train]     # no names: all steps
+#   scripts/gpu_check.sh [build native sanitizer tests train bench]     # no names: all steps
 #
 # Uses the environment of $PYTHON (python3), which must hold jax with its CUDA plugin, scikit-build-core, nanobind, pytest
-# and hypothesis: nothing is fetched. Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses). PYTEST_ARGS goes to pytest;
-# logs are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
+# and hypothesis: nothing is fetched. Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses). PYTEST_ARGS goes to
+# pytest, BENCH_ARGS to the bench; logs are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there
+# are in the report.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-steps=${*:-build native sanitizer tests train}
+steps=${*:-build native sanitizer tests train bench}
 logs=${GPU_CHECK_LOGS:-build/gpu_check}
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
@@ -36,8 +37,8 @@ step build "$python" -m pip install --no-build-isolation --no-deps --force-reins
   -C cmake.define.CMAKE_CUDA_ARCHITECTURES=native -C cmake.define.JAX_EP_CUDA=ON .
 step native-build bash -c build_native_tests
 step native-run build/native-gpu/exchange_test
-step sanitizer-memcheck compute-sanitizer --tool memcheck --error-exitcode 9 build/native-gpu/exchange_test 4
-step sanitizer-racecheck compute-sanitizer --tool racecheck --error-exitcode 9 build/native-gpu/exchange_test 4
+step sanitizer-memcheck compute-sanitizer --tool memcheck --error-exitcode 9 build/native-gpu/exchange_test 4 quick
+step sanitizer-racecheck compute-sanitizer --tool racecheck --error-exitcode 9 build/native-gpu/exchange_test 4 quick
 step tests "$python" -P -m pytest tests -q -p no:cacheprovider \
   --junit-xml="$logs/tests.xml" ${PYTEST_ARGS:-}
 # In float32 throughout: in TF32, the backends' order of summation would soon be amplified.
@@ -45,5 +46,6 @@ for backend in cuda reference; do
   step "train-$backend" env JAX_DEFAULT_MATMUL_PRECISION=highest "$python" examples/train_moe.py \
     --backend=$backend --steps=200 --dtype=float32 --out="$logs/$backend"
 done
+step bench "$python" -P -m jax_ep.bench --tokens 1,8,32,128,4096 --wire none,fp8 --json "$logs/bench.json" ${BENCH_ARGS:-}
 "$python" -P scripts/gpu_report.py "$logs" || failed=1
 exit $failed

@@ -74,6 +74,7 @@ def main(logs: Path) -> None:
         "steps": steps,
         "tests": tests(logs / "tests.xml") if "tests" in steps else None,
         "training": training(logs) if "train-cuda" in steps else None,
+        "bench": json.loads((logs / "bench.json").read_text()) if (logs / "bench.json").exists() else None,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     name = f"gpu_check-{len(devices)}x{devices[0].device_kind.replace(' ', '-')}-{date:%Y%m%dT%H%M%S}.json"

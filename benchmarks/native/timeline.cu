@@ -1,9 +1,11 @@
-// Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the thread
-// blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
+// Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the
+// thread blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
 //
-//   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per row sent and received, of dispatch] [of combine]
+//   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per row sent and received, of
+//   dispatch] [of combine]
 //
-// 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are. H = 7168, bfloat16, top-8 of 256 experts, uniform routing.
+// 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are. H = 7168,
+// bfloat16, top-8 of 256 experts, uniform routing.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -155,7 +157,8 @@ void print_timeline(const Rank& rank, const LaunchPlan& plan) {
         at.push_back(stamp < zero ? -1 : (stamp - zero) * 1e-3);
       }
       std::sort(at.begin(), at.end());
-      if (!at.empty() && at.back() >= 0) std::printf("  [%d] %5.2f %5.2f %5.2f", phase, at.front(), at[at.size() / 2], at.back());
+      if (!at.empty() && at.back() >= 0)
+        std::printf("  [%d] %5.2f %5.2f %5.2f", phase, at.front(), at[at.size() / 2], at.back());
     }
     std::printf("\n");
   };

@@ -43,9 +43,7 @@ struct Gather {
   __device__ bool blocks() const { return args.rows == nullptr; }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
-  __device__ bool has_unit(int32_t chunk) const {
-    return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes();
-  }
+  __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes(); }
 
   // --- senders: the experts' side -----------------------------------------------------------------------------------
 
@@ -191,8 +189,9 @@ struct Gather {
   __device__ void receive() const {
     const int32_t receiver = plan.row_receiver(blockIdx.x);
     const Team team(receiver, plan.row_receivers(), warp_id(), plan.log_receive_warps);
-    if (__syncthreads_or(op.state.failed)) return;
+    __syncthreads();
     op.stamp(1);
+    if (op.state.failed) return;
 #pragma unroll 1
     for (int32_t token = team.index; receiver >= 0 && team.index < team.num_teams && token < args.num_tokens;
          token += team.num_teams) {
@@ -249,7 +248,9 @@ struct Gather {
     }
     const auto place = [&](int i) { return present[i] ? rows[i].unit(op, chunk) : nullptr; };
     look_at_units(units, place);
-    take_units(op, source, units, place, [&](int i) { return true_unit(op, source, rows[i].marks + chunk, lane_id()); }, [] { return true; });
+    take_units(
+        op, source, units, place, [&](int i) { return true_unit(op, source, rows[i].marks + chunk, lane_id()); },
+        [] { return true; });
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRanksAtOnce; ++i) {
@@ -261,8 +262,8 @@ struct Gather {
   }
 
   __device__ void store_sum(int32_t token, int32_t chunk, const float (&total)[kSize]) const {
-    const int64_t index = int64_t{token} * (row_bytes() / static_cast<int32_t>(sizeof(X))) +
-                          (chunk * kChunkUnits + lane_id()) * kSize;
+    const int64_t index =
+        int64_t{token} * (row_bytes() / static_cast<int32_t>(sizeof(X))) + (chunk * kChunkUnits + lane_id()) * kSize;
     if (args.out_type == ElementType::kFloat32) {
       store_elements(static_cast<float*>(args.out) + index, total);
     } else if (args.out_type == ElementType::kFloat16) {

@@ -27,8 +27,8 @@ struct GatherArgs : Call {
 };
 
 // Enqueues one kernel. `type` is that of y.
-cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type,
-                          const LaunchPlan& plan, cudaStream_t stream);
+cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& plan,
+                          cudaStream_t stream);
 cudaError_t load_gather();
 
 }  // namespace jax_ep

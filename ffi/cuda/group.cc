@@ -77,8 +77,8 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
     throw std::runtime_error("a group has at most " + std::to_string(kMaxRanks) + " ranks, not " +
                              std::to_string(num_ranks));
   }
-  layout_ = ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens,
-                                static_cast<int32_t>(config_.max_payload));
+  layout_ =
+      ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens, static_cast<int32_t>(config_.max_payload));
   try {
     open();
   } catch (...) {

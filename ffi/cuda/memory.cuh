@@ -80,8 +80,8 @@ __device__ __forceinline__ uint32_t count_in_order(uint32_t* p, uint32_t v) {
   return before;
 }
 
-// Waits for the kernels that this one depends on. XLA (jax 0.11) lets kernels in a CUDA graph start when what they depend
-// on is about to end: before this, their operands may not be there, nor may their results be written.
+// Waits for the kernels that this one depends on. XLA (jax 0.11) lets kernels in a CUDA graph start when what they
+// depend on is about to end: before this, their operands may not be there, nor may their results be written.
 __device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // A barrier of some of a block's warps; id 0 is __syncthreads().

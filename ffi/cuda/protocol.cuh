@@ -111,9 +111,9 @@ struct Operation {
 
   // --- begin and end ------------------------------------------------------------------------------------------------
 
-  // Enters the launch, with all threads; a barrier has to come before `state` is used. Only the last warp waits here, so
-  // that the others may go on with what needs no epoch. With `to_send`, it is known behind the barrier that the peers
-  // have read what their slots held.
+  // Enters the launch, with all threads; a barrier has to come before `state` is used. Only the last warp waits here,
+  // so that the others may go on with what needs no epoch. With `to_send`, it is known behind the barrier that the
+  // peers have read what their slots held.
   __device__ __forceinline__ void begin(bool to_send) const {
     if (threadIdx.x < peers.num_ranks) {
       state.table.arena[threadIdx.x] = peers.table->arena[threadIdx.x];
@@ -181,8 +181,8 @@ struct Operation {
     if (axis_index != peers.rank) fail(*this, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
   }
 
-  // Nobody writes to a peer's slot before the peer has read what it held last. A start never waits: where a peer has yet
-  // to read, it leaves the sending to its done. With one warp.
+  // Nobody writes to a peer's slot before the peer has read what it held last. A start never waits: where a peer has
+  // yet to read, it leaves the sending to its done. With one warp.
   __device__ __noinline__ static void claim_slots(Operation op) {
     const uint32_t before = op.state.epoch - op.peers.layout.num_slots;
     const int32_t peer = threadIdx.x % 32;
@@ -191,7 +191,8 @@ struct Operation {
     if (op.call.half == Half::kStart) {
       is_free = peer >= op.peers.num_ranks || probe() == before;
     } else {
-      if (peer == op.peers.rank) op.wait_for(peer, before, probe, FailureReason::kSlotTaken);  // the others' will be, too
+      if (peer == op.peers.rank)
+        op.wait_for(peer, before, probe, FailureReason::kSlotTaken);  // the others' will be, too
       __syncwarp();
       if (peer < op.peers.num_ranks) op.wait_for(peer, before, probe);
     }
@@ -200,8 +201,8 @@ struct Operation {
     __syncwarp();
   }
 
-  // Leaves the launch, with all threads. The last block poisons the results of a failed operation, by poison(), and lets
-  // the next operation in.
+  // Leaves the launch, with all threads. The last block poisons the results of a failed operation, by poison(), and
+  // lets the next operation in.
   template <typename Poison>
   __device__ __forceinline__ void end(Poison poison) const {
     constexpr uint32_t kFailed = 1u << 16;  // counts the blocks that know of a failure

@@ -65,7 +65,8 @@ template <typename X>
 __device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Cast cast, float& scale) {
   float amax = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(to_float(x[i / Vector<X>::kSize].element[i % Vector<X>::kSize])));
+  for (int i = 0; i < 16; ++i)
+    amax = fmaxf(amax, fabsf(to_float(x[i / Vector<X>::kSize].element[i % Vector<X>::kSize])));
 #pragma unroll
   for (int offset = 4; offset > 0; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
   const Fp8Scale fp8 = fp8_scale(amax, cast);

@@ -50,9 +50,9 @@ struct Places {
 // One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
 template <typename X, bool kCasts, Arrival kArrival>
 struct Scatter {
-  static constexpr int kSendBatch = kCasts ? 1 : 2;                             // chunks that a warp has under way
+  static constexpr int kSendBatch = kCasts ? 1 : 2;  // chunks that a warp has under way
   static constexpr int kReceiveBatch = kArrival == Arrival::kDequantize ? 2 : 4;
-  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;                     // for one that is sent
+  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
 
   const Peers& peers;
   const ScatterArgs& args;
@@ -133,7 +133,8 @@ struct Scatter {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int32_t at = base + i * stride;
-        expert[i] = token < tokens && at + token < last ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
+        expert[i] =
+            token < tokens && at + token < last ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
       }
     };
     load();
@@ -328,7 +329,7 @@ struct Scatter {
   // waited for while the block finds out where rows go.
   __device__ void receive() const {
     if (threadIdx.x == 0) shared.dropped = 0;
-    if (__syncthreads_or(op.state.failed)) return;
+    __syncthreads();
     op.stamp(1);
     const Team team(plan.row_receiver(blockIdx.x), plan.row_receivers(), warp_id(), plan.log_receive_warps);
     const uint32_t num_candidates = plan.row_receiver(blockIdx.x) < 0 ? 0 : peers.num_ranks * args.num_tokens;
@@ -386,9 +387,8 @@ struct Scatter {
   // Waits for the rest.
   __device__ void await_row(Arriving& arriving, const Team& team) const {
     const bool has_header = this->has_header();
-    take_batch(arriving.source, arriving.place, team.warp, team, arriving.first, [&] {
-      return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header);
-    });
+    take_batch(arriving.source, arriving.place, team.warp, team, arriving.first,
+               [&] { return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header); });
     if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
   }
 
@@ -397,8 +397,8 @@ struct Scatter {
                            : __ldg(args.known_num_arrived + source);
   }
 
-  // Finds out where the experts' groups lie, from a prefix sum over their sizes, with as many warps as have an expert per
-  // lane; of an old route, from what it kept. Valid behind the next barrier.
+  // Finds out where the experts' groups lie, from a prefix sum over their sizes, with as many warps as have an expert
+  // per lane; of an old route, from what it kept. Valid behind the next barrier.
   __device__ void place_rows(const Places& p) const {
     if (args.blocks) return;
     const int32_t experts = experts_per_rank(), warps = min((experts + 31) / 32, kBlockWarps);
@@ -598,8 +598,7 @@ struct Scatter {
   }
 
   // To each expert's row, in the group's dtype.
-  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
-                       const Team& team) const {
+  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets, const Team& team) const {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
       const uint4& unit = taken.units[kReceiveBatch];
@@ -623,7 +622,7 @@ struct Scatter {
 
   // combine's cotangents: weight * row to each expert's row, and the row's product with y.
   __device__ void combine_back(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
-                       const Team& team) const {
+                               const Team& team) const {
 #pragma unroll 1
     for (uint32_t left = targets; left; left &= left - 1) {
       const int32_t k = __ffs(left) - 1;
@@ -742,7 +741,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ __align__(16) uint8_t scratch[];
   __shared__ Shared shared;
   const void* result = args.half == Half::kStart ? args.ticket : args.out;
-  const Scatter<X, kCasts, kArrival> scatter = {peers, args, plan, {peers, args, result, shared.state}, shared, scratch};
+  const Scatter<X, kCasts, kArrival> scatter = {peers,  args,   plan, {peers, args, result, shared.state},
+                                                shared, scratch};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   fetch_arguments(peers);
@@ -761,8 +761,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 using Kernel = void (*)(Peers, ScatterArgs, LaunchPlan);
 
-// A kernel of its own for whatever is done to the elements of a row: each is small, and an instruction costs a kernel of
-// a few microseconds most when it is fetched.
+// A kernel of its own for whatever is done to the elements of a row: each is small, and an instruction costs a kernel
+// of a few microseconds most when it is fetched.
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
   Kernel kernel = scatter_kernel<float, false, Arrival::kCopy>;  // of any element
   if (!casts && arrival == Arrival::kCopy) return kernel;

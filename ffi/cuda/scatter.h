@@ -54,8 +54,8 @@ struct ScatterArgs : Call {
 };
 
 // Enqueues one kernel.
-cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type,
-                           const LaunchPlan& plan, cudaStream_t stream);
+cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& plan,
+                           cudaStream_t stream);
 
 // Loads the kernels on the current device: a kernel loaded while a peer waits can deadlock.
 cudaError_t load_scatter();

@@ -1,12 +1,13 @@
 // Rows under way: 16-byte units that show by themselves that they have arrived.
 //
-// A receiver keeps its memory filled with one pattern, "empty". A sender writes a unit in one store, which arrives whole;
-// the receiver polls the unit itself until it is not empty any more, takes it, and leaves the place empty for the next
-// operation. No flag, and so no fence behind the data: what has arrived can be used while the rest is on its way.
+// A receiver keeps its memory filled with one pattern, "empty". A sender writes a unit in one store, which arrives
+// whole; the receiver polls the unit itself until it is not empty any more, takes it, and leaves the place empty for
+// the next operation. No flag, and so no fence behind the data: what has arrived can be used while the rest is on its
+// way.
 //
-// Data may look like "empty". A sender that meets such a unit sends a stand-in, and a mark for the chunk (a word with the
-// epoch) that says which stand-ins are in truth empty units; the receiver of a stand-in waits for the mark. Both sides'
-// code for it is never on the way of other data.
+// Data may look like "empty". A sender that meets such a unit sends a stand-in, and a mark for the chunk (a word with
+// the epoch) that says which stand-ins are in truth empty units; the receiver of a stand-in waits for the mark. Both
+// sides' code for it is never on the way of other data.
 //
 // Headers need no such care: they hold their epoch.
 #pragma once
@@ -43,8 +44,7 @@ struct RowPlace {
   // The place that another lane of the warp has; the compiler leaves out what is not used.
   __device__ __forceinline__ RowPlace of_lane(int32_t lane) const {
     RowPlace place;
-    place.row = reinterpret_cast<uint8_t*>(
-        __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row), lane));
+    place.row = reinterpret_cast<uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row), lane));
     place.marks = reinterpret_cast<unsigned long long*>(
         __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(marks), lane));
     return place;
@@ -81,8 +81,7 @@ struct Chunk {
   __device__ __noinline__ static Chunk with_mark(uint4 unit, bool present) {
     const bool empty = present && is_empty(unit);
     const bool ambiguous = empty || (present && is_stand_in(unit));
-    return {ambiguous ? stand_in() : unit, __ballot_sync(0xffffffffu, empty),
-            __any_sync(0xffffffffu, ambiguous) != 0};
+    return {ambiguous ? stand_in() : unit, __ballot_sync(0xffffffffu, empty), __any_sync(0xffffffffu, ambiguous) != 0};
   }
 };
 
@@ -99,8 +98,8 @@ __device__ __forceinline__ void look_at_units(uint4 (&units)[N], Place place) {
   for (int i = 0; i < N; ++i) units[i] = place(i) ? load_unit(place(i)) : uint4{};
 }
 
-// Waits for those that had not, from `peer`, and takes all. resolve(i) gives the true_unit of a stand-in. also() looks for
-// what else has to arrive, and says whether it has.
+// Waits for those that had not, from `peer`, and takes all. resolve(i) gives the true_unit of a stand-in. also() looks
+// for what else has to arrive, and says whether it has.
 template <int N, typename Place, typename Resolve, typename Also>
 __device__ __forceinline__ void take_units(const Operation& op, int32_t peer, uint4 (&units)[N], Place place,
                                            Resolve resolve, Also also) {

@@ -282,7 +282,7 @@ class CudaBackend:
             vmap_method="sequential",
             has_side_effect=has_side_effect and _compat.FFI_EFFECTS_ARE_ALLOWED,
         )
-        # XLA:GPU would fuse the call with slices around it: it then fails on updates of a result, and runs halves twice.
+        # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
         operands = lax.optimization_barrier(operands)
         return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs))
 

@@ -13,7 +13,7 @@ from jax_ep import _native, _wires
 from jax_ep.bench.cases import Case
 
 _UNIT = 16  # bytes: what rows are multiples of
-_HEADER_BYTES = 12  # of a dispatched row, for each k
+_HEADER_BYTES = 16  # of a dispatched row, for each k
 
 
 class Floor(NamedTuple):
