@@ -170,8 +170,8 @@ def test_rows_cross_the_link_once_per_rank():
 @pytest.mark.parametrize(
     ("dtype", "wire", "hidden", "top_k", "expected"),
     [
-        ("bfloat16", None, 7168, 8, 14336 + 96),
-        ("bfloat16", "fp8", 7168, 8, 7168 + 224 + 96),
+        ("bfloat16", None, 7168, 8, 14336 + 128),
+        ("bfloat16", "fp8", 7168, 8, 7168 + 224 + 128),
         ("float32", "fp8_pow2", 128, 1, 128 + 16 + 16),
     ],
 )
