@@ -18,13 +18,15 @@ from native_hash import RESULTS, ROOT, native_hash  # noqa: E402
 
 
 def commit() -> str:
-    """The commit, with "+" if files differ from it; JAX_EP_COMMIT where there is no repository."""
+    """JAX_EP_COMMIT, for copies without a history of their own; else the commit, with "+" if files differ from it."""
+    if "JAX_EP_COMMIT" in os.environ:
+        return os.environ["JAX_EP_COMMIT"]
     try:
         head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
         dirty = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=ROOT, text=True)
         return head.strip() + ("+" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("JAX_EP_COMMIT", "unknown")
+        return "unknown"
 
 
 def tests(path: Path) -> dict[str, object] | None:

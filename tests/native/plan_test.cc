@@ -1,0 +1,93 @@
+#include "ffi/plan.h"
+
+#include <set>
+#include <vector>
+
+#include "check.h"
+
+using namespace jax_ep;
+
+// Every warp of the row blocks has one place in one team, and every team that takes rows is complete.
+void expect_teams(int32_t num_blocks, int32_t log_warps) {
+  std::set<std::pair<int32_t, int32_t>> places;
+  int32_t num_teams = 0;
+  for (int32_t block = 0; block < num_blocks; ++block) {
+    for (int32_t warp = 0; warp < kBlockWarps; ++warp) {
+      const Team team(block, num_blocks, warp, log_warps);
+      num_teams = team.num_teams;
+      if (team.index < team.num_teams) places.insert({team.index, team.warp});
+    }
+  }
+  EXPECT_EQ(num_teams >= 1, true);
+  EXPECT_EQ(places.size(), static_cast<size_t>(num_teams) << log_warps);
+}
+
+void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
+  EXPECT_EQ(plan.num_blocks <= (num_sms > 0 ? num_sms : kDefaultBlocks), true);
+  EXPECT_EQ(plan.num_senders < kTicketWords, true);
+  EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
+  if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
+  std::set<int32_t> senders, receivers;
+  for (int32_t block = 0; block < plan.num_senders; ++block) senders.insert(plan.row_sender(block));
+  for (int32_t block = plan.first_receiver; block < plan.num_blocks; ++block) {
+    receivers.insert(plan.row_receiver(block));
+  }
+  for (int32_t i = 0; i < plan.row_senders(); ++i) EXPECT_EQ(senders.count(i), size_t{1});
+  for (int32_t i = 0; i < plan.row_receivers(); ++i) EXPECT_EQ(receivers.count(i), size_t{1});
+  expect_teams(plan.row_senders(), plan.log_send_warps);
+  expect_teams(plan.row_receivers(), plan.log_receive_warps);
+}
+
+void test_plans() {
+  for (int64_t tokens : {1, 2, 7, 8, 16, 17, 32, 64, 65, 128, 129, 512, 4096, 8192}) {
+    for (int32_t ranks : {1, 2, 4, 8, 32}) {
+      for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
+        expect_sound(plan_scatter(tokens, ranks, num_sms), num_sms);
+        expect_sound(plan_gather(tokens, ranks, num_sms), num_sms);
+      }
+    }
+  }
+}
+
+void test_one_block_does_both() {
+  const LaunchPlan plan = plan_scatter(128, 4, 1);
+  EXPECT_EQ(plan.num_blocks, 1);
+  EXPECT_EQ(plan.first_receiver, 0);
+  EXPECT_EQ(plan.row_sender(0), 0);
+  EXPECT_EQ(plan.row_receiver(0), 0);
+}
+
+void test_few_tokens_take_few_blocks() {
+  EXPECT_EQ(plan_scatter(1, 4, 0).num_blocks, 2 + 5);  // announce, a token; small results, a row from each rank
+  EXPECT_EQ(plan_scatter(4096, 4, 0).num_blocks, kDefaultBlocks);
+  EXPECT_EQ(plan_gather(4096, 4, 24).num_blocks, 24);
+}
+
+void test_arena() {
+  const ArenaLayout small = ArenaLayout::fitting(8, 8, 128, 14336), large = ArenaLayout::fitting(8, 8, 4096, 14336);
+  EXPECT_EQ(small.num_slots, 4);
+  EXPECT_EQ(small.bytes <= kSmallArena, true);
+  EXPECT_EQ(large.num_slots, 2);
+  EXPECT_EQ(large.bytes <= int64_t{1} << 30, true);
+  EXPECT_EQ(small.row_offset(1) % 128, 0);
+  EXPECT_EQ(small.marks_offset(small.row_number(3, 7, 127)) + small.marks_per_row * 8 <= small.bytes, true);
+}
+
+void test_divisor() {
+  for (uint32_t divisor : {1u, 2u, 3u, 7u, 8u, 64u, 96u, 12288u}) {
+    const Divisor by(divisor);
+    for (uint32_t n = 0; n < 30000; n += 1 + n / 1000) {
+      EXPECT_EQ(by.quotient(n), static_cast<int32_t>(n / divisor));
+      EXPECT_EQ(by.remainder(n), static_cast<int32_t>(n % divisor));
+    }
+  }
+}
+
+int main() {
+  test_plans();
+  test_one_block_does_both();
+  test_few_tokens_take_few_blocks();
+  test_arena();
+  test_divisor();
+  return check::exit_status();
+}
