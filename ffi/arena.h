@@ -76,14 +76,18 @@ struct ArenaLayout {
 // Control memory of one rank; the counts of arriving rows follow it. It outlives the group, so that an executable that
 // still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
 struct Control {
+  // Whose turn it is, in one unit: read and written as a whole.
   alignas(16) uint32_t newest_epoch;  // of the operation that was begun last
-  // Written by peers, too: 0, or 1 + the rank that failed first; kClosed after close().
-  uint32_t failed;
   // The slots whose last operation was a whole one, as bits, and kNewestIsWhole. All peers have announced a whole
   // operation that is done, so that they are through with the whole ones before it, and nobody has to ask.
   uint32_t whole_slots;
-  uint32_t owner;                  // the launch that takes a new epoch, 0 if none does
-  uint32_t exited[1 + kMaxSlots];  // thread blocks that have left: the owner, and each slot's done
+  uint32_t num_entered;  // thread blocks, of all launches that took an epoch, the owner's not yet
+  uint32_t owner;        // the launch that takes a new epoch, 0 if none does
+
+  uint32_t failed;  // written by peers, too: 0, or 1 + the rank that failed first; kClosed after close()
+  uint32_t num_entering, num_left;  // blocks one by one: like num_entered with the owner's, and those that have left
+  uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
+  uint32_t poisons[kMaxSlots];      // 1 while a block poisons the results of each slot's operation
   // The epoch whose rows each rank has read last in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];
   unsigned long long op[kMaxSlots][kMaxRanks];        // {epoch, hash of the call} of each rank

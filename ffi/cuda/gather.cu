@@ -295,11 +295,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   fetch_arguments(args);
   wait_for_dependencies();
   gather.op.stamp(0);
-  gather.op.begin(is_sender);
+  const uint32_t blocks_before = gather.op.begin(is_sender);
   if (block == 0) gather.announce();
   if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send();
   if (block >= plan.first_receiver && args.half != Half::kStart) gather.receive();
-  gather.op.end([&] { gather.poison(); });
+  gather.op.end(blocks_before, [&] { gather.poison(); });
 }
 
 }  // namespace

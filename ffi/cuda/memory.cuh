@@ -33,11 +33,6 @@ __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long l
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-// For other blocks of this device.
-__device__ __forceinline__ void store_release_here(uint32_t* p, uint32_t v) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
 // A unit of 16 bytes, which is written, and seen, as a whole. Neither has an order with other memory.
 __device__ __forceinline__ void store_unit(void* p, uint4 v) {
   asm volatile(
@@ -67,17 +62,33 @@ __device__ __forceinline__ uint4 load_unit(const void* p) {
   return v;
 }
 
-// Takes *p over from 0, and sees what was done before it was set to 0.
+__device__ __forceinline__ uint32_t load_acquire_here(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Takes *p over from 0; gives what it was.
 __device__ __forceinline__ uint32_t take_over(uint32_t* p, uint32_t v) {
   uint32_t before;
-  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
-// Adds; what the callers did before, and handed to them through a barrier of their block, the last of them sees.
+// Adds; gives what it was.
+__device__ __forceinline__ uint32_t count(uint32_t* p, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
+// What the callers did before, and handed to them through a barrier of their block, is seen by the last of them, or by
+// who sees the sum with load_acquire_here.
 __device__ __forceinline__ uint32_t count_in_order(uint32_t* p, uint32_t v) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
+}
+__device__ __forceinline__ void count_release(uint32_t* p, uint32_t v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // Waits for the kernels that this one depends on. XLA (jax 0.11) lets kernels in a CUDA graph start when what they

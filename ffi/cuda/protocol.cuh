@@ -31,7 +31,7 @@ struct State {
   PeerTable table;
   uint32_t epoch;
   int32_t slot;
-  uint32_t whole_slots;  // Control's, as this launch found them
+  uint32_t whole_slots, num_entered;  // Control's, as this launch found them
   bool slot_is_free;     // on all ranks, without asking
   bool sends;            // this block may write to the peers' slots
   bool entered;          // it takes part in the launch
@@ -113,52 +113,74 @@ struct Operation {
 
   // Enters the launch, with all threads; a barrier has to come before `state` is used. Only the last warp waits here,
   // so that the others may go on with what needs no epoch. With `to_send`, it is known behind the barrier that the
-  // peers have read what their slots held.
-  __device__ __forceinline__ void begin(bool to_send) const {
+  // peers have read what their slots held. Gives that warp's first thread what it hands to end(): the blocks that were
+  // in before this one.
+  __device__ __forceinline__ uint32_t begin(bool to_send) const {
     if (threadIdx.x < peers.num_ranks) {
       state.table.arena[threadIdx.x] = peers.table->arena[threadIdx.x];
       state.table.control[threadIdx.x] = peers.table->control[threadIdx.x];
     }
-    if (threadIdx.x < blockDim.x - 32) return;
+    if (threadIdx.x < blockDim.x - 32) return 0;
+    uint32_t before = 0;
     if (threadIdx.x % 32 == 0) {
       if (call.half == Half::kDone) {
         enter_done(to_send);
       } else {
-        enter_epoch(to_send);
+        before = enter_epoch(to_send);
       }
     }
     __syncwarp();
     if (state.sends && !state.slot_is_free && !state.failed) claim_slots(*this);
-    if (call.half != Half::kStart || threadIdx.x % 32 != 0) return;
+    if (call.half != Half::kStart || threadIdx.x % 32 != 0) return before;
     if (blockIdx.x == 0) call.ticket[0] = static_cast<int32_t>(state.epoch);
     call.ticket[1 + blockIdx.x] = state.sends;
+    return before;
   }
 
-  // The first unit of the control memory: what a new epoch has to know.
-  struct Head {
-    uint32_t newest_epoch, failed, whole_slots, owner;
+  // The first unit of the control memory.
+  struct Turn {
+    uint32_t newest_epoch, whole_slots, num_entered, owner;
   };
 
-  // A whole operation, or a start. Such launches take turns, should XLA let them run at once.
-  __device__ __forceinline__ void enter_epoch(bool to_send) const {
-    Head head = {};
+  // A whole operation, or a start. Such launches take turns, should XLA let them run at once: one is the owner until all
+  // of its blocks have entered, and the next goes on when all of them have left. Behind a kernel that has ended, a block
+  // finds all that out in one round trip to memory. Gives the blocks of this launch that were in before.
+  __device__ __forceinline__ uint32_t enter_epoch(bool to_send) const {
+    Turn turn = {};
+    uint32_t group_failed = 0;
     const uint32_t self = static_cast<uint32_t>(reinterpret_cast<unsigned long long>(result) >> 7) | 1;
     state.failed = false;
-    // The head is asked for together with the turn, for time: one from before the turn shows that another had it.
     state.entered = wait_for(peers.rank, 1, [&] {
-      const uint4 unit = load_unit(&own());
+      // What follows is asked for without waiting for the answer, but arrives behind it, at the same place in memory.
       const uint32_t before = take_over(&own().owner, self);
-      head = {unit.x, unit.y, unit.z, unit.w};
-      return (before == 0 || before == self) && (head.owner == 0 || head.owner == self) ? 1 : 0;
+      const uint4 unit = load_unit(&own());
+      group_failed = load_relaxed(&own().failed);
+      const uint32_t num_left = load_acquire_here(&own().num_left);
+      turn = {unit.x, unit.y, unit.z, unit.w};
+      return (before == 0 || before == self) && num_left == turn.num_entered ? 1 : 0;
     });
-    const uint32_t epoch = head.newest_epoch + 1;
-    state.failed = head.failed != 0 || !state.entered;
+    const uint32_t epoch = turn.newest_epoch + 1;
+    const bool newest_is_whole = turn.whole_slots & kNewestIsWhole;
+    state.failed = group_failed != 0 || !state.entered;
     state.epoch = epoch;
     state.slot = slot_of(epoch);
-    state.whole_slots = head.whole_slots;
-    state.slot_is_free = (head.whole_slots & kNewestIsWhole) && (head.whole_slots >> slot_of(epoch) & 1);
+    state.whole_slots = turn.whole_slots;
+    state.num_entered = turn.num_entered;
+    state.slot_is_free = newest_is_whole && (turn.whole_slots >> slot_of(epoch) & 1);
     state.sends = to_send;
-    if (blockIdx.x == 0 && !state.failed) expect_rank(*call.axis_index);
+    if (!state.entered) return 0;
+    if (blockIdx.x == 0) {
+      if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
+      if (!state.failed) expect_rank(*call.axis_index);
+    }
+    return count(&own().num_entering, 1) - turn.num_entered;
+  }
+
+  // The block that entered last, of whose launch all know the epoch, hands on the turn.
+  __device__ __forceinline__ void end_turn() const {
+    const uint32_t slot = 1u << state.slot, others = state.whole_slots & ~(slot | kNewestIsWhole);
+    const uint32_t whole_slots = call.half == Half::kWhole ? others | slot | kNewestIsWhole : others;
+    store_unit(&own(), make_uint4(state.epoch, whole_slots, state.num_entered + gridDim.x, 0));
   }
 
   // A done sends what its start has not.
@@ -201,48 +223,59 @@ struct Operation {
     __syncwarp();
   }
 
-  // Leaves the launch, with all threads. The last block poisons the results of a failed operation, by poison(), and
-  // lets the next operation in.
+  // Leaves the launch, with all threads; `blocks_before` is what begin() gave. poison() fills the results of a failed
+  // operation.
   template <typename Poison>
-  __device__ __forceinline__ void end(Poison poison) const {
-    constexpr uint32_t kFailed = 1u << 16;  // counts the blocks that know of a failure
-    __shared__ bool is_last, poisons;
-    uint32_t* exited = &own().exited[call.half == Half::kDone ? 1 + state.slot : 0];
+  __device__ __forceinline__ void end(uint32_t blocks_before, Poison poison) const {
     __syncthreads();
     stamp(4);
-    if (threadIdx.x == 0) {
-      const uint32_t self = state.failed ? kFailed + 1 : 1;
-      const uint32_t count = state.entered ? count_in_order(exited, self) + self : kFailed + gridDim.x;
-      is_last = count % kFailed == gridDim.x;
-      poisons = is_last && count >= kFailed;
-      if (is_last && !poisons) leave(exited);
+    const bool is_done = call.half == Half::kDone;
+    if (!is_done && state.entered && threadIdx.x == blockDim.x - 32 && blocks_before + 1 == gridDim.x) end_turn();
+    if (state.failed) poison_once(poison);
+    if (is_done) {
+      leave_done();
+    } else if (threadIdx.x == 0 && state.entered) {
+      count_release(&own().num_left, 1);
     }
     stamp(5);
-    __syncthreads();
-    if (!is_last) return;
-    if (poisons) {
-      poison();
-      __syncthreads();
-      if (threadIdx.x == 0 && state.entered) leave(exited);
-      __syncthreads();
-    }
-    // What waits for a done may be a start, which does not wait long. Of the others, the next operation tells.
-    if (call.half == Half::kDone && threadIdx.x < peers.num_ranks) tell_finished(state.slot, threadIdx.x);
   }
 
-  // What this launch and, through the count of those that left, all its blocks have done, comes before what it lets in.
-  __device__ __forceinline__ void leave(uint32_t* exited) const {
-    uint32_t* finished = &own().finished[state.slot][peers.rank];
-    store_relaxed(exited, 0);
-    if (call.half == Half::kDone) {
-      store_release(finished, state.epoch);
-      return;
+  // One of the blocks that know of the failure poisons, when all others have left.
+  template <typename Poison>
+  __device__ __forceinline__ void poison_once(Poison poison) const {
+    __shared__ bool poisons;
+    if (threadIdx.x == 0) {
+      poisons = !state.entered || atomicExch(&own().poisons[state.slot], 1u) == 0;
+      if (poisons && state.entered) await_others();
     }
-    const uint32_t slot = 1u << state.slot, others = state.whole_slots & ~(slot | kNewestIsWhole);
-    if (call.half == Half::kWhole) store_relaxed(finished, state.epoch);
-    store_relaxed(&own().whole_slots, call.half == Half::kWhole ? others | slot | kNewestIsWhole : others);
-    store_relaxed(&own().newest_epoch, state.epoch);
-    store_release_here(&own().owner, 0);
+    __syncthreads();
+    if (!poisons) return;
+    poison();
+    __syncthreads();
+    if (threadIdx.x == 0 && state.entered) store_relaxed(&own().poisons[state.slot], 0);
+  }
+  __device__ void await_others() const {
+    const bool is_done = call.half == Half::kDone;
+    const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left;
+    const uint32_t all = (is_done ? 0 : state.num_entered) + gridDim.x - 1;
+    const uint64_t begun = globaltimer_ns();
+    while (load_acquire_here(left) != all && globaltimer_ns() - begun < peers.timeout_ns) {
+    }
+  }
+
+  // The last block tells that the slot has been read. What waits for that may be a start, which does not wait long; of
+  // what whole operations have read, the next operation tells.
+  __device__ __forceinline__ void leave_done() const {
+    __shared__ bool is_last;
+    if (threadIdx.x == 0) {
+      is_last = count_in_order(&own().done_left[state.slot], 1) + 1 == gridDim.x;
+      if (is_last) {
+        store_relaxed(&own().done_left[state.slot], 0);
+        store_release(&own().finished[state.slot][peers.rank], state.epoch);
+      }
+    }
+    __syncthreads();
+    if (is_last && threadIdx.x < peers.num_ranks) tell_finished(state.slot, threadIdx.x);
   }
 
   // Tells a peer whether this rank has read a slot.
@@ -250,7 +283,7 @@ struct Operation {
     if (peer == peers.rank) return;
     store_release(&control_of(peer).finished[slot][peers.rank], load_acquire(&own().finished[slot][peers.rank]));
   }
-  // Of all slots, to all peers; the owner does, which has seen what the ones before it did.
+  // Of all slots, to all peers; a launch that takes an epoch does, which has seen what the ones before it did.
   __device__ __forceinline__ void tell_all_finished() const {
     const int32_t num_slots = peers.layout.num_slots, log_slots = __ffs(num_slots) - 1;
     const int32_t slot = threadIdx.x & (num_slots - 1), peer = static_cast<int32_t>(threadIdx.x) >> log_slots;

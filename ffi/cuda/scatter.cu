@@ -749,14 +749,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   fetch_arguments(args);
   wait_for_dependencies();
   scatter.op.stamp(0);
-  scatter.op.begin(is_sender);
+  const uint32_t blocks_before = scatter.op.begin(is_sender);
   if (block == 0) scatter.announce();
   if (is_sender && (block > 0 || plan.num_senders == 1)) {
     if (block == 0) __syncthreads();  // the scratch memory is free again
     scatter.send();
   }
   if (block >= plan.first_receiver && args.half != Half::kStart) scatter.receive();
-  scatter.op.end([&] { scatter.poison(); });
+  scatter.op.end(blocks_before, [&] { scatter.poison(); });
 }
 
 using Kernel = void (*)(Peers, ScatterArgs, LaunchPlan);
