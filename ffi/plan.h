@@ -8,9 +8,9 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kBlockThreads = 512;
-inline constexpr int32_t kBlockWarps = kBlockThreads / 32;
-inline constexpr int32_t kDefaultBlocks = 128;
+inline constexpr int32_t kMaxBlockWarps = 16;
+inline constexpr int32_t kMaxBlockThreads = 32 * kMaxBlockWarps;
+inline constexpr int32_t kDefaultBlocks = 128;  // of kMaxBlockWarps
 
 // A thread block sends, or receives. Senders come first, as blocks are started in their order, and wait for no peer's
 // rows: what a receiver waits for is always on its way. Only a launch of one block does both, one after the other.
@@ -21,7 +21,10 @@ struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
   int32_t num_blocks;
+  int32_t log_block_warps;
   int32_t log_send_warps, log_receive_warps;  // of the warps that share a row, a team, which need not be of one block
+
+  constexpr int32_t block_warps() const { return 1 << log_block_warps; }
 
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
   // Blocks that move rows, and a block's number among them; negative if it does other things.
@@ -36,46 +39,65 @@ struct Team {
   int32_t index, num_teams;
   int32_t warp, num_warps;  // in the team
 
-  constexpr Team(int32_t block, int32_t num_blocks, int32_t warp_of_block, int32_t log_warps)
-      : index((block * kBlockWarps + warp_of_block) >> log_warps),
-        num_teams(std::max(num_blocks * kBlockWarps >> log_warps, 1)),
-        warp((block * kBlockWarps + warp_of_block) & ((1 << log_warps) - 1)),
+  constexpr Team(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block, int32_t log_warps)
+      : index(((block << plan.log_block_warps) + warp_of_block) >> log_warps),
+        num_teams(std::max((num_blocks << plan.log_block_warps) >> log_warps, 1)),
+        warp(((block << plan.log_block_warps) + warp_of_block) & ((1 << log_warps) - 1)),
         num_warps(1 << log_warps) {}
+  static constexpr Team of_senders(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
+    return {plan, plan.row_sender(block), plan.row_senders(), warp_of_block, plan.log_send_warps};
+  }
+  static constexpr Team of_receivers(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
+    return {plan, plan.row_receiver(block), plan.row_receivers(), warp_of_block, plan.log_receive_warps};
+  }
 };
 
-// `sends`, `receives`: blocks for all rows that there may be, of which at most `receive_eighths` / 8 receive.
-constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, int32_t receive_eighths, int32_t log_send_warps,
-                                 int32_t log_receive_warps, int32_t num_sms) {
-  const int32_t blocks = num_sms > 0 ? std::min(num_sms, kTicketWords - 1) : kDefaultBlocks;
-  if (blocks == 1) return {1, 0, 1, std::min(log_send_warps, 4), std::min(log_receive_warps, 4)};
-  const int32_t most_receive = std::max(blocks * receive_eighths / 8, 1);
-  const auto receivers = static_cast<int32_t>(std::min<int64_t>(receives + 1, most_receive));
-  const auto senders = static_cast<int32_t>(std::min<int64_t>(sends + 1, blocks - receivers));
-  // A team must not be larger than all that there are.
-  const auto fitting = [](int32_t log_warps, int32_t row_blocks) {
-    return row_blocks > 1 ? log_warps : std::min(log_warps, 4);
+// Blocks for `sends` and `receives` rows, of which at most `receive_eighths` / 8 receive.
+constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, int32_t receive_eighths, int32_t log_block_warps,
+                                 int32_t log_send_warps, int32_t log_receive_warps, int32_t num_sms) {
+  const auto blocks_for = [=](int64_t rows, int32_t log_warps) {
+    return ((rows << log_warps) + (1 << log_block_warps) - 1) >> log_block_warps;
   };
-  return {senders, senders, senders + receivers, fitting(log_send_warps, senders - 1),
-          fitting(log_receive_warps, receivers - 1)};
+  const int32_t blocks = num_sms > 0 ? num_sms : kDefaultBlocks * kMaxBlockWarps >> log_block_warps;
+  if (blocks == 1) {
+    return {1, 0, 1, log_block_warps, std::min(log_send_warps, log_block_warps),
+            std::min(log_receive_warps, log_block_warps)};
+  }
+  const int32_t most_receive = std::max(blocks * receive_eighths / 8, 1);
+  const auto receivers =
+      static_cast<int32_t>(std::min<int64_t>(blocks_for(receives, log_receive_warps) + 1, most_receive));
+  const auto senders = static_cast<int32_t>(std::min(
+      {blocks_for(sends, log_send_warps) + 1, int64_t{blocks - receivers}, int64_t{kTicketWords - 1}}));
+  // A team must not be larger than all that there are.
+  const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
+    while (log_warps > log_block_warps && (row_blocks << log_block_warps) >> log_warps == 0) --log_warps;
+    return log_warps;
+  };
+  return {senders, senders, senders + receivers, log_block_warps, fitting(log_send_warps, std::max(senders - 1, 1)),
+          fitting(log_receive_warps, std::max(receivers - 1, 1))};
 }
 
-constexpr int64_t blocks_for(int64_t rows, int32_t log_warps) {
-  return ((rows << log_warps) + kBlockWarps - 1) / kBlockWarps;
+// Small blocks on many SMs: where rows are few, what counts is how soon each instruction is issued.
+constexpr int32_t log_block_warps(int64_t num_tokens, int32_t num_sms) {
+  return num_tokens <= 32 && num_sms == 0 ? 2 : 4;
 }
 
-// Tokens go out, each read once by one block; rows of all ranks come in, and are written once per expert. Few tokens:
-// many warps on a row, for its latency. Many: more rows under way.
-constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
+// Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. Few tokens:
+// many warps on a row, for its latency. Many: more rows under way. The warps of a team that sends are whole blocks; of
+// one that receives, with `team_in_block`, they are of one block.
+constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_sms, bool team_in_block) {
+  const int32_t log_block = log_block_warps(num_tokens, num_sms);
   const int32_t log_receive = num_tokens <= 16 ? 4 : num_tokens <= 64 ? 3 : 2;
-  return plan_launch(num_tokens, blocks_for(num_tokens * num_ranks, log_receive), 5, 4, log_receive, num_sms);
+  return plan_launch(num_tokens, num_tokens * num_ranks, 5, log_block, 4,
+                     team_in_block ? std::min(log_receive, log_block) : log_receive, num_sms);
 }
 
 // The rows of all ranks' tokens are summed and go back; tokens come in.
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
   const int32_t log_send = num_tokens <= 128 ? 4 : 2;
   const int32_t log_receive = num_tokens <= 64 ? 5 : num_tokens <= 128 ? 4 : 2;
-  return plan_launch(blocks_for(num_tokens * num_ranks, log_send), blocks_for(num_tokens, log_receive), 3, log_send,
-                     log_receive, num_sms);
+  return plan_launch(num_tokens * num_ranks, num_tokens, 3, log_block_warps(num_tokens, num_sms), log_send, log_receive,
+                     num_sms);
 }
 
 }  // namespace jax_ep

@@ -1,8 +1,8 @@
 // Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the
 // thread blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
 //
-//   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per row sent and received, of
-//   dispatch] [of combine]
+//   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per block, per row sent and per
+//   row received, of dispatch] [of combine]
 //
 // 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are. H = 7168,
 // bfloat16, top-8 of 256 experts, uniform routing.
@@ -61,7 +61,7 @@ struct Rank {
   Rank(const Member& member, int32_t rank, int32_t num_ranks, int32_t tokens, int32_t cast)
       : device(member.ordinal), rank(rank), num_ranks(num_ranks), tokens(tokens), cast(cast), peers(member.peers) {
     must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    peers.timeline = device_array<uint64_t>(2 * kTicketWords * kTimelinePhases);
+    peers.timeline = device_array<uint64_t>(4 * kTicketWords * kTimelinePhases);
     must(cudaMemcpy(axis_index, &rank, 4, cudaMemcpyHostToDevice));
     std::mt19937 random(rank);
     std::vector<int32_t> host, experts(kExperts);
@@ -143,7 +143,7 @@ float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::functi
 
 // What the last operation's blocks did when, in microseconds since the first of them began: first, median, last.
 void print_timeline(const Rank& rank, const LaunchPlan& plan) {
-  std::vector<uint64_t> stamps(kTicketWords * kTimelinePhases);
+  std::vector<uint64_t> stamps(4 * kTicketWords * kTimelinePhases);
   must(cudaSetDevice(rank.device));
   must(cudaMemcpy(stamps.data(), rank.peers.timeline, stamps.size() * 8, cudaMemcpyDeviceToHost));
   uint64_t zero = ~uint64_t{0};
@@ -180,11 +180,15 @@ int main(int argc, char** argv) {
   const auto log_of = [](int32_t n) { return n < 2 ? 0 : n < 4 ? 1 : n < 8 ? 2 : n < 16 ? 3 : n < 32 ? 4 : 5; };
   const auto adjusted = [&](LaunchPlan plan, int first) {
     const int32_t senders = arg(first, plan.num_senders), receivers = arg(first + 1, plan.num_receivers());
-    return LaunchPlan{senders, senders, senders + receivers, log_of(arg(first + 2, 1 << plan.log_send_warps)),
-                      log_of(arg(first + 3, 1 << plan.log_receive_warps))};
+    return LaunchPlan{senders,
+                      senders,
+                      senders + receivers,
+                      log_of(arg(first + 2, plan.block_warps())),
+                      log_of(arg(first + 3, 1 << plan.log_send_warps)),
+                      log_of(arg(first + 4, 1 << plan.log_receive_warps))};
   };
-  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, 0), 3);
-  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, 0), 7);
+  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, 0, false), 3);
+  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, 0), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
   Group group({kExperts, kTopK, tokens, kRowBytes, 0, 5.0, {devices}});
@@ -197,8 +201,8 @@ int main(int argc, char** argv) {
   const float dispatch = measure(ranks, [&](Rank& rank) { rank.dispatch(out); });
   std::vector<std::vector<uint64_t>> stamps;
   const auto print_plan = [](const char* name, const LaunchPlan& plan) {
-    std::printf(" %s %d+%d blocks, %d, %d warps;", name, plan.num_senders, plan.num_receivers(),
-                1 << plan.log_send_warps, 1 << plan.log_receive_warps);
+    std::printf(" %s %d+%d blocks of %d warps, %d, %d a row;", name, plan.num_senders, plan.num_receivers(),
+                plan.block_warps(), 1 << plan.log_send_warps, 1 << plan.log_receive_warps);
   };
   std::printf("T %d cast %d:", tokens, cast);
   print_plan("dispatch", out), print_plan("combine", back);

@@ -63,7 +63,7 @@ struct Gather {
   // The possible rows, interleaving the ranks they go to, beginning behind this rank. The first is summed while the
   // block enters the operation.
   __device__ void send() const {
-    const Team team(plan.row_sender(blockIdx.x), plan.row_senders(), warp_id(), plan.log_send_warps);
+    const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
     const uint32_t num_candidates = team.index < team.num_teams ? peers.num_ranks * args.num_tokens : 0;
     uint32_t item = team.index;
     SourceRow row = {};
@@ -187,14 +187,13 @@ struct Gather {
   // --- receivers: the source side -----------------------------------------------------------------------------------
 
   __device__ void receive() const {
-    const int32_t receiver = plan.row_receiver(blockIdx.x);
-    const Team team(receiver, plan.row_receivers(), warp_id(), plan.log_receive_warps);
+    const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
+    const bool takes_tokens = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
     __syncthreads();
     op.stamp(1);
     if (op.state.failed) return;
 #pragma unroll 1
-    for (int32_t token = team.index; receiver >= 0 && team.index < team.num_teams && token < args.num_tokens;
-         token += team.num_teams) {
+    for (int32_t token = team.index; takes_tokens && token < args.num_tokens; token += team.num_teams) {
       receive_token(token, team);
     }
     if (blockIdx.x == plan.first_receiver && threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
@@ -283,7 +282,7 @@ struct Gather {
 };
 
 template <typename X>
-__global__ void __launch_bounds__(kBlockThreads, 1)
+__global__ void __launch_bounds__(kMaxBlockThreads, 1)
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;
@@ -308,7 +307,7 @@ cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementTyp
                           cudaStream_t stream) {
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
   with_element_type(type, [&](auto element) {
-    gather_kernel<decltype(element)><<<num_blocks, kBlockThreads, 0, stream>>>(peers, args, plan);
+    gather_kernel<decltype(element)><<<num_blocks, 32 * plan.block_warps(), 0, stream>>>(peers, args, plan);
   });
   return cudaGetLastError();
 }

@@ -91,6 +91,11 @@ __device__ __forceinline__ void count_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// Has the compiler load a value that nobody needs.
+__device__ __forceinline__ void use(uint32_t v) {
+  asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9e3779b9;\n@never nanosleep.u32 0;\n}" ::"r"(v));
+}
+
 // Waits for the kernels that this one depends on. XLA (jax 0.11) lets kernels in a CUDA graph start when what they
 // depend on is about to end: before this, their operands may not be there, nor may their results be written.
 __device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

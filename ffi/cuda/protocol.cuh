@@ -12,14 +12,15 @@
 
 namespace jax_ep {
 
-// Asks for a kernel's arguments all at once, each warp for a line of them: asked for one after the other, as they are
+// Asks for a kernel's arguments all at once, each warp for some lines of them: asked for one after the other, as they are
 // used, they would take microseconds.
 template <typename Args>
 __device__ __forceinline__ void fetch_arguments(const Args& args) {
   constexpr int32_t kLineWords = 16;
-  const int32_t word = threadIdx.x / 32 * kLineWords;
-  if (word * 4 >= sizeof(Args)) return;
-  asm volatile("" ::"r"(reinterpret_cast<const uint32_t*>(&args)[word]));
+#pragma unroll 2
+  for (int32_t word = threadIdx.x / 32 * kLineWords; word * 4 < sizeof(Args); word += blockDim.x / 32 * kLineWords) {
+    use(reinterpret_cast<const uint32_t*>(&args)[word]);
+  }
 }
 
 __device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t value) {
@@ -116,11 +117,10 @@ struct Operation {
   // peers have read what their slots held. Gives that warp's first thread what it hands to end(): the blocks that were
   // in before this one.
   __device__ __forceinline__ uint32_t begin(bool to_send) const {
-    if (threadIdx.x < peers.num_ranks) {
-      state.table.arena[threadIdx.x] = peers.table->arena[threadIdx.x];
-      state.table.control[threadIdx.x] = peers.table->control[threadIdx.x];
-    }
     if (threadIdx.x < blockDim.x - 32) return 0;
+    const int32_t peer = threadIdx.x % 32;
+    uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
+    Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
     uint32_t before = 0;
     if (threadIdx.x % 32 == 0) {
       if (call.half == Half::kDone) {
@@ -129,6 +129,8 @@ struct Operation {
         before = enter_epoch(to_send);
       }
     }
+    state.table.arena[peer] = arena;
+    state.table.control[peer] = control;
     __syncwarp();
     if (state.sends && !state.slot_is_free && !state.failed) claim_slots(*this);
     if (call.half != Half::kStart || threadIdx.x % 32 != 0) return before;

@@ -14,8 +14,8 @@ __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threa
 
 struct Shared {
   State state;
-  float products[kBlockWarps][kMaxTopK];
-  int64_t sums[kBlockWarps];
+  float products[kMaxBlockWarps][kMaxTopK];
+  int64_t sums[kMaxBlockWarps];
   int32_t dropped;
 };
 
@@ -80,10 +80,11 @@ struct Scatter {
 
   // Tells every rank which operation this is and, where it cannot know, how many rows it gets for each expert.
   __device__ void announce() const {
-    const Lookup lookup = empty_lookup();
+    const Lookup lookup = this->lookup();
     if (new_route()) {
       count_tokens(lookup, 0, args.num_tokens);
     } else {
+      clear(lookup);
       __syncthreads();
       if (args.splits) count_splits(lookup);
     }
@@ -104,12 +105,14 @@ struct Scatter {
     op.tell_all_finished();
   }
 
-  // Empty behind the next barrier.
-  __device__ Lookup empty_lookup() const {
-    const Lookup lookup = {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
+  __device__ Lookup lookup() const {
+    return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
+  }
+
+  // Behind the next barrier.
+  __device__ void clear(const Lookup& lookup) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += blockDim.x) lookup.experts[i] = 0;
-    return lookup;
   }
 
   __device__ void count_splits(const Lookup& lookup) const {
@@ -122,10 +125,10 @@ struct Scatter {
   }
 
   // Counts tokens [first, last), a warp as many at once as have lanes. Ends with a barrier, and begins with one, while
-  // the first ids are on their way.
+  // the first ids are on their way. From token 0 on, it begins anew.
   __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last) const {
     constexpr int kAtOnce = 2;
-    const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * kBlockWarps;
+    const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
     const int32_t token = peers.by_top_k.quotient(lane_id()), k = lane_id() - token * args.top_k;
     int32_t expert[kAtOnce];
     int32_t base = first + warp_id() * tokens;
@@ -138,6 +141,7 @@ struct Scatter {
       }
     };
     load();
+    if (first == 0) clear(lookup);
     __syncthreads();
     op.stamp(1);
 #pragma unroll 1
@@ -190,13 +194,14 @@ struct Scatter {
 
   // A done whose start has sent the rows only makes the route anew.
   __device__ void send() const {
-    const Lookup lookup = empty_lookup();
+    const Lookup lookup = this->lookup();
+    const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
     const int32_t parts = (chunks() + kSendBatch - 1) / kSendBatch;
     int32_t counted = 0;
 #pragma unroll 1
-    for (int32_t token = plan.row_sender(blockIdx.x); token < args.num_tokens; token += plan.row_senders()) {
-      Batch batch = load(token, warp_id());
+    for (int32_t token = team.index; token < args.num_tokens && team.index < team.num_teams; token += team.num_teams) {
       Route route = load_route(token);
+      Batch batch = load(token, team.warp);
       if (new_route()) {
         count_tokens(lookup, counted, token);
         place_route(lookup, route);
@@ -205,15 +210,15 @@ struct Scatter {
       }
       counted = token;
       op.stamp(2);
-      if (args.place && warp_id() == 0 && lane_id() < peers.num_ranks) {
+      if (args.place && team.warp == 0 && lane_id() < peers.num_ranks) {
         args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
       }
       if (!op.state.sends || op.state.failed) continue;
       RowPlace row = {};  // on this lane's rank
       if (route.index >= 0) row = RowPlace(op, lane_id(), peers.rank, route.index);
 #pragma unroll 1
-      for (int32_t part = warp_id(); part < parts; part += kBlockWarps) {
-        if (part != warp_id()) batch = load(token, part);
+      for (int32_t part = team.warp; part < parts; part += team.num_warps) {
+        if (part != team.warp) batch = load(token, part);
         send_batch(batch, part, route, row);
         op.stamp(3);
       }
@@ -331,8 +336,9 @@ struct Scatter {
     if (threadIdx.x == 0) shared.dropped = 0;
     __syncthreads();
     op.stamp(1);
-    const Team team(plan.row_receiver(blockIdx.x), plan.row_receivers(), warp_id(), plan.log_receive_warps);
-    const uint32_t num_candidates = plan.row_receiver(blockIdx.x) < 0 ? 0 : peers.num_ranks * args.num_tokens;
+    const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
+    const bool takes_rows = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
+    const uint32_t num_candidates = takes_rows ? peers.num_ranks * args.num_tokens : 0;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     uint32_t item = team.index;
     Arriving arriving = {};
@@ -401,7 +407,7 @@ struct Scatter {
   // per lane; of an old route, from what it kept. Valid behind the next barrier.
   __device__ void place_rows(const Places& p) const {
     if (args.blocks) return;
-    const int32_t experts = experts_per_rank(), warps = min((experts + 31) / 32, kBlockWarps);
+    const int32_t experts = experts_per_rank(), warps = min((experts + 31) / 32, plan.block_warps());
     if (warp_id() >= warps) return;
     int64_t rows_before = 0;
     int32_t dropped = 0;
@@ -678,8 +684,8 @@ struct Scatter {
     const bool is_ragged = args.layout == Layout::kRagged;
     const bool is_first = blockIdx.x == plan.first_receiver;
     if (!args.zero_pad && !is_first) return;
-    const int32_t worker = (args.zero_pad ? blockIdx.x - plan.first_receiver : 0) * kBlockWarps + warp_id();
-    const int32_t workers = (args.zero_pad ? plan.num_receivers() : 1) * kBlockWarps;
+    const int32_t worker = (args.zero_pad ? blockIdx.x - plan.first_receiver : 0) * plan.block_warps() + warp_id();
+    const int32_t workers = (args.zero_pad ? plan.num_receivers() : 1) * plan.block_warps();
     int32_t last = 0;
 #pragma unroll 1
     for (int32_t base = 0; base < experts_per_rank(); base += 32) {
@@ -735,7 +741,7 @@ struct Scatter {
 };
 
 template <typename X, bool kCasts, Arrival kArrival>
-__global__ void __launch_bounds__(kBlockThreads, 1)
+__global__ void __launch_bounds__(kMaxBlockThreads, 1)
     scatter_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ScatterArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   extern __shared__ __align__(16) uint8_t scratch[];
@@ -793,7 +799,7 @@ cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementT
   const int64_t scratch = scratch_bytes(peers);
   if (scratch > kMaxScratch) return cudaErrorInvalidConfiguration;
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
-  kernel_of(type, args.cast != 0, args.arrival)<<<num_blocks, kBlockThreads, scratch, stream>>>(peers, args, plan);
+  kernel_of(type, args.cast != 0, args.arrival)<<<num_blocks, 32 * plan.block_warps(), scratch, stream>>>(peers, args, plan);
   return cudaGetLastError();
 }
 

@@ -232,11 +232,11 @@ void check_rank(Rank& rank, float tolerance) {
   EXPECT_EQ(rank.num_dropped.download()[0], 0);
 }
 
-// On `num_blocks` thread blocks of each rank: few enough for all ranks to be on the GPU at once.
+// On `num_blocks` thread blocks of each rank, 0 for as many as plan.h likes: few enough for all ranks to be on the GPU
+// at once.
 void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repeats) {
   const std::vector<int32_t> devices(num_ranks, 0);
   Group group({num_ranks * kExpertsPerRank, kTopK, kTokens, kRowBytes, num_blocks, 60.0, {devices}});
-  const LaunchPlan scatter_plan = plan_scatter(kTokens, num_ranks, num_blocks);
   const LaunchPlan gather_plan = plan_gather(kTokens, num_ranks, num_blocks);
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t rank = 0; rank < num_ranks; ++rank) ranks.push_back(std::make_unique<Rank>(num_ranks, rank));
@@ -245,7 +245,9 @@ void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repea
   };
   const auto scatter = [&](auto args) {
     on_all([&](const Peers& peers, Rank& rank) {
-      return launch_scatter(peers, args(rank), ElementType::kFloat32, scatter_plan, rank.stream);
+      const ScatterArgs call = args(rank);
+      const LaunchPlan plan = plan_scatter(kTokens, num_ranks, num_blocks, call.arrival == Arrival::kCombineBack);
+      return launch_scatter(peers, call, ElementType::kFloat32, plan, rank.stream);
     });
   };
   const auto gather = [&](auto args) {
@@ -331,7 +333,8 @@ int main(int argc, char** argv) {
   const bool is_quick = argc > 2;  // for the sanitizers, under which a kernel takes long
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
     for (int32_t cast = 0; cast <= 2; ++cast) {
-      for (int32_t num_blocks : is_quick ? std::vector{1, 5} : std::vector{1, 2, 5, 16}) {
+      for (int32_t num_blocks : is_quick ? std::vector{1, 5} : std::vector{0, 1, 2, 5, 16}) {
+        if (num_blocks == 0 && num_ranks > 2) continue;
         exchange(num_ranks, cast, num_blocks, is_quick ? 1 : kRepeats);
       }
     }

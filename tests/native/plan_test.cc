@@ -8,12 +8,12 @@
 using namespace jax_ep;
 
 // Every warp of the row blocks has one place in one team, and every team that takes rows is complete.
-void expect_teams(int32_t num_blocks, int32_t log_warps) {
+void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps) {
   std::set<std::pair<int32_t, int32_t>> places;
   int32_t num_teams = 0;
   for (int32_t block = 0; block < num_blocks; ++block) {
-    for (int32_t warp = 0; warp < kBlockWarps; ++warp) {
-      const Team team(block, num_blocks, warp, log_warps);
+    for (int32_t warp = 0; warp < plan.block_warps(); ++warp) {
+      const Team team(plan, block, num_blocks, warp, log_warps);
       num_teams = team.num_teams;
       if (team.index < team.num_teams) places.insert({team.index, team.warp});
     }
@@ -23,7 +23,9 @@ void expect_teams(int32_t num_blocks, int32_t log_warps) {
 }
 
 void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
-  EXPECT_EQ(plan.num_blocks <= (num_sms > 0 ? num_sms : kDefaultBlocks), true);
+  EXPECT_EQ(num_sms > 0 ? plan.num_blocks <= num_sms
+                        : plan.num_blocks * plan.block_warps() <= kDefaultBlocks * kMaxBlockWarps,
+            true);
   EXPECT_EQ(plan.num_senders < kTicketWords, true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
@@ -34,15 +36,20 @@ void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
   }
   for (int32_t i = 0; i < plan.row_senders(); ++i) EXPECT_EQ(senders.count(i), size_t{1});
   for (int32_t i = 0; i < plan.row_receivers(); ++i) EXPECT_EQ(receivers.count(i), size_t{1});
-  expect_teams(plan.row_senders(), plan.log_send_warps);
-  expect_teams(plan.row_receivers(), plan.log_receive_warps);
+  expect_teams(plan, plan.row_senders(), plan.log_send_warps);
+  expect_teams(plan, plan.row_receivers(), plan.log_receive_warps);
 }
 
 void test_plans() {
   for (int64_t tokens : {1, 2, 7, 8, 16, 17, 32, 64, 65, 128, 129, 512, 4096, 8192}) {
     for (int32_t ranks : {1, 2, 4, 8, 32}) {
       for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
-        expect_sound(plan_scatter(tokens, ranks, num_sms), num_sms);
+        for (bool team_in_block : {false, true}) {
+          const LaunchPlan plan = plan_scatter(tokens, ranks, num_sms, team_in_block);
+          expect_sound(plan, num_sms);
+          EXPECT_EQ(plan.log_send_warps >= plan.log_block_warps, true);
+          if (team_in_block) EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
+        }
         expect_sound(plan_gather(tokens, ranks, num_sms), num_sms);
       }
     }
@@ -50,7 +57,7 @@ void test_plans() {
 }
 
 void test_one_block_does_both() {
-  const LaunchPlan plan = plan_scatter(128, 4, 1);
+  const LaunchPlan plan = plan_scatter(128, 4, 1, false);
   EXPECT_EQ(plan.num_blocks, 1);
   EXPECT_EQ(plan.first_receiver, 0);
   EXPECT_EQ(plan.row_sender(0), 0);
@@ -58,8 +65,9 @@ void test_one_block_does_both() {
 }
 
 void test_few_tokens_take_few_blocks() {
-  EXPECT_EQ(plan_scatter(1, 4, 0).num_blocks, 2 + 5);  // announce, a token; small results, a row from each rank
-  EXPECT_EQ(plan_scatter(4096, 4, 0).num_blocks, kDefaultBlocks);
+  // Announce, a token; small results, a row from each rank: 16 warps each.
+  EXPECT_EQ(plan_scatter(1, 4, 0, false).num_blocks, 1 + 4 + 1 + 4 * 4);
+  EXPECT_EQ(plan_scatter(4096, 4, 0, false).num_blocks, kDefaultBlocks);
   EXPECT_EQ(plan_gather(4096, 4, 24).num_blocks, 24);
 }
 
