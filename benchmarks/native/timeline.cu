@@ -185,7 +185,8 @@ int main(int argc, char** argv) {
                       senders + receivers,
                       log_of(arg(first + 2, plan.block_warps())),
                       log_of(arg(first + 3, 1 << plan.log_send_warps)),
-                      log_of(arg(first + 4, 1 << plan.log_receive_warps))};
+                      log_of(arg(first + 4, 1 << plan.log_receive_warps)),
+                      plan.compact};
   };
   const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, 0, false), 3);
   const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, 0), 8);

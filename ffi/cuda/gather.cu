@@ -48,9 +48,9 @@ struct Gather {
   // --- senders: the experts' side -----------------------------------------------------------------------------------
 
   __device__ void announce() const {
-    __syncthreads();
+    op.await_entry();
     if (op.state.sends && !op.state.failed) {
-      for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
+      for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += op.num_workers()) {
         if (args.num_sent) {
           op.send_number(&op.control_of(peer).num_rows[op.state.slot][peers.rank], args.num_sent[peer]);
         }
@@ -61,8 +61,8 @@ struct Gather {
   }
 
   // The possible rows, interleaving the ranks they go to, beginning behind this rank. The first is summed while the
-  // block enters the operation.
-  __device__ void send() const {
+  // block enters the operation, if it is still `entering` it.
+  __device__ void send(bool entering) const {
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
     const uint32_t num_candidates = team.index < team.num_teams ? peers.num_ranks * args.num_tokens : 0;
     uint32_t item = team.index;
@@ -72,7 +72,7 @@ struct Gather {
       row = source_row(item);
       sums = partial_sums(row, team.warp, team);
     }
-    __syncthreads();
+    if (entering) op.await_entry();
     op.stamp(1);
     if (!op.state.sends || op.state.failed) return;
 #pragma unroll 1
@@ -149,13 +149,11 @@ struct Gather {
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
       Vector<X> y[kRowsAtOnce][kSumsAtOnce];
-      float weights[kRowsAtOnce];
+      uint32_t weighted = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        const int32_t k = rows ? __ffs(rows) - 1 : 0;
-        const int64_t row = __shfl_sync(kAllLanes, source.row, k);
+        const int64_t row = __shfl_sync(kAllLanes, source.row, rows ? __ffs(rows) - 1 : 0);
         const auto* base = static_cast<const uint8_t*>(args.y) + row * args.row_bytes;
-        weights[i] = rows ? __shfl_sync(kAllLanes, source.weight, k) : 0;
 #pragma unroll
         for (int c = 0; c < kSumsAtOnce; ++c) {
           const int32_t chunk = first + c * team.num_warps;
@@ -164,12 +162,16 @@ struct Gather {
         }
         rows &= rows - 1;
       }
+      // Only now, since the weights are asked for when the rows are known: y need not wait for them.
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
+        float weight = __shfl_sync(kAllLanes, source.weight, weighted ? __ffs(weighted) - 1 : 0);
+        if (!weighted) weight = 0;
+        weighted &= weighted - 1;
 #pragma unroll
         for (int c = 0; c < kSumsAtOnce; ++c) {
 #pragma unroll
-          for (int e = 0; e < kSize; ++e) total[c][e] += weights[i] * to_float(y[i][c].element[e]);
+          for (int e = 0; e < kSize; ++e) total[c][e] += weight * to_float(y[i][c].element[e]);
         }
       }
     }
@@ -186,10 +188,10 @@ struct Gather {
 
   // --- receivers: the source side -----------------------------------------------------------------------------------
 
-  __device__ void receive() const {
+  __device__ void receive(bool entering) const {
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_tokens = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
-    __syncthreads();
+    if (entering) op.await_entry();
     op.stamp(1);
     if (op.state.failed) return;
 #pragma unroll 1
@@ -282,7 +284,7 @@ struct Gather {
 };
 
 template <typename X>
-__global__ void __launch_bounds__(kMaxBlockThreads, 1)
+__global__ void __launch_bounds__(kMaxBlockThreads, kBlocksPerSm)
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;
@@ -290,14 +292,18 @@ __global__ void __launch_bounds__(kMaxBlockThreads, 1)
   const Gather<X> gather = {peers, args, plan, {peers, args, result, state}};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
+  uint32_t blocks_before = 0;
   fetch_arguments(peers);
   fetch_arguments(args);
   wait_for_dependencies();
   gather.op.stamp(0);
-  const uint32_t blocks_before = gather.op.begin(is_sender);
-  if (block == 0) gather.announce();
-  if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send();
-  if (block >= plan.first_receiver && args.half != Half::kStart) gather.receive();
+  if (gather.op.is_control_warp()) {
+    blocks_before = gather.op.begin(is_sender);
+  } else {
+    if (block == 0) gather.announce();
+    if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send(block > 0);
+    if (block >= plan.first_receiver && args.half != Half::kStart) gather.receive(!is_sender);
+  }
   gather.op.end(blocks_before, [&] { gather.poison(); });
 }
 
@@ -307,7 +313,7 @@ cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementTyp
                           cudaStream_t stream) {
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
   with_element_type(type, [&](auto element) {
-    gather_kernel<decltype(element)><<<num_blocks, 32 * plan.block_warps(), 0, stream>>>(peers, args, plan);
+    gather_kernel<decltype(element)><<<num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);
   });
   return cudaGetLastError();
 }

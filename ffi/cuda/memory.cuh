@@ -104,6 +104,25 @@ __device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepc
 __device__ __forceinline__ void named_barrier(int32_t id, int32_t num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
+// Counts for a barrier, without waiting for the others.
+__device__ __forceinline__ void named_barrier_arrive(int32_t id, int32_t num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+// A barrier that says whether the predicate holds for any thread.
+__device__ __forceinline__ bool named_barrier_or(int32_t id, int32_t num_threads, bool predicate) {
+  int32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.s32 mine, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n"
+      "}"
+      : "=r"(any)
+      : "r"(id), "r"(num_threads), "r"(static_cast<int32_t>(predicate))
+      : "memory");
+  return any != 0;
+}
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {
   uint64_t v;

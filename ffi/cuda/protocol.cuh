@@ -4,6 +4,9 @@
 // An operation is one launch per rank, or two: a start, which sends what it can without waiting, and a done. All blocks
 // of a launch begin() it and end() it. Blocks that send wait for no rows, and are started before those that receive: no
 // block waits for one that cannot run yet, however few run at a time.
+//
+// A block's last warp, the control warp, enters the operation for it, while the others, the workers, do what needs no
+// epoch, up to await_entry().
 #pragma once
 
 #include "ffi/arena.h"
@@ -27,7 +30,10 @@ __device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t va
   return static_cast<unsigned long long>(epoch) << 32 | value;
 }
 
-// What a block knows of the operation; in shared memory. Valid after the first barrier behind begin().
+// The barriers of a block; __syncthreads() is 0. A kernel may use those from kFirstBarrier on.
+inline constexpr int32_t kEntryBarrier = 1, kWorkersBarrier = 2, kFirstBarrier = 3;
+
+// What a block knows of the operation; in shared memory. Valid behind await_entry().
 struct State {
   PeerTable table;
   uint32_t epoch;
@@ -112,12 +118,24 @@ struct Operation {
 
   // --- begin and end ------------------------------------------------------------------------------------------------
 
-  // Enters the launch, with all threads; a barrier has to come before `state` is used. Only the last warp waits here,
-  // so that the others may go on with what needs no epoch. With `to_send`, it is known behind the barrier that the
-  // peers have read what their slots held. Gives that warp's first thread what it hands to end(): the blocks that were
-  // in before this one.
+  __device__ static int32_t num_workers() { return static_cast<int32_t>(blockDim.x) - 32; }
+  __device__ static bool is_control_warp() { return static_cast<int32_t>(threadIdx.x) >= num_workers(); }
+
+  // For workers: waits for begin().
+  __device__ static void await_entry() { named_barrier(kEntryBarrier, blockDim.x); }
+  // For workers: waits for one another.
+  __device__ static void sync_workers() { named_barrier(kWorkersBarrier, num_workers()); }
+
+  // Enters the launch, with the control warp. With `to_send`, it is known then that the peers have read what their slots
+  // held. Gives the warp's first thread what it hands to end(): the blocks that were in before this one.
   __device__ __forceinline__ uint32_t begin(bool to_send) const {
-    if (threadIdx.x < blockDim.x - 32) return 0;
+    const uint32_t blocks_before = enter(to_send);
+    __syncwarp();
+    named_barrier_arrive(kEntryBarrier, blockDim.x);
+    return blocks_before;
+  }
+
+  __device__ __forceinline__ uint32_t enter(bool to_send) const {
     const int32_t peer = threadIdx.x % 32;
     uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
@@ -159,7 +177,8 @@ struct Operation {
       group_failed = load_relaxed(&own().failed);
       const uint32_t num_left = load_acquire_here(&own().num_left);
       turn = {unit.x, unit.y, unit.z, unit.w};
-      return (before == 0 || before == self) && num_left == turn.num_entered ? 1 : 0;
+      // More have left than had entered where blocks of this launch have, which they can only when all before them had.
+      return (before == 0 || before == self) && static_cast<int32_t>(num_left - turn.num_entered) >= 0 ? 1 : 0;
     });
     const uint32_t epoch = turn.newest_epoch + 1;
     const bool newest_is_whole = turn.whole_slots & kNewestIsWhole;
@@ -232,7 +251,7 @@ struct Operation {
     __syncthreads();
     stamp(4);
     const bool is_done = call.half == Half::kDone;
-    if (!is_done && state.entered && threadIdx.x == blockDim.x - 32 && blocks_before + 1 == gridDim.x) end_turn();
+    if (!is_done && state.entered && is_control_warp() && threadIdx.x % 32 == 0 && blocks_before + 1 == gridDim.x) end_turn();
     if (state.failed) poison_once(poison);
     if (is_done) {
       leave_done();

@@ -9,6 +9,7 @@ namespace jax_ep {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr int32_t kPlacesBarrier = kFirstBarrier, kTeamsBarrier = kFirstBarrier + 1;  // and those behind
 
 __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
 
@@ -48,10 +49,12 @@ struct Places {
 };
 
 // One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
-template <typename X, bool kCasts, Arrival kArrival>
+template <typename X, bool kCasts, Arrival kArrival, bool kCompact>
 struct Scatter {
-  static constexpr int kSendBatch = kCasts ? 1 : 2;  // chunks that a warp has under way
-  static constexpr int kReceiveBatch = kArrival == Arrival::kDequantize ? 2 : 4;
+  // Chunks that a warp has under way.
+  static constexpr int kSendBatch = kCompact || kCasts ? 1 : 2;
+  static constexpr int kReceiveBatch = kCompact ? 1 : kArrival == Arrival::kDequantize ? 2 : 4;
+  static constexpr int kUnroll = kCompact ? 1 : 2;
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
 
   const Peers& peers;
@@ -82,16 +85,16 @@ struct Scatter {
   __device__ void announce() const {
     const Lookup lookup = this->lookup();
     if (new_route()) {
-      count_tokens(lookup, 0, args.num_tokens);
+      count_tokens(lookup, 0, args.num_tokens, true);
     } else {
       clear(lookup);
-      __syncthreads();
+      op.await_entry();
       if (args.splits) count_splits(lookup);
     }
     if (op.state.sends && !op.state.failed) {
       if (sends_numbers()) {
 #pragma unroll 1
-        for (int32_t expert = threadIdx.x; expert < num_experts(); expert += blockDim.x) {
+        for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers()) {
           const int32_t peer = peers.by_experts.quotient(expert);
           op.send_number(op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(), lookup.experts[expert]);
         }
@@ -112,22 +115,23 @@ struct Scatter {
   // Behind the next barrier.
   __device__ void clear(const Lookup& lookup) const {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += blockDim.x) lookup.experts[i] = 0;
+    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_workers()) lookup.experts[i] = 0;
   }
 
   __device__ void count_splits(const Lookup& lookup) const {
 #pragma unroll 1
-    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += blockDim.x) {
+    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers()) {
       lookup.experts[expert] = args.splits[expert];
       atomicAdd(&lookup.ranks[peers.by_experts.quotient(expert)], args.splits[expert]);
     }
-    __syncthreads();
+    op.sync_workers();
   }
 
-  // Counts tokens [first, last), a warp as many at once as have lanes. Ends with a barrier, and begins with one, while
-  // the first ids are on their way. From token 0 on, it begins anew.
-  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last) const {
-    constexpr int kAtOnce = 2;
+  // Counts tokens [first, last), a warp as many at once as have lanes, from token 0 on anew. Ends with a barrier of the
+  // workers, and has one before it counts, which is await_entry() if the block is `entering`: what can be done without
+  // counting comes first.
+  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, bool entering) const {
+    constexpr int kAtOnce = kCompact ? 1 : 2;
     const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
     const int32_t token = peers.by_top_k.quotient(lane_id()), k = lane_id() - token * args.top_k;
     int32_t expert[kAtOnce];
@@ -142,34 +146,56 @@ struct Scatter {
     };
     load();
     if (first == 0) clear(lookup);
-    __syncthreads();
+    Pair pairs[kAtOnce];
+    const auto look_at = [&] {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (base + i * stride < last) pairs[i] = pair(expert[i], k);
+      }
+    };
+    look_at();
+    if (entering) {
+      op.await_entry();
+    } else {
+      op.sync_workers();
+    }
     op.stamp(1);
 #pragma unroll 1
     while (base < last) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (base + i * stride < last) count(lookup, expert[i], k);
+        if (base + i * stride < last) count(lookup, pairs[i]);
       }
       base += kAtOnce * stride;
+      if (base >= last) break;
       load();
+      look_at();
     }
-    __syncthreads();
+    op.sync_workers();
   }
 
-  // Counts a pair per lane. A token counts once for a rank.
-  __device__ void count(const Lookup& lookup, int32_t expert, int32_t k) const {
-    const bool present = is_expert(expert, num_experts());
-    const int32_t rank = present ? peers.by_experts.quotient(expert) : -1;
-    const int32_t earlier = count_earlier(rank, k);
-    if (!present) return;
-    atomicAdd(&lookup.experts[expert], 1);
-    if (earlier == 0) atomicAdd(&lookup.ranks[rank], 1);
+  // A token and an expert that it names: this lane's.
+  struct Pair {
+    int32_t expert, rank;  // -1 if there is none
+    bool is_first;         // of the token's on the rank: a token counts once for a rank
+  };
+
+  __device__ Pair pair(int32_t expert, int32_t k) const {
+    if (!is_expert(expert, num_experts())) expert = -1;
+    const int32_t rank = expert >= 0 ? peers.by_experts.quotient(expert) : -1;
+    return {expert, rank, count_earlier(rank, k) == 0};
+  }
+
+  __device__ void count(const Lookup& lookup, const Pair& pair) const {
+    if (pair.expert < 0) return;
+    atomicAdd(&lookup.experts[pair.expert], 1);
+    if (pair.is_first) atomicAdd(&lookup.ranks[pair.rank], 1);
   }
 
   // How many of the k lanes before this one have the same value.
   __device__ int32_t count_earlier(int32_t value, int32_t k) const {
     int32_t count = 0;
-#pragma unroll 4
+#pragma unroll(kCompact ? 1 : 4)
     for (int32_t back = 1; back < args.top_k; ++back) {
       count += __shfl_up_sync(kAllLanes, value, back) == value && back <= k;
     }
@@ -184,65 +210,92 @@ struct Scatter {
     float scales[kSendBatch];  // of x that is fp8 already
   };
 
-  // Where a token goes; every warp that sends of it knows it all.
-  struct Route {
-    int32_t expert;    // for k = lane, -1 for none
-    int32_t position;  // for k = lane
-    float weight;      // for k = lane
-    int32_t index;     // for rank = lane: among the rows that go there, -1 if it does not
+  // A batch as it is sent.
+  struct Packed {
+    Chunk units[kSendBatch], scales[kSendBatch];
   };
 
-  // A done whose start has sent the rows only makes the route anew.
-  __device__ void send() const {
+  // Where a token goes.
+  struct Route {
+    int32_t index;  // for rank = lane: among the rows that go there, -1 if it does not
+    // For k = lane; `position` and `weight` are known to the team's first warp, which writes the headers.
+    int32_t expert, position;  // expert: -1 for none
+    float weight;
+  };
+
+  // A done whose start has sent the rows only makes the route anew. The next token's row is on its way while one is
+  // counted and sent; the first is cast while the block is `entering`.
+  __device__ void send(bool entering) const {
     const Lookup lookup = this->lookup();
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
-    const int32_t parts = (chunks() + kSendBatch - 1) / kSendBatch;
-    int32_t counted = 0;
+    int32_t token = team.index, counted = 0;
+    if (team.index >= team.num_teams || token >= args.num_tokens) return;
+    Route route = load_route(token, team);
+    Batch batch = load(token, team.warp);
 #pragma unroll 1
-    for (int32_t token = team.index; token < args.num_tokens && team.index < team.num_teams; token += team.num_teams) {
-      Route route = load_route(token);
-      Batch batch = load(token, team.warp);
-      if (new_route()) {
-        count_tokens(lookup, counted, token);
-        place_route(lookup, route);
-      } else if (counted == 0) {
-        __syncthreads();  // for begin()
+    while (true) {
+      const int32_t next = token + team.num_teams;
+      Route next_route = {};
+      Batch next_batch = {};
+      if (next < args.num_tokens) {
+        next_route = load_route(next, team);
+        next_batch = load(next, team.warp);
       }
+      Packed packed = {};
+      if (team.warp < parts()) packed = pack(batch, team.warp);
+      if (new_route()) {
+        if (team.warp == 0) route.position = count_earlier(route.expert, lane_id());
+        count_tokens(lookup, counted, token, entering);
+        place_route(lookup, route, team);
+      } else if (entering) {
+        op.await_entry();
+      }
+      entering = false;
       counted = token;
       op.stamp(2);
       if (args.place && team.warp == 0 && lane_id() < peers.num_ranks) {
         args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
       }
-      if (!op.state.sends || op.state.failed) continue;
-      RowPlace row = {};  // on this lane's rank
-      if (route.index >= 0) row = RowPlace(op, lane_id(), peers.rank, route.index);
-#pragma unroll 1
-      for (int32_t part = team.warp; part < parts; part += team.num_warps) {
-        if (part != team.warp) batch = load(token, part);
-        send_batch(batch, part, route, row);
-        op.stamp(3);
-      }
+      if (op.state.sends && !op.state.failed) send_row(token, packed, route, team);
+      op.stamp(3);
+      if (next >= args.num_tokens) return;
+      token = next;
+      route = next_route;
+      batch = next_batch;
     }
   }
 
-  __device__ Route load_route(int32_t token) const {
-    Route route = {-1, 0, 1.0f, -1};
+  // Batches of a row.
+  __device__ int32_t parts() const { return (chunks() + kSendBatch - 1) / kSendBatch; }
+
+  // `packed`: what this warp sends first.
+  __device__ void send_row(int32_t token, Packed packed, const Route& route, const Team& team) const {
+    RowPlace row = {};  // on this lane's rank
+    if (route.index >= 0) row = RowPlace(op, lane_id(), peers.rank, route.index);
+#pragma unroll 1
+    for (int32_t part = team.warp; part < parts(); part += team.num_warps) {
+      if (part != team.warp) packed = pack(load(token, part), part);
+      send_batch(packed, part, route, row);
+    }
+  }
+
+  __device__ Route load_route(int32_t token, const Team& team) const {
+    Route route = {-1, -1, 0, 1.0f};
     if (new_route()) {
       if (lane_id() >= args.top_k) return route;
       const int64_t pair = int64_t{token} * args.top_k + lane_id();
       route.expert = __ldg(args.topk_idx + pair);
-      if (args.topk_weights) route.weight = __ldg(args.topk_weights + pair);
+      if (args.topk_weights && team.warp == 0) route.weight = __ldg(args.topk_weights + pair);
     } else if (lane_id() < peers.num_ranks) {
       route.index = __ldg(args.known_place + int64_t{token} * peers.num_ranks + lane_id());
     }
     return route;
   }
 
-  __device__ void place_route(const Lookup& lookup, Route& route) const {
+  __device__ void place_route(const Lookup& lookup, Route& route, const Team& team) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
-    const int32_t earlier = count_earlier(route.expert, lane_id());
-    if (present) route.position = lookup.experts[route.expert] + earlier;
+    if (present && team.warp == 0) route.position += lookup.experts[route.expert];
     const uint32_t rank = present ? 1u << peers.by_experts.quotient(route.expert) : 0;
     const uint32_t ranks = __reduce_or_sync(kAllLanes, rank);
     if (ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
@@ -266,25 +319,29 @@ struct Scatter {
     return batch;
   }
 
-  __device__ void send_batch(const Batch& batch, int32_t part, const Route& route, const RowPlace& row) const {
-    Chunk units[kSendBatch], scales[kSendBatch];
+  __device__ Packed pack(const Batch& batch, int32_t part) const {
+    Packed packed;
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
       const int32_t chunk = part * kSendBatch + i;
       float scale = batch.scales[i];
-      units[i] = Chunk::of(kCasts ? cast(batch.units[i], scale) : batch.units[i][0], has_unit(chunk));
-      if (args.num_scales) scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
+      packed.units[i] = Chunk::of(kCasts ? cast(batch.units[i], scale) : batch.units[i][0], has_unit(chunk));
+      if (args.num_scales) packed.scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
     }
+    return packed;
+  }
+
+  __device__ void send_batch(const Packed& packed, int32_t part, const Route& route, const RowPlace& row) const {
     for_each_rank(route, [&](int32_t peer) {
       const RowPlace place = row.of_lane(peer);
       if (part == 0 && new_route()) write_header(place, route, peer);
 #pragma unroll
       for (int i = 0; i < kSendBatch; ++i) {
         const int32_t chunk = part * kSendBatch + i;
-        units[i].send(op, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
+        packed.units[i].send(op, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
         if (args.num_scales) {
           const bool present = lane_id() == 0 && chunk < chunks();
-          scales[i].send(op, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk, present);
+          packed.scales[i].send(op, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk, present);
         }
       }
     });
@@ -297,7 +354,7 @@ struct Scatter {
     const uint32_t ranks = __ballot_sync(kAllLanes, route.index >= 0);
     const int32_t num_behind = peers.num_ranks - peers.rank - 1;
     const uint32_t behind = ranks >> peers.rank >> 1, others = ranks & ((2u << peers.rank) - 1);
-#pragma unroll 2
+#pragma unroll(kUnroll)
     for (uint32_t left = behind | others << num_behind; left; left &= left - 1) {
       const int32_t step = __ffs(left) - 1;
       f(step < num_behind ? peers.rank + 1 + step : step - num_behind);
@@ -332,9 +389,13 @@ struct Scatter {
 
   // Rows that may come, interleaving the sources as they send, a team of warps for each. The first row of a team is
   // waited for while the block finds out where rows go.
-  __device__ void receive() const {
+  __device__ void receive(bool entering) const {
     if (threadIdx.x == 0) shared.dropped = 0;
-    __syncthreads();
+    if (entering) {
+      op.await_entry();
+    } else {
+      op.sync_workers();
+    }
     op.stamp(1);
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_rows = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
@@ -346,7 +407,7 @@ struct Scatter {
     place_rows(places);
     if (arriving.comes) await_row(arriving, team);
     op.stamp(8);
-    if (__syncthreads_or(op.state.failed)) return;
+    if (named_barrier_or(kWorkersBarrier, op.num_workers(), op.state.failed)) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
 #pragma unroll 1
@@ -469,7 +530,7 @@ struct Scatter {
       return value;
     }
     if (lane_id() == 31) shared.sums[warp_id()] = value;
-    named_barrier(1, warps * 32);
+    named_barrier(kPlacesBarrier, warps * 32);
     int64_t before = 0;
 #pragma unroll 1
     for (int32_t warp = 0; warp < warps; ++warp) {
@@ -477,7 +538,7 @@ struct Scatter {
       all += sum;
       if (warp < warp_id()) before += sum;
     }
-    named_barrier(1, warps * 32);
+    named_barrier(kPlacesBarrier, warps * 32);
     return before + value;
   }
 
@@ -485,13 +546,13 @@ struct Scatter {
   __device__ void write_counts(const Places& p) const {
     if (threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += blockDim.x) {
+    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += op.num_workers()) {
       const int32_t source = peers.by_experts.quotient(i);
       args.counts[i] = op.expect_number(source, op.counts_at(peers.rank, source) + i - source * experts_per_rank());
     }
     if (!new_route()) return;
 #pragma unroll 1
-    for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += blockDim.x) {
+    for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += op.num_workers()) {
       args.counts[expert] = p.counts[expert];
       args.group_sizes[expert] = p.group_sizes[expert];
     }
@@ -502,7 +563,7 @@ struct Scatter {
   __device__ void deliver_row(Arriving& arriving, const Places& places, const Team& team) const {
     const int32_t source = arriving.source;
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
-    const bool keeps_route = new_route() && team.warp == 0 && lane_id() < args.top_k;
+    const bool keeps_route = new_route() && team.warp == team.num_warps - 1 && lane_id() < args.top_k;
     if (!arriving.comes) {
       if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
       if (args.blocks && args.zero_pad && team.warp == 0) zero_row(candidate);
@@ -578,7 +639,7 @@ struct Scatter {
   // To each expert's row, as it came.
   __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets, const Team& team) const {
     const auto own = reinterpret_cast<unsigned long long>(out_row(row));
-#pragma unroll 2
+#pragma unroll(kUnroll)
     for (uint32_t left = targets; left; left &= left - 1) {
       auto* out = reinterpret_cast<uint4*>(__shfl_sync(kAllLanes, own, __ffs(left) - 1)) + lane_id();
 #pragma unroll
@@ -665,7 +726,7 @@ struct Scatter {
   // Adds what the warps that share a row, all of one block, have of its products, in their order.
   __device__ void sum_products(int32_t row, const Team& team) const {
     if (!args.y) return;
-    const int32_t barrier = warp_id() / team.num_warps + 1;
+    const int32_t barrier = kTeamsBarrier + warp_id() / team.num_warps;
     named_barrier(barrier, team.num_warps * 32);
     if (team.warp == 0 && row >= 0) {
       float total = 0;
@@ -740,28 +801,30 @@ struct Scatter {
   }
 };
 
-template <typename X, bool kCasts, Arrival kArrival>
-__global__ void __launch_bounds__(kMaxBlockThreads, 1)
+template <typename X, bool kCasts, Arrival kArrival, bool kCompact>
+__global__ void __launch_bounds__(kMaxBlockThreads, kBlocksPerSm)
     scatter_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ScatterArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   extern __shared__ __align__(16) uint8_t scratch[];
   __shared__ Shared shared;
   const void* result = args.half == Half::kStart ? args.ticket : args.out;
-  const Scatter<X, kCasts, kArrival> scatter = {peers,  args,   plan, {peers, args, result, shared.state},
-                                                shared, scratch};
+  const Scatter<X, kCasts, kArrival, kCompact> scatter = {peers,  args,   plan, {peers, args, result, shared.state},
+                                                          shared, scratch};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
+  uint32_t blocks_before = 0;
   fetch_arguments(peers);
   fetch_arguments(args);
   wait_for_dependencies();
   scatter.op.stamp(0);
-  const uint32_t blocks_before = scatter.op.begin(is_sender);
-  if (block == 0) scatter.announce();
-  if (is_sender && (block > 0 || plan.num_senders == 1)) {
-    if (block == 0) __syncthreads();  // the scratch memory is free again
-    scatter.send();
+  if (scatter.op.is_control_warp()) {
+    blocks_before = scatter.op.begin(is_sender);
+  } else {
+    if (block == 0) scatter.announce();
+    if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again
+    if (is_sender && (block > 0 || plan.num_senders == 1)) scatter.send(block > 0);
+    if (block >= plan.first_receiver && args.half != Half::kStart) scatter.receive(!is_sender);
   }
-  if (block >= plan.first_receiver && args.half != Half::kStart) scatter.receive();
   scatter.op.end(blocks_before, [&] { scatter.poison(); });
 }
 
@@ -769,20 +832,26 @@ using Kernel = void (*)(Peers, ScatterArgs, LaunchPlan);
 
 // A kernel of its own for whatever is done to the elements of a row: each is small, and an instruction costs a kernel
 // of a few microseconds most when it is fetched.
+template <bool kCompact>
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
-  Kernel kernel = scatter_kernel<float, false, Arrival::kCopy>;  // of any element
+  Kernel kernel = scatter_kernel<float, false, Arrival::kCopy, kCompact>;  // of any element
   if (!casts && arrival == Arrival::kCopy) return kernel;
   with_element_type(type, [&](auto element) {
     using X = decltype(element);
     if (arrival == Arrival::kCombineBack) {
-      kernel = scatter_kernel<X, false, Arrival::kCombineBack>;
+      kernel = scatter_kernel<X, false, Arrival::kCombineBack, kCompact>;
     } else if (arrival == Arrival::kCopy) {
-      kernel = scatter_kernel<X, true, Arrival::kCopy>;
+      kernel = scatter_kernel<X, true, Arrival::kCopy, kCompact>;
     } else {
-      kernel = casts ? scatter_kernel<X, true, Arrival::kDequantize> : scatter_kernel<X, false, Arrival::kDequantize>;
+      kernel = casts ? scatter_kernel<X, true, Arrival::kDequantize, kCompact>
+                     : scatter_kernel<X, false, Arrival::kDequantize, kCompact>;
     }
   });
   return kernel;
+}
+
+Kernel kernel_of(ElementType type, bool casts, Arrival arrival, bool compact) {
+  return compact ? kernel_of<true>(type, casts, arrival) : kernel_of<false>(type, casts, arrival);
 }
 
 constexpr int32_t kMaxScratch = 96 * 1024;
@@ -799,7 +868,8 @@ cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementT
   const int64_t scratch = scratch_bytes(peers);
   if (scratch > kMaxScratch) return cudaErrorInvalidConfiguration;
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
-  kernel_of(type, args.cast != 0, args.arrival)<<<num_blocks, 32 * plan.block_warps(), scratch, stream>>>(peers, args, plan);
+  const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.compact);
+  kernel<<<num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
   return cudaGetLastError();
 }
 
@@ -808,7 +878,9 @@ cudaError_t load_scatter() {
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     for (Arrival arrival : {Arrival::kCopy, Arrival::kDequantize, Arrival::kCombineBack}) {
       for (bool casts : {false, true}) {
-        if (status == cudaSuccess) status = load_kernel(kernel_of(type, casts, arrival), kMaxScratch);
+        for (bool compact : {false, true}) {
+          if (status == cudaSuccess) status = load_kernel(kernel_of(type, casts, arrival, compact), kMaxScratch);
+        }
       }
     }
   }
