@@ -8,9 +8,13 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kMaxBlockWarps = 8, kBlocksPerSm = 2;  // of so many warps
-inline constexpr int32_t kMaxBlockThreads = 32 * (kMaxBlockWarps + 1);
+inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
 inline constexpr int32_t kDefaultSms = 128;
+
+// Of a kernel's two forms, that for few rows has small blocks, on many SMs, and little code, since what counts is how
+// soon the next instruction is there. It has a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh).
+inline constexpr int32_t kFewBlockWarps = 8;
+constexpr int32_t most_threads(bool few) { return 32 * (few ? kFewBlockWarps + 1 : kMaxBlockWarps); }
 
 // A thread block sends, or receives. Senders come first, as blocks are started in their order, and wait for no peer's
 // rows: what a receiver waits for is always on its way. Only a launch of one block does both, one after the other.
@@ -21,12 +25,12 @@ struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
   int32_t num_blocks;
-  int32_t log_block_warps;                    // workers (ffi/cuda/protocol.cuh)
+  bool few;
+  int32_t log_block_warps;
   int32_t log_send_warps, log_receive_warps;  // of the warps that share a row, a team, which need not be of one block
-  bool compact;  // scatter: a warp has one chunk under way, which takes less code, and few rows wait for their code
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
-  constexpr int32_t block_threads() const { return 32 * (block_warps() + 1); }  // with the control warp
+  constexpr int32_t block_threads() const { return 32 * (block_warps() + few); }
 
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
   // Blocks that move rows, and a block's number among them; negative if it does other things.
@@ -56,9 +60,9 @@ struct Team {
 
 // What a launch would like to be.
 struct Shape {
+  bool few;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
   int32_t receive_eighths;  // of the blocks, at most, receive
-  bool compact;
 };
 
 // Blocks for `sends` and `receives` rows.
@@ -67,15 +71,21 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
   const auto blocks_for = [=](int64_t rows, int32_t log_warps) {
     return ((rows << log_warps) + (1 << log_block) - 1) >> log_block;
   };
-  const int32_t blocks = (num_sms > 0 ? num_sms : kDefaultSms) * kBlocksPerSm * kMaxBlockWarps >> log_block;
+  const int32_t blocks = (num_sms > 0 ? num_sms : kDefaultSms) * kMaxBlockWarps >> log_block;
   if (blocks == 1) {
-    return {1, 0, 1, log_block, std::min(shape.log_send_warps, log_block), std::min(shape.log_receive_warps, log_block),
-            shape.compact};
+    return {1,
+            0,
+            1,
+            shape.few,
+            log_block,
+            std::min(shape.log_send_warps, log_block),
+            std::min(shape.log_receive_warps, log_block)};
   }
   const int64_t most_receive = std::max(blocks * shape.receive_eighths / 8, 1);
-  const auto receivers = static_cast<int32_t>(std::min(blocks_for(receives, shape.log_receive_warps) + 1, most_receive));
-  const auto senders = static_cast<int32_t>(std::min(
-      {blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}, int64_t{kTicketWords - 1}}));
+  const auto receivers =
+      static_cast<int32_t>(std::min(blocks_for(receives, shape.log_receive_warps) + 1, most_receive));
+  const auto senders = static_cast<int32_t>(
+      std::min({blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}, int64_t{kTicketWords - 1}}));
   // A team must not be larger than all that there are.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
     while (log_warps > log_block && row_blocks << log_block >> log_warps == 0) --log_warps;
@@ -84,31 +94,33 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
   return {senders,
           senders,
           senders + receivers,
+          shape.few,
           log_block,
           fitting(shape.log_send_warps, std::max(senders - 1, 1)),
-          fitting(shape.log_receive_warps, std::max(receivers - 1, 1)),
-          shape.compact};
+          fitting(shape.log_receive_warps, std::max(receivers - 1, 1))};
 }
 
-// Few tokens: many warps on a row, on many SMs, since what counts is how soon an instruction is issued. Many: more rows
-// under way.
+// Few tokens: many warps on a row, for its latency. Many: more rows under way.
+constexpr bool is_few(int64_t num_tokens, int32_t num_sms) { return num_tokens <= 32 && num_sms == 0; }
 
 // Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. The warps of a
 // team that sends are whole blocks; of one that receives, with `team_in_block`, they are of one block.
 constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_sms, bool team_in_block) {
-  const bool is_few = num_tokens <= 16;
-  Shape shape = {3, 4, num_tokens <= 2 ? 5 : is_few ? 4 : 2, num_tokens <= 512 ? 5 : 4, is_few};
+  Shape shape = is_few(num_tokens, num_sms) ? Shape{true, 3, num_tokens <= 16 ? 4 : 3,
+                                                    num_tokens <= 2    ? 5
+                                                    : num_tokens <= 16 ? 4
+                                                                       : 3,
+                                                    5}
+                                            : Shape{false, 4, 4, 2, num_tokens <= 256 ? 5 : 4};
   if (team_in_block) shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   return plan_launch(num_tokens, num_tokens * num_ranks, shape, num_sms);
 }
 
 // The rows of all ranks' tokens are summed and go back; tokens come in.
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
-  const Shape shape = num_tokens <= 2     ? Shape{2, 4, 5, 4, false}
-                      : num_tokens <= 16  ? Shape{3, 4, 5, 4, false}
-                      : num_tokens <= 64  ? Shape{3, 3, 5, 4, false}
-                      : num_tokens <= 256 ? Shape{3, 3, 4, 4, false}
-                                          : Shape{3, 2, 2, 3, false};
+  const Shape shape = is_few(num_tokens, num_sms) ? Shape{true, num_tokens <= 2 ? 2 : 3, num_tokens <= 16 ? 4 : 3, 5, 5}
+                      : num_tokens <= 256         ? Shape{false, 4, 3, 4, 4}
+                                                  : Shape{false, 4, 2, 2, 3};
   return plan_launch(num_tokens * num_ranks, num_tokens, shape, num_sms);
 }
 

@@ -180,13 +180,13 @@ int main(int argc, char** argv) {
   const auto log_of = [](int32_t n) { return n < 2 ? 0 : n < 4 ? 1 : n < 8 ? 2 : n < 16 ? 3 : n < 32 ? 4 : 5; };
   const auto adjusted = [&](LaunchPlan plan, int first) {
     const int32_t senders = arg(first, plan.num_senders), receivers = arg(first + 1, plan.num_receivers());
-    return LaunchPlan{senders,
-                      senders,
-                      senders + receivers,
-                      log_of(arg(first + 2, plan.block_warps())),
-                      log_of(arg(first + 3, 1 << plan.log_send_warps)),
-                      log_of(arg(first + 4, 1 << plan.log_receive_warps)),
-                      plan.compact};
+    plan.num_senders = plan.first_receiver = senders;
+    plan.num_blocks = senders + receivers;
+    plan.log_block_warps = log_of(arg(first + 2, plan.block_warps()));
+    plan.log_send_warps = log_of(arg(first + 3, 1 << plan.log_send_warps));
+    plan.log_receive_warps = log_of(arg(first + 4, 1 << plan.log_receive_warps));
+    plan.few = plan.block_warps() <= kFewBlockWarps;
+    return plan;
   };
   const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, 0, false), 3);
   const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, 0), 8);

@@ -50,7 +50,7 @@ struct Gather {
   __device__ void announce() const {
     op.await_entry();
     if (op.state.sends && !op.state.failed) {
-      for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += op.num_workers()) {
+      for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += op.num_workers) {
         if (args.num_sent) {
           op.send_number(&op.control_of(peer).num_rows[op.state.slot][peers.rank], args.num_sent[peer]);
         }
@@ -283,13 +283,14 @@ struct Gather {
   }
 };
 
-template <typename X>
-__global__ void __launch_bounds__(kMaxBlockThreads, kBlocksPerSm)
+template <typename X, bool kFew>
+__global__ void __launch_bounds__(most_threads(kFew), kFew ? 2 : 1)
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;
   const void* result = args.half == Half::kStart ? args.ticket : args.out ? args.out : args.topk_weights;
-  const Gather<X> gather = {peers, args, plan, {peers, args, result, state}};
+  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (kFew ? 32 : 0);
+  const Gather<X> gather = {peers, args, plan, {peers, args, result, state, num_workers}};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;
@@ -297,14 +298,18 @@ __global__ void __launch_bounds__(kMaxBlockThreads, kBlocksPerSm)
   fetch_arguments(args);
   wait_for_dependencies();
   gather.op.stamp(0);
-  if (gather.op.is_control_warp()) {
-    blocks_before = gather.op.begin(is_sender);
-  } else {
+  if (gather.op.is_control_warp()) blocks_before = gather.op.begin(is_sender);
+  if (gather.op.is_worker()) {
     if (block == 0) gather.announce();
     if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send(block > 0);
     if (block >= plan.first_receiver && args.half != Half::kStart) gather.receive(!is_sender);
   }
   gather.op.end(blocks_before, [&] { gather.poison(); });
+}
+
+template <typename X>
+auto kernel_of(bool few) {
+  return few ? gather_kernel<X, true> : gather_kernel<X, false>;
 }
 
 }  // namespace
@@ -313,7 +318,8 @@ cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementTyp
                           cudaStream_t stream) {
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
   with_element_type(type, [&](auto element) {
-    gather_kernel<decltype(element)><<<num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);
+    const auto kernel = kernel_of<decltype(element)>(plan.few);
+    kernel<<<num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);
   });
   return cudaGetLastError();
 }
@@ -322,7 +328,9 @@ cudaError_t load_gather() {
   cudaError_t status = cudaSuccess;
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     with_element_type(type, [&](auto element) {
-      if (status == cudaSuccess) status = load_kernel(gather_kernel<decltype(element)>, 0);
+      for (bool few : {false, true}) {
+        if (status == cudaSuccess) status = load_kernel(kernel_of<decltype(element)>(few), 0);
+      }
     });
   }
   return status;

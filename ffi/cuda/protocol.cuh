@@ -5,8 +5,8 @@
 // of a launch begin() it and end() it. Blocks that send wait for no rows, and are started before those that receive: no
 // block waits for one that cannot run yet, however few run at a time.
 //
-// A block's last warp, the control warp, enters the operation for it, while the others, the workers, do what needs no
-// epoch, up to await_entry().
+// A block's last warp, the control warp, enters the operation for it, while the others do what needs no epoch, up to
+// await_entry(). It may be one of the workers, or do nothing else.
 #pragma once
 
 #include "ffi/arena.h"
@@ -15,8 +15,8 @@
 
 namespace jax_ep {
 
-// Asks for a kernel's arguments all at once, each warp for some lines of them: asked for one after the other, as they are
-// used, they would take microseconds.
+// Asks for a kernel's arguments all at once, each warp for some lines of them: asked for one after the other, as they
+// are used, they would take microseconds.
 template <typename Args>
 __device__ __forceinline__ void fetch_arguments(const Args& args) {
   constexpr int32_t kLineWords = 16;
@@ -39,10 +39,10 @@ struct State {
   uint32_t epoch;
   int32_t slot;
   uint32_t whole_slots, num_entered;  // Control's, as this launch found them
-  bool slot_is_free;     // on all ranks, without asking
-  bool sends;            // this block may write to the peers' slots
-  bool entered;          // it takes part in the launch
-  volatile bool failed;  // give up: the results will be poisoned
+  bool slot_is_free;                  // on all ranks, without asking
+  bool sends;                         // this block may write to the peers' slots
+  bool entered;                       // it takes part in the launch
+  volatile bool failed;               // give up: the results will be poisoned
 };
 
 struct Operation {
@@ -50,6 +50,7 @@ struct Operation {
   const Call& call;
   const void* result;  // tells launches apart that can be on the device together
   State& state;
+  int32_t num_workers;  // threads of the block
 
   // Notes when this block got somewhere, in a build that looks at it (benchmarks/native).
   __device__ void stamp([[maybe_unused]] int32_t phase) const {
@@ -118,20 +119,20 @@ struct Operation {
 
   // --- begin and end ------------------------------------------------------------------------------------------------
 
-  __device__ static int32_t num_workers() { return static_cast<int32_t>(blockDim.x) - 32; }
-  __device__ static bool is_control_warp() { return static_cast<int32_t>(threadIdx.x) >= num_workers(); }
+  __device__ bool is_worker() const { return static_cast<int32_t>(threadIdx.x) < num_workers; }
+  __device__ static bool is_control_warp() { return threadIdx.x >= blockDim.x - 32; }
 
   // For workers: waits for begin().
   __device__ static void await_entry() { named_barrier(kEntryBarrier, blockDim.x); }
   // For workers: waits for one another.
-  __device__ static void sync_workers() { named_barrier(kWorkersBarrier, num_workers()); }
+  __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_workers); }
 
-  // Enters the launch, with the control warp. With `to_send`, it is known then that the peers have read what their slots
-  // held. Gives the warp's first thread what it hands to end(): the blocks that were in before this one.
+  // Enters the launch, with the control warp. With `to_send`, it is known then that the peers have read what their
+  // slots held. Gives the warp's first thread what it hands to end(): the blocks that were in before this one.
   __device__ __forceinline__ uint32_t begin(bool to_send) const {
     const uint32_t blocks_before = enter(to_send);
     __syncwarp();
-    named_barrier_arrive(kEntryBarrier, blockDim.x);
+    if (!is_worker()) named_barrier_arrive(kEntryBarrier, blockDim.x);
     return blocks_before;
   }
 
@@ -162,9 +163,9 @@ struct Operation {
     uint32_t newest_epoch, whole_slots, num_entered, owner;
   };
 
-  // A whole operation, or a start. Such launches take turns, should XLA let them run at once: one is the owner until all
-  // of its blocks have entered, and the next goes on when all of them have left. Behind a kernel that has ended, a block
-  // finds all that out in one round trip to memory. Gives the blocks of this launch that were in before.
+  // A whole operation, or a start. Such launches take turns, should XLA let them run at once: one is the owner until
+  // all of its blocks have entered, and the next goes on when all of them have left. Behind a kernel that has ended, a
+  // block finds all that out in one round trip to memory. Gives the blocks of this launch that were in before.
   __device__ __forceinline__ uint32_t enter_epoch(bool to_send) const {
     Turn turn = {};
     uint32_t group_failed = 0;
@@ -251,7 +252,8 @@ struct Operation {
     __syncthreads();
     stamp(4);
     const bool is_done = call.half == Half::kDone;
-    if (!is_done && state.entered && is_control_warp() && threadIdx.x % 32 == 0 && blocks_before + 1 == gridDim.x) end_turn();
+    if (!is_done && state.entered && is_control_warp() && threadIdx.x % 32 == 0 && blocks_before + 1 == gridDim.x)
+      end_turn();
     if (state.failed) poison_once(poison);
     if (is_done) {
       leave_done();

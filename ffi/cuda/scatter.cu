@@ -49,12 +49,12 @@ struct Places {
 };
 
 // One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
-template <typename X, bool kCasts, Arrival kArrival, bool kCompact>
+template <typename X, bool kCasts, Arrival kArrival, bool kFew>
 struct Scatter {
   // Chunks that a warp has under way.
-  static constexpr int kSendBatch = kCompact || kCasts ? 1 : 2;
-  static constexpr int kReceiveBatch = kCompact ? 1 : kArrival == Arrival::kDequantize ? 2 : 4;
-  static constexpr int kUnroll = kCompact ? 1 : 2;
+  static constexpr int kSendBatch = kFew || kCasts ? 1 : 2;
+  static constexpr int kReceiveBatch = kFew ? 1 : kArrival == Arrival::kDequantize ? 2 : 4;
+  static constexpr int kUnroll = kFew ? 1 : 2;
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
 
   const Peers& peers;
@@ -84,17 +84,17 @@ struct Scatter {
   // Tells every rank which operation this is and, where it cannot know, how many rows it gets for each expert.
   __device__ void announce() const {
     const Lookup lookup = this->lookup();
+    clear(lookup);
     if (new_route()) {
       count_tokens(lookup, 0, args.num_tokens, true);
     } else {
-      clear(lookup);
       op.await_entry();
       if (args.splits) count_splits(lookup);
     }
     if (op.state.sends && !op.state.failed) {
       if (sends_numbers()) {
 #pragma unroll 1
-        for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers()) {
+        for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
           const int32_t peer = peers.by_experts.quotient(expert);
           op.send_number(op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(), lookup.experts[expert]);
         }
@@ -115,23 +115,22 @@ struct Scatter {
   // Behind the next barrier.
   __device__ void clear(const Lookup& lookup) const {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_workers()) lookup.experts[i] = 0;
+    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_workers) lookup.experts[i] = 0;
   }
 
   __device__ void count_splits(const Lookup& lookup) const {
 #pragma unroll 1
-    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers()) {
+    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
       lookup.experts[expert] = args.splits[expert];
       atomicAdd(&lookup.ranks[peers.by_experts.quotient(expert)], args.splits[expert]);
     }
     op.sync_workers();
   }
 
-  // Counts tokens [first, last), a warp as many at once as have lanes, from token 0 on anew. Ends with a barrier of the
-  // workers, and has one before it counts, which is await_entry() if the block is `entering`: what can be done without
-  // counting comes first.
+  // Counts tokens [first, last), a warp as many at once as have lanes. Ends with a barrier of the workers, and has one
+  // before it counts, which is await_entry() if the block is `entering`: what can be done without counting comes first.
   __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, bool entering) const {
-    constexpr int kAtOnce = kCompact ? 1 : 2;
+    constexpr int kAtOnce = kFew ? 1 : 2;
     const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
     const int32_t token = peers.by_top_k.quotient(lane_id()), k = lane_id() - token * args.top_k;
     int32_t expert[kAtOnce];
@@ -145,7 +144,6 @@ struct Scatter {
       }
     };
     load();
-    if (first == 0) clear(lookup);
     Pair pairs[kAtOnce];
     const auto look_at = [&] {
 #pragma unroll
@@ -195,7 +193,7 @@ struct Scatter {
   // How many of the k lanes before this one have the same value.
   __device__ int32_t count_earlier(int32_t value, int32_t k) const {
     int32_t count = 0;
-#pragma unroll(kCompact ? 1 : 4)
+#pragma unroll(kFew ? 1 : 4)
     for (int32_t back = 1; back < args.top_k; ++back) {
       count += __shfl_up_sync(kAllLanes, value, back) == value && back <= k;
     }
@@ -232,6 +230,7 @@ struct Scatter {
     if (team.index >= team.num_teams || token >= args.num_tokens) return;
     Route route = load_route(token, team);
     Batch batch = load(token, team.warp);
+    clear(lookup);
 #pragma unroll 1
     while (true) {
       const int32_t next = token + team.num_teams;
@@ -407,7 +406,7 @@ struct Scatter {
     place_rows(places);
     if (arriving.comes) await_row(arriving, team);
     op.stamp(8);
-    if (named_barrier_or(kWorkersBarrier, op.num_workers(), op.state.failed)) return;
+    if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
 #pragma unroll 1
@@ -546,13 +545,13 @@ struct Scatter {
   __device__ void write_counts(const Places& p) const {
     if (threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += op.num_workers()) {
+    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += op.num_workers) {
       const int32_t source = peers.by_experts.quotient(i);
       args.counts[i] = op.expect_number(source, op.counts_at(peers.rank, source) + i - source * experts_per_rank());
     }
     if (!new_route()) return;
 #pragma unroll 1
-    for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += op.num_workers()) {
+    for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += op.num_workers) {
       args.counts[expert] = p.counts[expert];
       args.group_sizes[expert] = p.group_sizes[expert];
     }
@@ -801,15 +800,16 @@ struct Scatter {
   }
 };
 
-template <typename X, bool kCasts, Arrival kArrival, bool kCompact>
-__global__ void __launch_bounds__(kMaxBlockThreads, kBlocksPerSm)
+template <typename X, bool kCasts, Arrival kArrival, bool kFew>
+__global__ void __launch_bounds__(most_threads(kFew), kFew ? 2 : 1)
     scatter_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ScatterArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   extern __shared__ __align__(16) uint8_t scratch[];
   __shared__ Shared shared;
   const void* result = args.half == Half::kStart ? args.ticket : args.out;
-  const Scatter<X, kCasts, kArrival, kCompact> scatter = {peers,  args,   plan, {peers, args, result, shared.state},
-                                                          shared, scratch};
+  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (kFew ? 32 : 0);
+  const Scatter<X, kCasts, kArrival, kFew> scatter = {
+      peers, args, plan, {peers, args, result, shared.state, num_workers}, shared, scratch};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;
@@ -817,9 +817,8 @@ __global__ void __launch_bounds__(kMaxBlockThreads, kBlocksPerSm)
   fetch_arguments(args);
   wait_for_dependencies();
   scatter.op.stamp(0);
-  if (scatter.op.is_control_warp()) {
-    blocks_before = scatter.op.begin(is_sender);
-  } else {
+  if (scatter.op.is_control_warp()) blocks_before = scatter.op.begin(is_sender);
+  if (scatter.op.is_worker()) {
     if (block == 0) scatter.announce();
     if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again
     if (is_sender && (block > 0 || plan.num_senders == 1)) scatter.send(block > 0);
@@ -832,26 +831,26 @@ using Kernel = void (*)(Peers, ScatterArgs, LaunchPlan);
 
 // A kernel of its own for whatever is done to the elements of a row: each is small, and an instruction costs a kernel
 // of a few microseconds most when it is fetched.
-template <bool kCompact>
+template <bool kFew>
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
-  Kernel kernel = scatter_kernel<float, false, Arrival::kCopy, kCompact>;  // of any element
+  Kernel kernel = scatter_kernel<float, false, Arrival::kCopy, kFew>;  // of any element
   if (!casts && arrival == Arrival::kCopy) return kernel;
   with_element_type(type, [&](auto element) {
     using X = decltype(element);
     if (arrival == Arrival::kCombineBack) {
-      kernel = scatter_kernel<X, false, Arrival::kCombineBack, kCompact>;
+      kernel = scatter_kernel<X, false, Arrival::kCombineBack, kFew>;
     } else if (arrival == Arrival::kCopy) {
-      kernel = scatter_kernel<X, true, Arrival::kCopy, kCompact>;
+      kernel = scatter_kernel<X, true, Arrival::kCopy, kFew>;
     } else {
-      kernel = casts ? scatter_kernel<X, true, Arrival::kDequantize, kCompact>
-                     : scatter_kernel<X, false, Arrival::kDequantize, kCompact>;
+      kernel = casts ? scatter_kernel<X, true, Arrival::kDequantize, kFew>
+                     : scatter_kernel<X, false, Arrival::kDequantize, kFew>;
     }
   });
   return kernel;
 }
 
-Kernel kernel_of(ElementType type, bool casts, Arrival arrival, bool compact) {
-  return compact ? kernel_of<true>(type, casts, arrival) : kernel_of<false>(type, casts, arrival);
+Kernel kernel_of(ElementType type, bool casts, Arrival arrival, bool few) {
+  return few ? kernel_of<true>(type, casts, arrival) : kernel_of<false>(type, casts, arrival);
 }
 
 constexpr int32_t kMaxScratch = 96 * 1024;
@@ -868,7 +867,7 @@ cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementT
   const int64_t scratch = scratch_bytes(peers);
   if (scratch > kMaxScratch) return cudaErrorInvalidConfiguration;
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
-  const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.compact);
+  const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.few);
   kernel<<<num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
   return cudaGetLastError();
 }
@@ -878,8 +877,8 @@ cudaError_t load_scatter() {
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     for (Arrival arrival : {Arrival::kCopy, Arrival::kDequantize, Arrival::kCombineBack}) {
       for (bool casts : {false, true}) {
-        for (bool compact : {false, true}) {
-          if (status == cudaSuccess) status = load_kernel(kernel_of(type, casts, arrival, compact), kMaxScratch);
+        for (bool few : {false, true}) {
+          if (status == cudaSuccess) status = load_kernel(kernel_of(type, casts, arrival, few), kMaxScratch);
         }
       }
     }

@@ -23,8 +23,9 @@ void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps)
 }
 
 void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
-  const int32_t most_warps = (num_sms > 0 ? num_sms : kDefaultSms) * kBlocksPerSm * kMaxBlockWarps;
+  const int32_t most_warps = (num_sms > 0 ? num_sms : kDefaultSms) * kMaxBlockWarps;
   EXPECT_EQ(plan.num_blocks * plan.block_warps() <= most_warps, true);
+  EXPECT_EQ(plan.block_threads() <= most_threads(plan.few), true);
   EXPECT_EQ(plan.num_senders < kTicketWords, true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
@@ -58,8 +59,8 @@ void test_plans() {
 void test_few_tokens_take_few_blocks() {
   // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
   EXPECT_EQ(plan_scatter(1, 4, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
-  EXPECT_EQ(plan_scatter(4096, 4, 0, false).num_blocks, kDefaultSms * kBlocksPerSm);
-  EXPECT_EQ(plan_gather(4096, 4, 24).num_blocks, 24 * kBlocksPerSm);
+  EXPECT_EQ(plan_scatter(4096, 4, 0, false).num_blocks, kDefaultSms);
+  EXPECT_EQ(plan_gather(4096, 4, 24).num_blocks, 24);
 }
 
 void test_arena() {
