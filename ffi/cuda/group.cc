@@ -2,72 +2,34 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstring>
+#include <map>
 #include <mutex>
-#include <set>
 #include <stdexcept>
+#include <string>
 
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/gather.h"
+#include "ffi/cuda/runtime.h"
 #include "ffi/cuda/scatter.h"
 
 namespace jax_ep {
 namespace {
 
-void check(cudaError_t status, const std::string& what) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // the error would stay and be reported to whoever asks next
-  throw std::runtime_error(what + ": " + cudaGetErrorString(status));
-}
-
-// Makes a device current, and the former one again afterwards: the thread belongs to somebody else.
-class OnDevice {
- public:
-  explicit OnDevice(int32_t ordinal) {
-    check(cudaGetDevice(&former_), "cudaGetDevice");
-    check(cudaSetDevice(ordinal), "cudaSetDevice(" + std::to_string(ordinal) + ")");
-  }
-  ~OnDevice() { cudaSetDevice(former_); }
-
- private:
-  int former_ = 0;
-};
-
-std::string mebibytes(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
-
-// Every byte is `fill`.
-uint8_t* allocate(int64_t bytes, uint8_t fill, int32_t ordinal) {
-  size_t free = 0, total = 0;
-  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-  void* memory = nullptr;
-  if (cudaMalloc(&memory, bytes) != cudaSuccess) {
-    cudaGetLastError();
-    throw std::runtime_error("the group needs " + std::to_string(bytes) + " bytes (" + mebibytes(bytes) +
-                             ") on CUDA device " + std::to_string(ordinal) + ", where " + mebibytes(free) +
-                             " are free; XLA takes most of a device's memory when it starts: set "
-                             "XLA_PYTHON_CLIENT_MEM_FRACTION lower, or make the group with fewer max_tokens_per_rank");
-  }
-  check(cudaMemset(memory, fill, bytes), "cudaMemset");
-  return static_cast<uint8_t*>(memory);
-}
-
-Control* allocate_control(int64_t bytes, int32_t num_slots, int32_t ordinal) {
-  auto* control = reinterpret_cast<Control*>(allocate(bytes, 0, ordinal));
-  // Operation n may begin when all have finished n - num_slots; the first ones find 1 - num_slots, 2 - num_slots, ...
+// Operation n may begin when all have finished n - num_slots; the first ones find 1 - num_slots, 2 - num_slots, ...
+Control initial_control(int32_t num_slots) {
   Control initial = {};
   for (int32_t epoch = 1; epoch <= num_slots; ++epoch) {
     for (uint32_t& finished : initial.finished[epoch % num_slots]) finished = static_cast<uint32_t>(epoch - num_slots);
   }
-  check(cudaMemcpy(control, &initial, sizeof(initial), cudaMemcpyHostToDevice), "cudaMemcpy");
-  return control;
+  return initial;
 }
 
-FailureRecord* allocate_failure() {
-  void* record = nullptr;
-  check(cudaHostAlloc(&record, sizeof(FailureRecord), cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
-  std::memset(record, 0, sizeof(FailureRecord));
-  return static_cast<FailureRecord*>(record);
+template <typename T>
+void upload(void* device, const T& value) {
+  check(cudaMemcpy(device, &value, sizeof(value), cudaMemcpyHostToDevice), "cudaMemcpy");
 }
+
+Control* control_at(uint8_t* data) { return reinterpret_cast<Control*>(data); }
 
 }  // namespace
 
@@ -88,61 +50,96 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
 }
 
 void Group::open() {
-  map_peers();
-  for (const std::vector<int32_t>& ordinals : config_.devices) open_ranks(ordinals);
-  for (const Member& member : members_) {
+  for (size_t line = 0; line < config_.devices.size(); ++line) {
+    for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
+      const int32_t ordinal = config_.devices[line][rank];
+      if (ordinal == kElsewhere) continue;
+      Member& member = members_.emplace_back();
+      member.ordinal = ordinal;
+      member.line = static_cast<int32_t>(line);
+      member.peers.rank = rank;
+    }
+  }
+  records_.push_back({HostMemory::allocate(members_.size() * sizeof(FailureRecord)), members_.size()});
+  for (Member& member : members_) open_member(member);
+
+  std::vector<ProcessHandle> others;
+  if (config_.sharing != Sharing::kNone) others = config_.exchange(handle());
+  for (const ProcessHandle& other : others) {
+    const size_t count = other.ranks.size();
+    records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
+  }
+  for (Member& member : members_) {
+    const PeerTable table = map_peers(member, others);
     const OnDevice device(member.ordinal);
+    upload(const_cast<PeerTable*>(member.peers.table), table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
   }
 }
 
-void Group::open_ranks(const std::vector<int32_t>& ordinals) {
-  const int32_t num_ranks = layout_.num_ranks, experts_per_rank = config_.num_experts / num_ranks;
-  const size_t first = members_.size();
-  PeerTable table = {};
-  for (int32_t rank = 0; rank < num_ranks; ++rank) {
-    const OnDevice device(ordinals[rank]);
-    members_.push_back({ordinals[rank], {}, allocate(layout_.bytes, kEmptyByte, ordinals[rank])});
-    Peers& peers = members_.back().peers;
-    peers.rank = rank;
-    peers.num_ranks = num_ranks;
-    peers.experts_per_rank = experts_per_rank;
-    peers.by_ranks = Divisor(num_ranks);
-    peers.by_experts = Divisor(experts_per_rank);
-    peers.by_top_k = Divisor(config_.top_k);
-    peers.layout = layout_;
-    peers.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
-    peers.failure = allocate_failure();
-    peers.control = allocate_control(control_bytes(num_ranks, experts_per_rank), layout_.num_slots, ordinals[rank]);
-    table.arena[rank] = members_.back().arena;
-    table.control[rank] = peers.control;
-    for (auto load : {load_scatter, load_gather, load_dispatch_layout}) check(load(), "loading the kernels");
-  }
-  for (size_t i = first; i < members_.size(); ++i) {
-    const OnDevice device(members_[i].ordinal);
-    auto* copy = reinterpret_cast<PeerTable*>(allocate(sizeof(table), 0, members_[i].ordinal));
-    check(cudaMemcpy(copy, &table, sizeof(table), cudaMemcpyHostToDevice), "cudaMemcpy");
-    members_[i].peers.table = copy;
-  }
+void Group::open_member(Member& member) {
+  const OnDevice device(member.ordinal);
+  Peers& peers = member.peers;
+  peers.num_ranks = layout_.num_ranks;
+  peers.experts_per_rank = experts_per_rank();
+  peers.by_ranks = Divisor(peers.num_ranks);
+  peers.by_experts = Divisor(peers.experts_per_rank);
+  peers.by_top_k = Divisor(config_.top_k);
+  peers.layout = layout_;
+  peers.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
+  const size_t index = &member - members_.data();
+  peers.failure = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal)) + index;
+
+  member.arena = DeviceMemory::allocate(layout_.bytes, member.ordinal, config_.sharing);
+  check(cudaMemset(member.arena.data(), kEmptyByte, layout_.bytes), "cudaMemset");
+  const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.experts_per_rank), alignof(PeerTable));
+  member.control = allocate_lasting(table_offset + sizeof(PeerTable), member.ordinal, config_.sharing);
+  peers.control = control_at(member.control.data());
+  peers.table = reinterpret_cast<const PeerTable*>(member.control.data() + table_offset);
+  upload(peers.control, initial_control(layout_.num_slots));
+  for (auto load : {load_scatter, load_gather, load_dispatch_layout}) check(load(), "loading the kernels");
 }
 
-// In one process every device is local, and peer access is all it takes to reach its memory.
-void Group::map_peers() const {
-  for (const std::vector<int32_t>& ordinals : config_.devices) {
-    for (int32_t from : ordinals) {
-      const OnDevice device(from);
-      for (int32_t to : ordinals) {
-        if (from == to) continue;
-        const cudaError_t status = cudaDeviceEnablePeerAccess(to, 0);
-        if (status == cudaErrorPeerAccessAlreadyEnabled) {
-          cudaGetLastError();
-        } else {
-          check(status, "CUDA device " + std::to_string(from) + " cannot reach the memory of device " +
-                            std::to_string(to) + ", which expert parallelism over them needs");
-        }
-      }
+ProcessHandle Group::handle() const {
+  ProcessHandle mine;
+  mine.descriptors.push_back(records_[0].memory.descriptor());
+  for (const Member& member : members_) {
+    const DeviceMemory& control = *member.control.allocation;
+    mine.ranks.push_back(
+        {member.line, member.peers.rank, member.arena.handle(), control.handle(), member.control.offset});
+    if (config_.sharing != Sharing::kFileDescriptor) continue;
+    mine.descriptors.push_back(member.arena.descriptor());
+    mine.descriptors.push_back(control.descriptor());
+  }
+  return mine;
+}
+
+// Lets the device reach the memory of all ranks of its line.
+PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& others) const {
+  PeerTable table = {};
+  for (const Member& peer : members_) {
+    if (peer.line != member.line) continue;
+    peer.arena.let_in(member.ordinal);
+    peer.control.allocation->let_in(member.ordinal);
+    table.arena[peer.peers.rank] = peer.arena.data();
+    table.control[peer.peers.rank] = peer.peers.control;
+  }
+  const FileDescriptor none;
+  for (const ProcessHandle& other : others) {
+    for (size_t i = 0; i < other.ranks.size(); ++i) {
+      const RankHandle& peer = other.ranks[i];
+      if (peer.line != member.line) continue;
+      const auto map = [&](const MemoryHandle& handle, size_t descriptor) {
+        const bool has_descriptor = handle.sharing == Sharing::kFileDescriptor;
+        return DeviceMemory::map(handle, has_descriptor ? other.descriptors.at(descriptor) : none, member.ordinal);
+      };
+      member.peer_arenas.push_back(map(peer.arena, 1 + 2 * i));
+      member.peer_controls.push_back(map(peer.control, 2 + 2 * i));
+      table.arena[peer.rank] = member.peer_arenas.back().data();
+      table.control[peer.rank] = control_at(member.peer_controls.back().data() + peer.control_offset);
     }
   }
+  return table;
 }
 
 void Group::close() {
@@ -158,21 +155,22 @@ void Group::close() {
     const OnDevice device(member.ordinal);
     cudaDeviceSynchronize();
   }
-  for (Member& member : members_) {
-    const OnDevice device(member.ordinal);
-    cudaFree(member.arena);
-  }
+  for (Member& member : members_) member.peer_arenas.clear();
+  if (config_.sharing != Sharing::kIpc) free_arenas();
 }
 
-int64_t Group::bytes_per_device() const {
-  const int32_t experts_per_rank = config_.num_experts / layout_.num_ranks;
-  return layout_.bytes + control_bytes(layout_.num_ranks, experts_per_rank);
+void Group::free_arenas() {
+  for (Member& member : members_) member.arena.free();
 }
+
+int64_t Group::bytes_per_device() const { return layout_.bytes + control_bytes(layout_.num_ranks, experts_per_rank()); }
 
 std::optional<FailureRecord> Group::failure() const {
-  for (const Member& member : members_) {
-    const volatile FailureRecord* record = member.peers.failure;
-    if (record && record->valid) return *member.peers.failure;
+  for (const Records& records : records_) {
+    const auto* first = static_cast<const FailureRecord*>(records.memory.data());
+    for (const FailureRecord* record = first; record != first + records.count; ++record) {
+      if (*const_cast<const volatile uint32_t*>(&record->valid)) return *record;
+    }
   }
   return std::nullopt;
 }
@@ -188,7 +186,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::vector<std::unique_ptr<Group>> groups;
+  std::map<int64_t, std::unique_ptr<Group>> groups;
 };
 
 // Never destroyed: a program may still run while the process ends.
@@ -199,16 +197,18 @@ Registry& registry() {
 
 }  // namespace
 
-int64_t open_group(GroupConfig config) {
+void open_group(int64_t id, GroupConfig config) {
   auto group = std::make_unique<Group>(std::move(config));
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().groups.push_back(std::move(group));
-  return static_cast<int64_t>(registry().groups.size()) - 1;
+  if (!registry().groups.emplace(id, std::move(group)).second) {
+    throw std::runtime_error("this process has a group with the number " + std::to_string(id) + " already");
+  }
 }
 
-Group& find_group(int64_t id) {
+Group* find_group(int64_t id) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  return *registry().groups.at(id);
+  const auto found = registry().groups.find(id);
+  return found == registry().groups.end() ? nullptr : found->second.get();
 }
 
 }  // namespace jax_ep

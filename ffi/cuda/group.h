@@ -2,39 +2,71 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
-#include <string>
+#include <type_traits>
 #include <vector>
 
 #include "ffi/arena.h"
+#include "ffi/cuda/sharing.h"
 
 namespace jax_ep {
+
+// What another process must know of a rank here: plain bytes.
+struct RankHandle {
+  int32_t line, rank;
+  MemoryHandle arena, control;
+  int64_t control_offset;
+};
+static_assert(std::is_trivially_copyable_v<RankHandle>);
+
+// What a process gives to the others of a group.
+struct ProcessHandle {
+  std::vector<RankHandle> ranks;
+  // Of its failure records, one for each of `ranks`; then, with Sharing::kFileDescriptor, of each rank's arena and
+  // control memory.
+  std::vector<FileDescriptor> descriptors;
+};
+// Gives this process's to all others, and theirs to this one.
+using Exchange = std::function<std::vector<ProcessHandle>(const ProcessHandle&)>;
 
 struct GroupConfig {
   int32_t num_experts, top_k, max_tokens;
   int64_t max_payload;  // bytes of a row
   int32_t num_sms;      // 0: as the plan sees fit
   double timeout_seconds;
-  // CUDA ordinals: one list per expert-parallel group of the mesh, in the order of ranks.
+  // CUDA ordinals: one list (a line) per expert-parallel group of the mesh, in the order of ranks; kElsewhere for those
+  // of other processes.
   std::vector<std::vector<int32_t>> devices;
+  // With kNone, all devices are here, and nothing is exchanged.
+  Sharing sharing = Sharing::kNone;
+  Exchange exchange = nullptr;
 };
+inline constexpr int32_t kElsewhere = -1;
 
 // What a launch needs to know of the device it runs on.
 struct Member {
-  int32_t ordinal;
+  int32_t ordinal, line;
   Peers peers;
-  uint8_t* arena;
+  DeviceMemory arena;
+  LastingMemory control;                    // the table of pointers follows it
+  std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
+  std::vector<DeviceMemory> peer_controls;  // the same
 };
 
 class Group {
  public:
-  // Allocates and maps the memory, and loads every kernel on every device. Throws std::runtime_error.
+  // Allocates and maps the memory, and loads every kernel on every device. Throws std::runtime_error, or what the
+  // exchange throws.
   explicit Group(GroupConfig config);
   ~Group() { close(); }
 
-  // Ends what still runs, frees the arenas. Control memory stays: executables that XLA keeps may still look at it.
+  // Ends what still runs here, unmaps the peers' arenas and frees the own ones. Control memory stays, also the peers':
+  // executables that XLA keeps may still look at it. With Sharing::kIpc free_arenas() has to follow, when all
+  // processes have closed.
   void close();
+  void free_arenas();
 
   bool closed() const { return closed_; }
   int32_t num_sms() const { return config_.num_sms; }
@@ -44,18 +76,27 @@ class Group {
   const Member* member_on(int32_t ordinal) const;
 
  private:
+  // The failure records of a process's ranks.
+  struct Records {
+    HostMemory memory;
+    size_t count;
+  };
+
   void open();
-  void open_ranks(const std::vector<int32_t>& ordinals);
-  void map_peers() const;
+  void open_member(Member& member);
+  ProcessHandle handle() const;
+  PeerTable map_peers(Member& member, const std::vector<ProcessHandle>& others) const;
+  int32_t experts_per_rank() const { return config_.num_experts / layout_.num_ranks; }
 
   GroupConfig config_;
   ArenaLayout layout_;
   std::vector<Member> members_;
+  std::vector<Records> records_;  // this process's, then the others'
   bool closed_ = false;
 };
 
-// Groups by the number that stands in compiled programs. A closed group keeps its number.
-int64_t open_group(GroupConfig config);
-Group& find_group(int64_t id);  // throws std::out_of_range
+// Groups by the number that stands in compiled programs, which is the same in all processes. A closed group keeps it.
+void open_group(int64_t id, GroupConfig config);
+Group* find_group(int64_t id);  // null if this process has made no such group
 
 }  // namespace jax_ep

@@ -73,13 +73,17 @@ int64_t num_rows(const ffi::AnyBuffer& buffer) {
 // This device's part in the group, if a call of this size fits in it.
 ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal, int64_t num_tokens,
                                        int64_t payload) {
-  const Group& group = find_group(group_id);
+  const Group* group = find_group(group_id);
   const std::string where = std::string(op) + ": ";
-  if (group.closed()) {
+  if (group == nullptr) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                      where + "this process has not made the group that the program was compiled for"));
+  }
+  if (group->closed()) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                                       where + "its group is closed; make a new Group and trace the function again"));
   }
-  const Member* member = group.member_on(ordinal);
+  const Member* member = group->member_on(ordinal);
   if (member == nullptr) {
     return ffi::Unexpected(
         ffi::Error(ffi::ErrorCode::kInvalidArgument,
@@ -107,7 +111,7 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const auto member = member_for(op, group, ordinal, args.num_tokens, payload);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
-  const LaunchPlan plan = plan_scatter(args.num_tokens, peers.num_ranks, find_group(group).num_sms(),
+  const LaunchPlan plan = plan_scatter(args.num_tokens, peers.num_ranks, find_group(group)->num_sms(),
                                        args.arrival == Arrival::kCombineBack);
   return launched(op, launch_scatter(peers, args, type, plan, stream));
 }
@@ -117,7 +121,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const auto member = member_for(op, group, ordinal, args.num_tokens, args.row_bytes);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
-  const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, find_group(group).num_sms());
+  const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, find_group(group)->num_sms());
   return launched(op, launch_gather(peers, args, type, plan, stream));
 }
 

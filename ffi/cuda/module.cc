@@ -1,11 +1,16 @@
 // The extension module jax_ep._cuda: XLA FFI targets for the CUDA platform.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <cstring>
 
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/floor.h"
 #include "ffi/cuda/group.h"
 #include "ffi/cuda/handlers.h"
+#include "ffi/cuda/runtime.h"
 #include "ffi/dispatch_layout_handler.h"
 
 namespace jax_ep {
@@ -44,12 +49,55 @@ XLA_FFI_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
 
 // (reason, op, waiting rank, missing rank, expected, seen) of the group's first failure, or None.
 nb::object group_failure(int64_t id) {
-  const std::optional<FailureRecord> failure = find_group(id).failure();
+  const std::optional<FailureRecord> failure = find_group(id)->failure();
   if (!failure) return nb::none();
   static constexpr const char* kReasons[] = {"timeout", "other op", "wrong rank", "slot taken",
                                              "not started"};  // enum FailureReason
   return nb::make_tuple(kReasons[failure->reason], failure->op, failure->rank, failure->peer, failure->expected,
                         failure->seen);
+}
+
+// What Python passes between processes: plain bytes for the key-value store, and file descriptors.
+using Parcel = std::pair<nb::bytes, std::vector<int>>;
+
+Parcel pack(const ProcessHandle& handle) {
+  Parcel parcel(nb::bytes(handle.ranks.data(), handle.ranks.size() * sizeof(RankHandle)), {});
+  for (const FileDescriptor& descriptor : handle.descriptors) parcel.second.push_back(descriptor.number());
+  return parcel;
+}
+
+// Takes the descriptors over.
+ProcessHandle unpack(const Parcel& parcel) {
+  const auto& [ranks, descriptors] = parcel;
+  ProcessHandle handle;
+  for (int descriptor : descriptors) handle.descriptors.emplace_back(descriptor);
+  if (ranks.size() % sizeof(RankHandle) != 0) throw std::runtime_error("another process has another build of jax_ep");
+  handle.ranks.resize(ranks.size() / sizeof(RankHandle));
+  std::memcpy(handle.ranks.data(), ranks.data(), ranks.size());
+  return handle;
+}
+
+// `exchange` is given a parcel and the list of those of the other processes is what it returns.
+void open_group_from_python(int64_t id, int32_t num_experts, int32_t top_k, int32_t max_tokens, int64_t max_payload,
+                            int32_t num_sms, double timeout_seconds, std::vector<std::vector<int32_t>> devices,
+                            const std::string& sharing, const nb::callable& exchange) {
+  GroupConfig config = {num_experts, top_k, max_tokens, max_payload, num_sms, timeout_seconds, std::move(devices)};
+  if (sharing != "none") config.sharing = sharing == "ipc" ? Sharing::kIpc : Sharing::kFileDescriptor;
+  config.exchange = [&exchange](const ProcessHandle& mine) {
+    const nb::gil_scoped_acquire gil;
+    std::vector<ProcessHandle> others;
+    for (const Parcel& parcel : nb::cast<std::vector<Parcel>>(exchange(pack(mine)))) others.push_back(unpack(parcel));
+    return others;
+  };
+  const nb::gil_scoped_release no_gil;
+  open_group(id, std::move(config));
+}
+
+// Identifies a GPU also where processes number theirs differently.
+nb::bytes device_uuid(int32_t ordinal) {
+  cudaDeviceProp properties = {};
+  check(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties");
+  return nb::bytes(properties.uuid.bytes, sizeof(properties.uuid.bytes));
 }
 
 NB_MODULE(_cuda, m) {
@@ -59,16 +107,16 @@ NB_MODULE(_cuda, m) {
     for (const auto& [name, handler] : backend_targets()) targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
     return targets;
   });
-  m.def(
-      "open_group",
-      [](int32_t num_experts, int32_t top_k, int32_t max_tokens, int64_t max_payload, int32_t num_sms,
-         double timeout_seconds, std::vector<std::vector<int32_t>> devices) {
-        return open_group({num_experts, top_k, max_tokens, max_payload, num_sms, timeout_seconds, std::move(devices)});
-      },
-      nb::arg("num_experts"), nb::arg("top_k"), nb::arg("max_tokens"), nb::arg("max_payload"), nb::arg("num_sms"),
-      nb::arg("timeout_seconds"), nb::arg("devices"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("close_group", [](int64_t id) { find_group(id).close(); }, nb::call_guard<nb::gil_scoped_release>());
-  m.def("group_bytes", [](int64_t id) { return find_group(id).bytes_per_device(); });
+  m.def("open_group", open_group_from_python, nb::arg("id"), nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),
+        nb::arg("max_tokens"), nb::arg("max_payload"), nb::arg("num_sms"), nb::arg("timeout_seconds"),
+        nb::arg("devices"), nb::arg("sharing"), nb::arg("exchange"));
+  m.def("close_group", [](int64_t id) { find_group(id)->close(); }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("free_arenas", [](int64_t id) { find_group(id)->free_arenas(); }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("best_sharing", [](const std::vector<int32_t>& ordinals) {
+    return best_sharing(ordinals) == Sharing::kIpc ? "ipc" : "descriptor";
+  });
+  m.def("device_uuid", device_uuid);
+  m.def("group_bytes", [](int64_t id) { return find_group(id)->bytes_per_device(); });
   m.def("group_failure", group_failure);
   m.def("link_floor", link_floor, nb::arg("devices"), nb::arg("rows"), nb::arg("row_bytes"),
         nb::call_guard<nb::gil_scoped_release>());
