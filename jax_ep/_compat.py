@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import distributed
 from jax.extend import core as jex_core
 
 T = TypeVar("T")
@@ -44,6 +45,44 @@ def vary(operands: T, axes: Iterable[str]) -> T:
 def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a foreign call's result that varies over the same manual mesh axes as `operand`."""
     return jax.typeof(operand).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
+
+
+def publish(key: str, value: str) -> None:
+    """Puts `value` into the key-value store that the processes of `jax.distributed` share."""
+    _store().key_value_set(key, value, allow_overwrite=True)
+
+
+def look_up(key: str, timeout: float) -> str | None:
+    """The value of `key` in the store; None if there is none within `timeout` seconds."""
+    try:
+        return _store().blocking_key_value_get(key, max(1, int(timeout * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def forget(key: str) -> None:
+    """Takes `key` out of the store."""
+    _store().key_value_delete(key)
+
+
+def barrier(name: str, processes: Sequence[int], timeout: float) -> bool:
+    """Waits until all `processes` have come to the barrier `name`; False if some do not within `timeout` seconds."""
+    try:
+        _store().wait_at_barrier(name, int(timeout * 1000), process_ids=list(processes))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise
+    return True
+
+
+def _store() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("jax.distributed is not initialised in this process, or has been shut down")
+    return client
 
 
 def current_trace() -> Any:

@@ -30,10 +30,14 @@ class Group:
         dtype: of activations: bfloat16, float16 or float32.
         backend: "auto" takes the fastest that works here, `jax_ep.backends()` lists them.
         num_sms: streaming multiprocessors that one operation may use; None lets each choose.
-        timeout: seconds that a device waits for a peer before the operation fails.
+        timeout: seconds that a device waits for a peer before the operation fails; in making the group, seconds that a
+            process waits for the others.
+
+    With `jax.distributed`, every process that owns devices of the mesh makes the same groups in the same order.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message says what would.
+        Error: the group's memory does not fit on a device, or a process does not come or makes another group.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Group:
                 f"hidden is {hidden}, a row of {row_bytes} bytes in {self.dtype}; it must be a multiple of {unit} "
                 f"(16 bytes), e.g. {-(-self.hidden // unit) * unit}"
             )
-        self.backend = _backends.choose(backend, mesh)
+        self.backend = _backends.choose(backend, mesh, axis_name, self.timeout)
         """Name of the backend in use."""
         self._impl = _backends.open_backend(self.backend, self)
         self._is_made = True

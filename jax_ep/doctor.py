@@ -44,7 +44,7 @@ def _devices_and_choice() -> dict[str, Any]:
         return {"devices": {"error": nothing}, "auto": {"backend": None, "reason": nothing}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        backend = _backends.choose("auto", jax.sharding.Mesh(devices, ("ep",)))
+        backend = _backends.choose("auto", jax.sharding.Mesh(devices, ("ep",)), "ep")
     return {
         "devices": {
             "error": None,

@@ -19,13 +19,13 @@ TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 def group(monkeypatch, mesh):
     """A group of the CUDA backend whose native half does nothing."""
     native = types.SimpleNamespace(
-        open_group=lambda **config: 7,
+        open_group=lambda group_id, **config: None,
         group_bytes=lambda group_id: 0,
         close_group=lambda group_id: None,
         group_failure=lambda group_id: None,
     )
     monkeypatch.setattr(_native, "cuda", native)
-    monkeypatch.setattr(_backends, "choose", lambda requested, mesh: "cuda")
+    monkeypatch.setattr(_backends, "choose", lambda *arguments: "cuda")
     with ep.Group(
         mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=jnp.bfloat16
     ) as group:

@@ -1,6 +1,7 @@
-// What host code needs of the CUDA runtime: errors as exceptions, and the current device.
+// What host code needs of CUDA: errors as exceptions, functions of the driver, and the current device.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -15,17 +16,32 @@ inline void check(cudaError_t status, const std::string& what) {
   throw std::runtime_error(what + ": " + cudaGetErrorString(status));
 }
 
-// Makes a device current, and the former one again afterwards: the thread belongs to somebody else.
+// A function of the driver, which is not linked: the module loads where there is none.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
+  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error(std::string("the CUDA driver has no ") + name);
+  return reinterpret_cast<Function>(function);
+}
+
+// Makes a device current, and afterwards what was before: the thread belongs to somebody else. That may be no context
+// at all, which asking for the former device would not tell: it is 0 then, and may be in use by another process.
 class OnDevice {
  public:
   explicit OnDevice(int32_t ordinal) {
-    check(cudaGetDevice(&former_), "cudaGetDevice");
+    static const auto get_current = driver_function<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
+    if (get_current(&former_) != CUDA_SUCCESS) former_ = nullptr;  // nobody has used the driver yet
     check(cudaSetDevice(ordinal), "cudaSetDevice(" + std::to_string(ordinal) + ")");
   }
-  ~OnDevice() { cudaSetDevice(former_); }
+  ~OnDevice() {
+    static const auto set_current = driver_function<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
+    set_current(former_);
+  }
 
  private:
-  int former_ = 0;
+  CUcontext former_ = nullptr;
 };
 
 }  // namespace jax_ep

@@ -1,6 +1,5 @@
 #include "ffi/cuda/sharing.h"
 
-#include <cuda.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -21,18 +20,8 @@ namespace {
 constexpr int64_t kGranularity = int64_t{2} << 20;  // of device memory that is shared
 constexpr auto kDescriptorType = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-// The driver's functions, from the runtime: the driver is not linked, so that the module loads where there is none.
-template <typename Function>
-Function find(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
-  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error(std::string("the CUDA driver has no ") + name);
-  return reinterpret_cast<Function>(function);
-}
-
 struct Driver {
-#define JAX_EP_DRIVER_FUNCTION(name) decltype(&::name) name = find<decltype(&::name)>(#name)
+#define JAX_EP_DRIVER_FUNCTION(name) decltype(&::name) name = driver_function<decltype(&::name)>(#name)
   JAX_EP_DRIVER_FUNCTION(cuGetErrorString);
   JAX_EP_DRIVER_FUNCTION(cuMemGetAllocationGranularity);
   JAX_EP_DRIVER_FUNCTION(cuMemCreate);

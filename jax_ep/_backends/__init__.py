@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from jax_ep import _native
+from jax_ep import _native, _processes
 from jax_ep._backends.cuda import CudaBackend
 from jax_ep._backends.reference import ReferenceBackend
 
@@ -91,8 +91,11 @@ def backends() -> dict[str, BackendStatus]:
     return {"cuda": BackendStatus(reason is None, reason or ""), "reference": BackendStatus(True, "")}
 
 
-def choose(requested: str, mesh: jax.sharding.Mesh) -> str:
-    """The backend for a group on `mesh` whose user asks for `requested`."""
+def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: float = 300.0) -> str:
+    """The backend for a group along `axis_name` of `mesh` whose user asks for `requested`; the same in all processes.
+
+    They wait `timeout` seconds for one another.
+    """
     known = backends()
     if requested != "auto" and requested not in list(known):  # a list: it takes what cannot be hashed, too
         raise ValueError(f"backend is {requested!r}; it must be 'auto' or one of {sorted(known)}")
@@ -100,8 +103,8 @@ def choose(requested: str, mesh: jax.sharding.Mesh) -> str:
         return requested
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     reason = known["cuda"].reason if on_gpus else "the mesh's devices are not GPUs"
-    if not reason and any(device.process_index != jax.process_index() for device in mesh.devices.flat):
-        reason = "the mesh has devices of other processes, and it spans one process only"
+    if on_gpus:
+        reason = _agreed_reason(reason, mesh, axis_name, timeout)
     if not reason:
         return "cuda"
     if requested == "cuda":
@@ -114,6 +117,27 @@ def choose(requested: str, mesh: jax.sharding.Mesh) -> str:
 def open_backend(name: str, group: Group) -> Backend:
     """Makes the backend `name`, as returned by `choose`, for `group`."""
     return CudaBackend(group) if name == "cuda" else ReferenceBackend(group)
+
+
+def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: float) -> str:
+    """Why the processes of `mesh` cannot use the CUDA backend together, or ""; `reason` is that of this process."""
+    me, processes = jax.process_index(), _processes.owners(mesh)
+    if me not in processes:
+        return f"process {me} has no device in the mesh"
+    mine = {"reason": reason, "host": _processes.host()}
+    told = _processes.exchange("jax_ep/processes", mine, processes, timeout)
+    for process, answer in told.items():
+        if answer["reason"]:
+            return reason if process == me else f"process {process}: {answer['reason']}"
+    for line in _processes.lines(mesh, axis_name):
+        by_host = {told[device.process_index]["host"]: device.process_index for device in line}
+        if len(by_host) > 1:
+            return (
+                f"devices along {axis_name!r} are on several hosts (those of processes {sorted(by_host.values())}), or "
+                "in containers with a network of their own each, and it spans one host only: it has no network "
+                "transport yet"
+            )
+    return ""
 
 
 def _cuda_reason() -> str | None:

@@ -6,6 +6,10 @@ What it saves in a route, and hands to the kernels again, is `RouteArrays`. An o
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import warnings
 import zlib
 from collections.abc import Sequence
 from types import ModuleType
@@ -16,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import _compat, _layouts, _native, _wires
+from jax_ep import _compat, _layouts, _native, _processes, _wires
 from jax_ep._errors import Error, PeerTimeoutError
 from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
 
@@ -34,6 +38,9 @@ _OPS = (  # enum OpKind in ffi/arena.h
     "all_to_all",
     "all_to_all_back",
 )
+_ELSEWHERE = -1  # kElsewhere in ffi/cuda/group.h
+_SHARING = "JAX_EP_SHARING"  # "ipc" or "descriptor": how processes of a host map each other's memory, if not as found
+_Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and file descriptors
 _Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
 _NONE: _Result = ((0,), jnp.float32)
 _TICKET: _Result = ((256,), jnp.int32)  # kTicketWords in ffi/arena.h
@@ -53,9 +60,32 @@ class CudaBackend:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._native = cast(ModuleType, _native.cuda)
-        devices = np.moveaxis(group.mesh.devices, group.mesh.axis_names.index(group.axis_name), -1)
+        mesh = group.mesh
+        place = [[device.id for device in mesh.devices.flat], list(mesh.shape.items()), group.axis_name]
+        self._meeting = _processes.Meeting(_digest(place), _processes.owners(mesh), group.timeout)
+        self._settings = {
+            "num_experts": group.num_experts,
+            "top_k": group.top_k,
+            "hidden": group.hidden,
+            "max_tokens_per_rank": group.max_tokens_per_rank,
+            "dtype": str(group.dtype),
+        }
+        # It stands in compiled programs, which must be the same in all processes.
+        self._id = int(_digest([self._meeting.key, self._settings])[:15], 16)
+        with self._meeting:
+            self._open()
+        self.memory_bytes: int = self._native.group_bytes(self._id)
+        self.closed = False
+
+    def _open(self) -> None:
+        group, me = self._group, jax.process_index()
+        devices = _processes.lines(group.mesh, group.axis_name)
+        here = [device.local_hardware_id for device in devices.flat if device.process_index == me]
+        is_alone = len(here) == devices.size
+        self._sharing = "none" if is_alone else os.environ.get(_SHARING) or self._native.best_sharing(here)
         try:
-            self._id: int = self._native.open_group(
+            self._native.open_group(
+                self._id,
                 num_experts=group.num_experts,
                 top_k=group.top_k,
                 max_tokens=group.max_tokens_per_rank,
@@ -63,17 +93,61 @@ class CudaBackend:
                 num_sms=group.num_sms or 0,
                 timeout_seconds=group.timeout,
                 devices=[
-                    [device.local_hardware_id for device in ranks] for ranks in devices.reshape(-1, group.num_ranks)
+                    [device.local_hardware_id if device.process_index == me else _ELSEWHERE for device in line]
+                    for line in devices
                 ],
+                sharing=self._sharing,
+                exchange=self._exchange,
             )
         except RuntimeError as error:
             raise Error(f"Group: {error}") from None
-        self.memory_bytes: int = self._native.group_bytes(self._id)
-        self.closed = False
+        try:
+            self._meeting.exchange(None)  # no kernel writes to a peer before all memory is ready
+        except Error:
+            self._native.close_group(self._id)
+            raise
+
+    def _exchange(self, mine: _Parcel) -> list[_Parcel]:
+        """Gives what others need to map this process's memory to those that share a line of the mesh with it."""
+        group, meeting, me = self._group, self._meeting, jax.process_index()
+        handles, descriptors = mine
+        devices = _processes.lines(group.mesh, group.axis_name)
+        here = [device.local_hardware_id for device in devices.flat if device.process_index == me]
+        with _processes.Mailbox() as mailbox:
+            told = meeting.exchange(
+                {
+                    "settings": self._settings,
+                    "sharing": self._sharing,
+                    "gpus": [self._native.device_uuid(ordinal).hex() for ordinal in here],
+                    "mailbox": mailbox.address,
+                    "handles": handles.hex(),
+                }
+            )
+            _expect_same_settings(told, me)
+            _expect_own_gpus(told)
+            # Where one process frees its memory by IPC's rules, all must say when they have unmapped it.
+            if any(answer["sharing"] == "ipc" for answer in told.values()):
+                self._sharing = "ipc"
+            of_lines = [{device.process_index for device in line} for line in devices]
+            others = sorted(set().union(*(line for line in of_lines if me in line)) - {me})
+            for process in others:
+                _processes.send_descriptors(told[process]["mailbox"], descriptors, meeting.timeout)
+            received = mailbox.receive(others, meeting.timeout)
+        return [(bytes.fromhex(told[process]["handles"]), received[process]) for process in others]
 
     def close(self) -> None:
+        if self.closed:
+            return
         self.closed = True
         self._native.close_group(self._id)
+        if self._sharing != "ipc":
+            return
+        try:
+            self._meeting.wait_for_all()
+        except Exception as error:  # a peer may be dead, and jax.distributed with it
+            warnings.warn(f"Group.close: its memory stays taken, as others may still use it: {error}", stacklevel=3)
+        else:
+            self._native.free_arenas(self._id)
 
     def check(self) -> None:
         failure = self._native.group_failure(self._id)
@@ -287,6 +361,32 @@ class CudaBackend:
         # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
         operands = lax.optimization_barrier(operands)
         return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _expect_same_settings(told: dict[int, Any], me: int) -> None:
+    mine = told[me]["settings"]
+    for process, answer in told.items():
+        for name, value in answer["settings"].items():
+            if value != mine[name]:
+                raise Error(
+                    f"Group: process {process} makes its group with {name}={value!r}, process {me} with "
+                    f"{mine[name]!r}; every process must make the same groups in the same order"
+                )
+
+
+def _expect_own_gpus(told: dict[int, Any]) -> None:
+    users: dict[str, int] = {}
+    for process, answer in told.items():
+        for gpu in answer["gpus"]:
+            if (user := users.setdefault(gpu, process)) != process:
+                raise Error(
+                    f"Group: processes {user} and {process} use the same GPU ({gpu}); give each its own, by "
+                    "local_device_ids of jax.distributed.initialize or by CUDA_VISIBLE_DEVICES"
+                )
 
 
 def _route_attrs(route: Route) -> dict[str, Any]:

@@ -1,0 +1,42 @@
+"""Dispatch and combine over the GPUs of several processes: the smallest program to try a set-up with.
+
+On this machine: `python scripts/launch_local.py -n 4 python examples/multihost.py`; under Slurm: `srun python
+examples/multihost.py`; likewise with mpirun.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep as ep
+
+T, H, E, K = 16, 512, 32, 4  # tokens per device, channels, experts, experts per token
+
+jax.distributed.initialize()  # as Slurm, Open MPI or launch_local.py says: who the processes are
+mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+sharding = NamedSharding(mesh, P("ep"))
+
+with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T) as group:
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    def there_and_back(x, topk_idx):
+        recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
+        return ep.combine(recv.x, recv)
+
+    @partial(jax.jit, out_shardings=sharding)  # every process makes its own devices' part
+    def inputs(key):
+        scores = jax.random.normal(key, (mesh.size * T, E))
+        return jax.random.normal(key, (mesh.size * T, H), jnp.bfloat16), jax.lax.top_k(scores, K)[1]
+
+    x, topk_idx = inputs(jax.random.key(0))
+    out = there_and_back(x, topk_idx)
+    error = jnp.linalg.norm((out - K * x).astype(jnp.float32)) / jnp.linalg.norm((K * x).astype(jnp.float32))
+    print(
+        f"process {jax.process_index()} of {jax.process_count()}: {len(mesh.local_devices)} of {mesh.size} devices, "
+        f"{group.backend} backend, relative error {error.item():.1e}"
+    )
+    group.check()

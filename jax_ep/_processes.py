@@ -1,0 +1,177 @@
+"""How the processes that make a group together find and tell one another what they need.
+
+They meet in `jax.distributed`'s key-value store. File descriptors, which a store cannot hold, go from process to
+process through sockets. A single process meets nobody and needs neither.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import _compat
+from jax_ep._errors import Error
+
+_MOST_DESCRIPTORS = 253  # that Linux passes in one message
+
+_meetings: Counter[str] = Counter()  # how often each occasion has been
+
+
+def owners(mesh: jax.sharding.Mesh) -> list[int]:
+    """The processes that own devices of `mesh`."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def lines(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
+    """The devices of `mesh` as [groups, ranks]: along `axis_name`, for each setting of the other axes."""
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
+    return devices.reshape(-1, mesh.shape[axis_name])
+
+
+def host() -> str:
+    """The same in processes that share a kernel and a network namespace, which sockets do not leave."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:  # some sandboxes have no such files
+        return socket.gethostname()
+
+
+def exchange(key: str, value: Any, processes: Sequence[int], timeout: float) -> dict[int, Any]:
+    """What each of `processes` gives under `key`, as JSON; this process gives `value`.
+
+    Raises:
+        Error: a process has not come within `timeout` seconds.
+    """
+    me = jax.process_index()
+    if list(processes) == [me]:
+        return {me: value}
+    _compat.publish(f"{key}/{me}", json.dumps(value))
+    deadline = time.monotonic() + timeout
+    texts = {process: _compat.look_up(f"{key}/{process}", deadline - time.monotonic()) for process in processes}
+    _expect_all(processes, (process for process, text in texts.items() if text is not None), timeout)
+    return {process: json.loads(text) for process, text in texts.items() if text is not None}
+
+
+class Meeting:
+    """An occasion on which `processes` tell one another something, such as the making of a group.
+
+    The n-th meeting of an occasion is the same one in all processes. Used as a context manager, it tells the others
+    what is raised here, which they raise, too; else it ends when all have come to its end, and leaves nothing in the
+    store.
+    """
+
+    def __init__(self, occasion: str, processes: Sequence[int], timeout: float) -> None:
+        self.key = f"jax_ep/{occasion}/{_meetings[occasion]}"
+        _meetings[occasion] += 1
+        self.processes = processes
+        self.timeout = timeout
+        self._rounds = 0
+
+    def exchange(self, value: Any) -> dict[int, Any]:
+        """What each process gives in this round, by process; this one gives `value`, which must be JSON."""
+        answers = exchange(self._round(), [value, None], self.processes, self.timeout)
+        self._rounds += 1
+        for process, (_, error) in answers.items():
+            if error is not None:
+                raise Error(f"process {process}: {error}")
+        return {process: value for process, (value, _) in answers.items()}
+
+    def wait_for_all(self) -> None:
+        """Returns when all processes have called it as often."""
+        if len(self.processes) > 1 and not _compat.barrier(self._round(), self.processes, self.timeout):
+            raise Error(f"Group: not all of the processes {self.processes} have come within {self.timeout:g} s")
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        me = jax.process_index()
+        if len(self.processes) == 1:
+            return
+        if error is not None:
+            _compat.publish(f"{self._round()}/{me}", json.dumps([None, str(error)]))
+            return
+        self.wait_for_all()
+        for finished in range(self._rounds):
+            _compat.forget(f"{self.key}/{finished}/{me}")
+
+    def _round(self) -> str:
+        return f"{self.key}/{self._rounds}"
+
+
+class Mailbox:
+    """A socket to which processes of this host send file descriptors. It has a name, but no file."""
+
+    def __init__(self) -> None:
+        name = f"jax_ep-{secrets.token_hex(8)}"
+        self._password = secrets.token_hex(16)  # anybody on the host can see the name
+        self.address = f"{name} {self._password}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(f"\0{name}")
+        self._socket.listen()
+
+    def receive(self, senders: Sequence[int], timeout: float) -> dict[int, list[int]]:
+        """The file descriptors that each of `senders`, which are processes, sends here; they belong to the caller."""
+        received: dict[int, list[int]] = {}
+        self._socket.settimeout(timeout)
+        while len(received) < len(senders):
+            try:
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.settimeout(timeout)
+                    letter, descriptors, _, _ = socket.recv_fds(
+                        connection, 1024, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                    )
+            except TimeoutError:
+                break
+            password, _, sender = letter.decode(errors="replace").partition(" ")
+            if password == self._password:
+                received[int(sender)] = descriptors
+            else:
+                close(descriptors)
+        try:
+            _expect_all(senders, received, timeout)
+        except Error:
+            close(descriptor for descriptors in received.values() for descriptor in descriptors)
+            raise
+        return received
+
+    def __enter__(self) -> Mailbox:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._socket.close()
+
+
+def send_descriptors(address: str, descriptors: Sequence[int], timeout: float) -> None:
+    """Sends copies of `descriptors` to the `Mailbox` with this address; does not wait until they are received."""
+    name, password = address.split()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(timeout)
+        connection.connect(f"\0{name}")
+        socket.send_fds(connection, [f"{password} {jax.process_index()}".encode()], descriptors)
+
+
+def close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _expect_all(expected: Sequence[int], come: Iterable[int], timeout: float) -> None:
+    if missing := sorted(set(expected) - set(come)):
+        raise Error(
+            f"Group: process {', '.join(map(str, missing))} has not come within {timeout:g} s. Every process that owns "
+            "devices of the mesh must make the same groups in the same order, with the same backend; see whether that "
+            "process is alive, or raise the group's timeout if it is only late."
+        )
