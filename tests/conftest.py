@@ -1,9 +1,15 @@
-"""Devices, backends and groups that all tests share."""
+"""Devices, backends and groups that all tests share.
+
+As a program of several processes (scripts/launch_local.py -n 4 python -m pytest tests/test_dispatch.py), every process
+runs the same tests in the same order, on a mesh of all processes' devices.
+"""
 
 import os
 
+ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
+
 # Only the CPU platform reads this, so it does no harm where GPUs are used; it must be there before JAX starts.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+if not ONE_OF_SEVERAL and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import contextlib
@@ -17,7 +23,10 @@ import jax_ep as ep
 from helpers import make_mesh
 from shapes import np_dtype
 
-hypothesis.settings.register_profile("jax_ep", deadline=None, derandomize="CI" in os.environ)
+if ONE_OF_SEVERAL:
+    jax.distributed.initialize()
+
+hypothesis.settings.register_profile("jax_ep", deadline=None, derandomize=ONE_OF_SEVERAL or "CI" in os.environ)
 hypothesis.settings.load_profile("jax_ep")
 
 BACKENDS = ["reference"]

@@ -15,11 +15,14 @@ COMBINE_BOUND = {"bfloat16": 5e-3, "float16": 6e-4, "float32": 1e-6}
 
 
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> Mesh:
-    """A mesh over the first devices; the test is skipped where there are too few."""
+    """A mesh over the first devices; the test is skipped where there are too few, or none of them is here."""
     size = int(np.prod(shape))
     if size > len(jax.devices()):
         pytest.skip(f"needs {size} devices, there are {len(jax.devices())}")
-    return Mesh(np.array(jax.devices()[:size]).reshape(shape), axis_names)
+    mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), axis_names)
+    if not mesh.local_devices:
+        pytest.skip("the mesh has no device of this process")
+    return mesh
 
 
 def spmd(fn: Callable, mesh: Mesh, *, check_vma: bool = True, replicated: tuple[int, ...] = ()) -> Callable:
@@ -53,12 +56,20 @@ def run_spmd(fn: Callable, mesh: Mesh, *args, **options):
 
 
 def to_numpy(tree):
-    return jax.tree.map(np.asarray, tree)
+    return jax.tree.map(_whole, tree)
+
+
+def _whole(array) -> np.ndarray:
+    """The array with the parts of it that other processes hold."""
+    if getattr(array, "is_fully_addressable", True):
+        return np.asarray(array)
+    replicated = jax.sharding.NamedSharding(array.sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda a: a, out_shardings=replicated)(array).addressable_data(0))
 
 
 def assert_same_bits(actual, expected, what: str = "") -> None:
     """Equal dtype, shape and bits: -0 is not 0, and a NaN equals itself."""
-    actual, expected = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
+    actual, expected = (np.ascontiguousarray(_whole(array)) for array in (actual, expected))
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
     bits = f"u{actual.dtype.itemsize}"

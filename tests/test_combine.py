@@ -13,7 +13,7 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import assert_combined, assert_same_bits, make_mesh, random_rows, run_spmd, spmd
+from helpers import assert_combined, assert_same_bits, make_mesh, random_rows, run_spmd, spmd, to_numpy
 from shapes import ROUTINGS, SMALL, make_inputs, random_array
 
 
@@ -38,7 +38,7 @@ def small_combine(make_group, any_mesh, layout):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_routing_at_every_ep_size(small_combine, any_mesh, layout, routing):
     inputs, y, expected = combine_case(SMALL, any_mesh, layout, routing)
-    out = np.asarray(small_combine(y, *inputs))
+    out = to_numpy(small_combine(y, *inputs))
     assert out.dtype == y.dtype
     assert_combined(out, y, expected.weights, expected.route, dtype=SMALL.dtype)
 
