@@ -6,10 +6,8 @@ runs the same tests in the same order, on a mesh of all processes' devices.
 
 import os
 
-ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
-
 # Only the CPU platform reads this, so it does no harm where GPUs are used; it must be there before JAX starts.
-if not ONE_OF_SEVERAL and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+if "JAX_COORDINATOR_ADDRESS" not in os.environ and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import contextlib
@@ -23,6 +21,7 @@ import jax_ep as ep
 from helpers import make_mesh
 from shapes import np_dtype
 
+ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
 if ONE_OF_SEVERAL:
     jax.distributed.initialize()
 

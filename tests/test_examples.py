@@ -3,16 +3,16 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from test_multiprocess import ROOT, launch
+
+EXAMPLES = ROOT / "examples"
 TINY = ("--hidden=32", "--heads=2", "--expert-hidden=32", "--batch=8", "--seq-len=32", "--checkpoint-every=3")
 
 
@@ -93,15 +93,14 @@ def test_dropped_rows_are_counted(tmp_path):
     assert min(result["dropped"]) >= 8 * 32 * 2
 
 
-def test_two_processes_give_the_same_curve(tmp_path, whole_run):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    options = [*TINY, "--steps", 6, "--mesh", "2x4", "--out", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints"]
-    processes = [start("train_moe.py", *options, "--distributed", address, 2, i, num_devices=4) for i in range(2)]
-    first, second = (finish(process) for process in processes)
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert "step" not in second.stdout
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processes):
+    options = [*TINY, "--steps=6", "--mesh=2x4", "--out", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints"]
+    program = [sys.executable, EXAMPLES / "train_moe.py", *options, "--distributed"]
+    done = launch(num_processes, *program, devices=8 // num_processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[0] step 6/6" in done.stdout
+    assert "[1] step" not in done.stdout
     result = json.loads((tmp_path / "train_moe.json").read_text())
     np.testing.assert_allclose(result["loss"], whole_run[1]["loss"], rtol=1e-4)
 

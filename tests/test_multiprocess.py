@@ -1,10 +1,13 @@
-"""Two processes of jax.distributed on CPU devices; this file is also the program that each of them runs."""
+"""Several processes of jax.distributed; this file is also the program that each of them runs."""
 
+import json
 import os
-import socket
 import subprocess
 import sys
 import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,77 +16,250 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import COMBINE_BOUND, assert_same_bits, random_rows, spmd
+from helpers import COMBINE_BOUND, assert_same_bits, assert_trees_same_bits, random_rows, spmd
+from jax_ep import _backends, _compat, _native, _processes
 from shapes import SMALL, make_inputs, np_dtype
 
-NUM_PROCESSES = 2
+ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 240
 
 
-@pytest.mark.parametrize("devices_per_process", [2, 4])
-def test_two_processes(devices_per_process, tmp_path):
-    """Each compares what its own devices got with the oracle's answer for all of them."""
-    flags = f"--xla_force_host_platform_device_count={devices_per_process}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    coordinator = f"localhost:{free_port()}"
-    logs = [tmp_path / f"process_{i}.log" for i in range(NUM_PROCESSES)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, coordinator, str(i)],
-            env=environment,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for i, log in enumerate(logs)
-    ]
-    try:
-        codes = wait_until_all_end_or_one_fails(processes)
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * NUM_PROCESSES, "\n".join(log.read_text() for log in logs)
+def launch(num_processes, *command, devices=1, timeout=TIMEOUT_S, platform="cpu"):
+    """Runs a command in several processes; on GPUs beside this process, which holds most of their memory."""
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if platform == "cpu":
+        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    launcher = [sys.executable, ROOT / "scripts" / "launch_local.py", "-n", str(num_processes)]
+    options = ["--devices", str(devices), "--timeout", str(timeout)]
+    return subprocess.run([*launcher, *options, *command], env=env, capture_output=True, text=True)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+def run_program(name, num_processes, **options):
+    """Runs the function `name` of this file in several processes."""
+    done = launch(num_processes, sys.executable, __file__, name, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def wait_until_all_end_or_one_fails(processes) -> list[int | None]:
-    """Exit codes. A process whose peer has failed would wait for it, so this does not."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if None not in codes or any(codes):
-            break
-        time.sleep(0.1)
-    return codes
+# --- the launcher ---------------------------------------------------------------------------------------------------
 
 
-def main(coordinator: str, process_id: int) -> None:
-    jax.distributed.initialize(coordinator, num_processes=NUM_PROCESSES, process_id=process_id)
-    assert jax.process_count() == NUM_PROCESSES
+def test_launcher_numbers_lines_and_processes():
+    done = launch(3, sys.executable, "-c", "import os; print('process', os.environ['SLURM_PROCID'])")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [f"[{i}] process {i}" for i in range(3)]
+
+
+def test_launcher_ends_the_others_when_one_fails():
+    program = "import os, time; os.environ['SLURM_PROCID'] == '1' and exit(7); time.sleep(60)"
+    begun = time.monotonic()
+    assert launch(3, sys.executable, "-c", program).returncode == 7
+    assert time.monotonic() - begun < 30
+
+
+def test_launcher_ends_all_when_the_time_is_up():
+    assert launch(2, sys.executable, "-c", "import time; time.sleep(60)", timeout=1).returncode == 124
+
+
+# --- on CPU devices -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_reference_backend(devices):
+    """Each process compares what its own devices got with the oracle's answer for all of them."""
+    run_program("reference_backend", 2, devices=devices)
+
+
+def reference_backend():
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
     for layout in ("expert", "ragged"):
-        check(mesh, layout)
+        check_layer(mesh, layout, "reference")
 
 
-def check(mesh: jax.sharding.Mesh, layout: str) -> None:
+def test_shortest_program():
+    done = launch(2, sys.executable, ROOT / "examples" / "multihost.py", devices=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "process 1 of 2: 2 of 4 devices, reference backend, relative error 0.0e+00" in done.stdout
+
+
+class FakeNative:
+    """In place of the native half of the CUDA backend: shares a pipe with the other processes, and no GPU memory."""
+
+    def __init__(self):
+        self.opened = []
+        self.closed = []
+        self.freed = []
+        self.fails = False
+
+    def open_group(self, group_id, *, devices, sharing, exchange, **config):
+        """Every process of a line writes its number into the pipe of every other."""
+        if self.fails:
+            raise RuntimeError("the group needs 1 byte too many")
+        me = jax.process_index()
+        reader, writer = os.pipe()
+        others = exchange((b"handles of %d" % me, [writer]))
+        for handles, descriptors in others:
+            assert handles.startswith(b"handles of ")
+            for descriptor in descriptors:
+                os.write(descriptor, b"%d" % me)
+                os.close(descriptor)
+        os.close(writer)
+        with open(reader, "rb") as pipe:  # it ends when all have closed it
+            from_others = sorted(map(int, pipe.read().decode()))
+        assert from_others == sorted(int(handles.split()[-1]) for handles, _ in others)
+        self.opened.append(SimpleNamespace(id=group_id, devices=devices, others=from_others, sharing=sharing))
+
+    def close_group(self, group_id):
+        self.closed.append(group_id)
+
+    def free_arenas(self, group_id):
+        self.freed.append(group_id)
+
+    def best_sharing(self, ordinals):
+        return "descriptor"
+
+    def device_uuid(self, ordinal):
+        return b"%d of %d" % (ordinal, jax.process_index())
+
+    def group_bytes(self, group_id):
+        return 0
+
+    def group_failure(self, group_id):
+        return None
+
+
+def pretend_cuda():
+    """The CUDA backend's way of making groups, on CPU devices."""
+    _native.cuda = FakeNative()
+    _backends.choose = lambda requested, mesh, axis_name, timeout: (
+        "cuda" if not _backends._agreed_reason("", mesh, axis_name, timeout) else "reference"
+    )
+    return _native.cuda
+
+
+def make_group(mesh, shape=SMALL, **overrides):
+    settings = {
+        "num_experts": shape.num_experts,
+        "top_k": shape.top_k,
+        "hidden": shape.hidden,
+        "max_tokens_per_rank": shape.tokens,
+        "dtype": np_dtype(shape.dtype),
+        "timeout": 20.0,
+    }
+    return ep.Group(mesh, **settings | overrides)
+
+
+def all_agree(what):
+    """All processes have the same."""
+    print("agreed", json.dumps(what))
+
+
+def test_making_groups():
+    lines = [line.split(" ", 1)[1] for line in run_program("making_groups", 4, devices=2).splitlines()]
+    agreed = [line for line in lines if line.startswith("agreed")]
+    assert len(set(agreed)) * 4 == len(agreed) > 0
+
+
+def making_groups():
+    native, me, devices = pretend_cuda(), jax.process_index(), np.array(jax.devices())
+
+    def opened_with(mesh, **options):
+        with make_group(mesh, **options):
+            return native.opened[-1]
+
+    whole = opened_with(jax.sharding.Mesh(devices, ("ep",)))
+    assert whole.others == sorted({0, 1, 2, 3} - {me})
+    assert whole.devices == [[-1] * 2 * me + [0, 1] + [-1] * 2 * (3 - me)]
+    assert whole.sharing == "descriptor"
+
+    # Lines within a process, across two processes, and across all of them.
+    inside = opened_with(jax.sharding.Mesh(devices.reshape(4, 2), ("data", "ep")))
+    assert inside.others == []
+    pairs = opened_with(jax.sharding.Mesh(devices.reshape(2, 4), ("data", "ep")))
+    assert pairs.others == [me ^ 1]
+    assert pairs.devices[1 - me // 2] == [-1] * 4
+    across = opened_with(jax.sharding.Mesh(devices.reshape(4, 2), ("ep", "data")))
+    assert across.others == whole.others
+
+    # The others need not know of a group of two processes, nor of one's own.
+    if me < 2:
+        assert opened_with(jax.sharding.Mesh(devices[:4], ("ep",))).others == [1 - me]
+    own = opened_with(jax.sharding.Mesh(jax.local_devices(), ("ep",)))
+    assert own.others == []
+    assert own.sharing == "none"
+
+    # Two at once, and again and again: always another number, the same in all processes.
+    mesh = jax.sharding.Mesh(devices, ("ep",))
+    with make_group(mesh), make_group(mesh):
+        first, second = native.opened[-2:]
+    ids = [first.id, second.id, *(opened_with(mesh).id for _ in range(20))]
+    assert len(set(ids)) == len(ids)
+    all_agree([whole.id, inside.id, pairs.id, across.id, *ids])
+    assert sorted(native.closed) == sorted(group.id for group in native.opened)
+    assert not native.freed
+
+    # By IPC, memory is freed when all have closed.
+    os.environ["JAX_EP_SHARING"] = "ipc" if me == 0 else "descriptor"
+    assert opened_with(mesh).id == native.freed[-1]
+
+    keys = [key for key, _ in _compat._store().key_value_dir_get("jax_ep")]
+    assert [key for key in keys if key.endswith(f"/{me}")] == [f"jax_ep/processes/{me}"]
+
+
+def test_what_cannot_be_made():
+    run_program("what_cannot_be_made", 3)
+
+
+def what_cannot_be_made():
+    native, me, mesh = pretend_cuda(), jax.process_index(), jax.sharding.Mesh(jax.devices(), ("ep",))
+
+    def expect(match, error=ep.Error, **options):
+        with pytest.raises(error, match=match):
+            make_group(mesh, **options)
+
+    message = r"process \d makes its group with max_tokens_per_rank=\d+, process \d with \d+"
+    expect(message, num_experts=24, max_tokens_per_rank=16 if me == 1 else 8)
+
+    native.device_uuid = lambda ordinal: b"the only one"
+    expect("processes 0 and 1 use the same GPU .* local_device_ids", num_experts=24)
+    del native.device_uuid
+
+    native.fails = me == 2
+    expect("^Group: the group needs" if me == 2 else "^process 2: Group: the group needs 1 byte", num_experts=24)
+    native.fails = False
+
+    if me == 1:
+        time.sleep(3)  # the others do not wait that long, and leave a note
+        expect("process 0: Group: process 1 has not come within 1 s", num_experts=24)
+    else:
+        expect("^Group: process 1 has not come within 1 s. Every process", num_experts=24, timeout=1.0)
+
+
+def test_devices_of_several_hosts():
+    run_program("devices_of_several_hosts", 2, devices=2)
+
+
+def devices_of_several_hosts():
+    me, devices = jax.process_index(), np.array(jax.devices())
+    _processes.host = lambda: f"host {me}"
+    across, inside = (jax.sharding.Mesh(devices.reshape(2, 2), names) for names in (("ep", "data"), ("data", "ep")))
+    assert _backends._agreed_reason("", inside, "ep", 20.0) == ""
+    reason = _backends._agreed_reason("", across, "ep", 20.0)
+    assert "several hosts (those of processes [0, 1])" in reason
+    assert "no network transport" in reason
+    reason = _backends._agreed_reason("no GPU" if me == 1 else "", inside, "ep", 20.0)
+    assert reason in ("no GPU", "process 1: no GPU")
+
+
+# --- a layer --------------------------------------------------------------------------------------------------------
+
+
+def check_layer(mesh, layout, backend):
     """dispatch bit for bit; combine and a gradient within combine's bound."""
     inputs = make_inputs(SMALL, mesh.size, "uneven")
     expected = oracle.dispatch(*inputs, num_experts=SMALL.num_experts, layout=layout)
     route = expected.route
     y = random_rows(route, SMALL.hidden, SMALL.dtype)
-    group = ep.Group(
-        mesh,
-        num_experts=SMALL.num_experts,
-        top_k=SMALL.top_k,
-        hidden=SMALL.hidden,
-        max_tokens_per_rank=SMALL.tokens,
-        dtype=np_dtype(SMALL.dtype),
-        backend="reference",
-    )
 
     def step(y, x, topk_idx, topk_weights):
         def rows(x):
@@ -93,7 +269,10 @@ def check(mesh: jax.sharding.Mesh, layout: str) -> None:
         _, transpose, recv = jax.vjp(rows, x, has_aux=True)
         return recv, ep.combine(y, recv), transpose(y)[0]
 
-    recv, out, dx = jax.jit(spmd(step, mesh))(*(shard(a, mesh) for a in (y, *inputs)))
+    with make_group(mesh, backend=backend) as group:
+        recv, out, dx = jax.jit(spmd(step, mesh))(*(shard(a, mesh) for a in (y, *inputs)))
+        jax.block_until_ready((recv, out, dx))
+        group.check()
     assert_local_bits(recv.x, expected.x)
     assert_local_bits(recv.weights, expected.weights)
     assert_local_bits(recv.counts, route.counts)
@@ -118,5 +297,106 @@ def assert_local_sum(actual: jax.Array, total: np.ndarray, magnitude: np.ndarray
         assert error <= COMBINE_BOUND[SMALL.dtype] * np.linalg.norm(magnitude[local.index])
 
 
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+def gpus():
+    return min(4, len(jax.local_devices()))
+
+
+@pytest.fixture(params=["descriptor", "ipc"])
+def sharing(request, monkeypatch):
+    """How the processes map each other's memory."""
+    monkeypatch.setenv("JAX_EP_SHARING", request.param)
+    return request.param
+
+
+@pytest.mark.gpu
+def test_a_layer_on_gpus(sharing):
+    run_program("layers_on_gpus", gpus(), platform="gpu")
+
+
+@pytest.mark.gpu
+def test_processes_of_two_gpus():
+    if gpus() < 4:
+        pytest.skip("needs four GPUs")
+    run_program("layers_on_gpus", 2, devices=2, platform="gpu")
+
+
+def layers_on_gpus():
+    devices = np.array(jax.devices())
+    for mesh in (jax.sharding.Mesh(devices, ("ep",)), jax.sharding.Mesh(devices[::-1], ("ep",))):
+        for layout in ("expert", "ragged"):
+            check_layer(mesh, layout, "cuda")
+
+
+@pytest.mark.gpu
+def test_groups_are_made_again_and_again(sharing):
+    run_program("groups_again_and_again", gpus(), platform="gpu")
+
+
+def exchange_rows(group, x, splits):
+    sent = ep.all_to_all(x, splits, group=group)
+    return ep.all_to_all_back(sent.x, splits, group=group)
+
+
+def there_and_back(group, layout, x, topk_idx):
+    recv = ep.dispatch(x, topk_idx, group=group, layout=layout, zero_pad=True)
+    return ep.combine(recv.x, recv)
+
+
+def groups_again_and_again():
+    """Two groups at a time, twenty times, with mixed operations that give the same bits each time."""
+    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+    x, topk_idx, _ = make_inputs(SMALL, mesh.size, "uneven")
+    first_choices = topk_idx[..., 0] % SMALL.num_experts
+    splits = np.array([np.bincount(choices, minlength=SMALL.num_experts) for choices in first_choices], np.int32)
+    x, topk_idx, splits = (shard(a, mesh) for a in (x, topk_idx, splits))
+    first = {}
+    for turn in range(20):
+        with make_group(mesh, backend="cuda") as one, make_group(mesh, backend="cuda") as other:
+            results = []
+            for group in (one, other):
+                exchanged = jax.jit(spmd(partial(exchange_rows, group), mesh))
+                results += [("exchange", exchanged(x, splits))]
+                for layout in ("expert", "ragged"):
+                    layer = jax.jit(spmd(partial(there_and_back, group, layout), mesh))
+                    results += [(layout, layer(x, topk_idx)) for _ in range(50 if turn == 0 else 2)]
+            for name, result in results:
+                here = [np.asarray(local.data) for local in result.addressable_shards]
+                assert_trees_same_bits(here, first.setdefault(name, here))
+            one.check()
+            other.check()
+
+
+@pytest.mark.gpu
+def test_a_process_that_dies():
+    """The others find out in time, and nothing hangs."""
+    begun = time.monotonic()
+    done = launch(gpus(), sys.executable, __file__, "dies", platform="gpu", timeout=120)
+    assert time.monotonic() - begun < 110
+    assert done.stdout.count("gave up waiting for rank 0") == gpus() - 1, done.stdout + done.stderr
+
+
+def dies():
+    mesh = jax.sharding.Mesh(jax.devices()[::-1], ("ep",))  # rank 0 is not process 0, without which nobody can go on
+    inputs = make_inputs(SMALL, mesh.size, "uneven")
+    x, topk_idx = shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)
+    group = make_group(mesh, backend="cuda", timeout=5.0)
+    layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
+    jax.block_until_ready(layer(x, topk_idx))
+    if mesh.devices[0].process_index == jax.process_index():
+        os._exit(0)  # as if killed, but not so that the launcher ends the others
+    jax.block_until_ready(layer(x, topk_idx))
+    with pytest.raises(ep.PeerTimeoutError) as error:
+        group.check()
+    print(error.value, flush=True)
+    group.close()
+    if jax.process_index() == 0:
+        time.sleep(5)  # the others end if this one does
+    os._exit(0)  # jax.distributed would wait for the dead
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    jax.distributed.initialize()
+    globals()[sys.argv[1]]()

@@ -213,7 +213,7 @@ def test_donation(block, mesh, inputs):
     expected = run_spmd(block, mesh, *inputs)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
     x = jax.device_put(inputs.x, sharding)
-    out = jax.jit(spmd(block, mesh), donate_argnums=0)(x, *inputs[1:])
+    out = to_numpy(jax.jit(spmd(block, mesh), donate_argnums=0)(x, *inputs[1:]))
     assert_close(out, expected)
     assert x.is_deleted()
 
