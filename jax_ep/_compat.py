@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -53,11 +54,13 @@ def publish(key: str, value: str) -> None:
 
 
 def look_up(key: str, timeout: float) -> str | None:
-    """The value of `key` in the store; None if there is none within `timeout` seconds."""
+    """The value of `key` in the store; None if there is none within `timeout` seconds, which may be over already."""
     try:
-        return _store().blocking_key_value_get(key, max(1, int(timeout * 1000)))
+        if timeout <= 0:
+            return _store().key_value_try_get(key)
+        return _store().blocking_key_value_get(key, math.ceil(timeout * 1000))
     except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
+        if "DEADLINE_EXCEEDED" in str(error) or "NOT_FOUND" in str(error):
             return None
         raise
 
@@ -70,7 +73,7 @@ def forget(key: str) -> None:
 def barrier(name: str, processes: Sequence[int], timeout: float) -> bool:
     """Waits until all `processes` have come to the barrier `name`; False if some do not within `timeout` seconds."""
     try:
-        _store().wait_at_barrier(name, int(timeout * 1000), process_ids=list(processes))
+        _store().wait_at_barrier(name, math.ceil(timeout * 1000), process_ids=list(processes))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" in str(error):
             return False

@@ -247,8 +247,18 @@ def devices_of_several_hosts():
     reason = _backends._agreed_reason("", across, "ep", 20.0)
     assert "several hosts (those of processes [0, 1])" in reason
     assert "no network transport" in reason
-    reason = _backends._agreed_reason("no GPU" if me == 1 else "", inside, "ep", 20.0)
-    assert reason in ("no GPU", "process 1: no GPU")
+
+
+def test_one_process_without_cuda():
+    run_program("one_process_without_cuda", 2)
+
+
+def one_process_without_cuda():
+    me, mesh = jax.process_index(), jax.sharding.Mesh(jax.devices(), ("ep",))
+    reason = _backends._agreed_reason("no GPU" if me == 1 else "", mesh, "ep", 20.0)
+    assert reason == ("no GPU" if me == 1 else "process 1: no GPU")
+    elsewhere = jax.sharding.Mesh([device for device in jax.devices() if device.process_index != me], ("ep",))
+    assert _backends._agreed_reason("", elsewhere, "ep", 20.0) == f"process {me} has no device in the mesh"
 
 
 # --- a layer --------------------------------------------------------------------------------------------------------
