@@ -27,8 +27,10 @@ TIMEOUT_S = 240
 def launch(num_processes, *command, devices=1, timeout=TIMEOUT_S, platform="cpu"):
     """Runs a command in several processes; on GPUs beside this process, which holds most of their memory."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    flags = env.get("XLA_FLAGS", "").split()
+    env["XLA_FLAGS"] = " ".join(flag for flag in flags if "host_platform_device_count" not in flag)
     if platform == "cpu":
-        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        env["JAX_PLATFORMS"] = "cpu"
     launcher = [sys.executable, ROOT / "scripts" / "launch_local.py", "-n", str(num_processes)]
     options = ["--devices", str(devices), "--timeout", str(timeout)]
     return subprocess.run([*launcher, *options, *command], env=env, capture_output=True, text=True)

@@ -39,7 +39,7 @@ _OPS = (  # enum OpKind in ffi/arena.h
     "all_to_all_back",
 )
 _ELSEWHERE = -1  # kElsewhere in ffi/cuda/group.h
-_SHARING = "JAX_EP_SHARING"  # "ipc" or "descriptor": how processes of a host map each other's memory, if not as found
+_SHARING = "JAX_EP_SHARING"  # in the environment: how processes map each other's memory, if not as found best
 _Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and file descriptors
 _Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
 _NONE: _Result = ((0,), jnp.float32)
@@ -61,6 +61,7 @@ class CudaBackend:
         self._group = group
         self._native = cast(ModuleType, _native.cuda)
         mesh = group.mesh
+        self._lines = _processes.lines(mesh, group.axis_name)
         place = [[device.id for device in mesh.devices.flat], list(mesh.shape.items()), group.axis_name]
         self._meeting = _processes.Meeting(_digest(place), _processes.owners(mesh), group.timeout)
         self._settings = {
@@ -79,10 +80,7 @@ class CudaBackend:
 
     def _open(self) -> None:
         group, me = self._group, jax.process_index()
-        devices = _processes.lines(group.mesh, group.axis_name)
-        here = [device.local_hardware_id for device in devices.flat if device.process_index == me]
-        is_alone = len(here) == devices.size
-        self._sharing = "none" if is_alone else os.environ.get(_SHARING) or self._native.best_sharing(here)
+        self._sharing = self._choose_sharing()
         try:
             self._native.open_group(
                 self._id,
@@ -94,7 +92,7 @@ class CudaBackend:
                 timeout_seconds=group.timeout,
                 devices=[
                     [device.local_hardware_id if device.process_index == me else _ELSEWHERE for device in line]
-                    for line in devices
+                    for line in self._lines
                 ],
                 sharing=self._sharing,
                 exchange=self._exchange,
@@ -103,22 +101,34 @@ class CudaBackend:
             raise Error(f"Group: {error}") from None
         try:
             self._meeting.exchange(None)  # no kernel writes to a peer before all memory is ready
-        except Error:
+        except Exception:
             self._native.close_group(self._id)
             raise
 
+    def _choose_sharing(self) -> str:
+        """How this process's memory is shared with others, if there are any."""
+        here = self._local_ordinals()
+        if len(here) == self._lines.size:
+            return "none"
+        chosen = os.environ.get(_SHARING)
+        if chosen not in (None, "", "descriptor", "ipc"):
+            raise ValueError(f"{_SHARING} is {chosen!r}; it must be 'descriptor' or 'ipc', or not be set")
+        return chosen or self._native.best_sharing(here)
+
+    def _local_ordinals(self) -> list[int]:
+        me = jax.process_index()
+        return [device.local_hardware_id for device in self._lines.flat if device.process_index == me]
+
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
         """Gives what others need to map this process's memory to those that share a line of the mesh with it."""
-        group, meeting, me = self._group, self._meeting, jax.process_index()
+        meeting, me = self._meeting, jax.process_index()
         handles, descriptors = mine
-        devices = _processes.lines(group.mesh, group.axis_name)
-        here = [device.local_hardware_id for device in devices.flat if device.process_index == me]
         with _processes.Mailbox() as mailbox:
             told = meeting.exchange(
                 {
                     "settings": self._settings,
                     "sharing": self._sharing,
-                    "gpus": [self._native.device_uuid(ordinal).hex() for ordinal in here],
+                    "gpus": [self._native.device_uuid(ordinal).hex() for ordinal in self._local_ordinals()],
                     "mailbox": mailbox.address,
                     "handles": handles.hex(),
                 }
@@ -128,7 +138,7 @@ class CudaBackend:
             # Where one process frees its memory by IPC's rules, all must say when they have unmapped it.
             if any(answer["sharing"] == "ipc" for answer in told.values()):
                 self._sharing = "ipc"
-            of_lines = [{device.process_index for device in line} for line in devices]
+            of_lines = [{device.process_index for device in line} for line in self._lines]
             others = sorted(set().union(*(line for line in of_lines if me in line)) - {me})
             for process in others:
                 _processes.send_descriptors(told[process]["mailbox"], descriptors, meeting.timeout)
