@@ -14,7 +14,9 @@ stands for what cannot be measured here:
                                          profiler's trace, CUDA graphs included); the median over executions and ranks
     pair_us_fastest_rank, pair_us_slowest_rank   the same, of one rank
     dispatch_us, combine_us              all GPU work of the operation: its kernel, and what runs until the next one's
-    wall_pair_us                         on the host's clock: the median time of an execution, divided by its pairs
+    wall_pair_us                         on the host's clock: the median time of ten executions, one behind the other
+                                         as in a loop that waits for none, divided by their pairs
+    wall_waiting_pair_us                 the same of executions that the host waits for one by one
     grad_*                               with --grad: the same of a pair's backward pass
     lax_pair_us, lax_ragged_pair_us      on the host's clock, with lax.all_to_all (padded) and lax.ragged_all_to_all
     floor_dispatch_us, floor_combine_us  what the link needs: a push of one row per token and rank, and a barrier

@@ -67,8 +67,8 @@ def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax
             "floor_dispatch_us": floor and floor.dispatch_us,
             "floor_combine_us": floor and floor.combine_us,
             "floor_pair_us": floor and sum(floor),
-            "lax_pair_us": padded and padded.wall_pair_us,
-            "lax_ragged_pair_us": ragged and ragged.wall_pair_us,
+            "lax_pair_us": padded and padded.wall.pair_us,
+            "lax_ragged_pair_us": ragged and ragged.wall.pair_us,
             "checked": all(timing.right for timing in timings if timing),
         }
     )
@@ -83,7 +83,8 @@ def _times(timing: Timing | None, *, prefix: str = "", scatter: str, gather: str
         "pair_us_slowest_rank": line and line.pair_us_slowest_rank,
         scatter: line and line.scatter_us,
         gather: line and line.gather_us,
-        "wall_pair_us": timing and timing.wall_pair_us,
+        "wall_pair_us": timing and timing.wall.pair_us,
+        "wall_waiting_pair_us": timing and timing.wall.waiting_pair_us,
     }
     return {prefix + name: us for name, us in times.items()}
 

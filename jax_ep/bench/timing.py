@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +18,21 @@ from jax_ep.bench.cases import Case, Inputs, make_inputs, signs_of_experts
 from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange
 from jax_ep.bench.timeline import TRACE_OPTIONS, TimeLine, time_line, trace
 
-WARM_UPS = 3
-EXECUTIONS = 20
+WARM_UPS = 2
+SAMPLES = 9
+IN_A_ROW = 10  # executions that are enqueued one after the other
 TRACED_EXECUTIONS = 5
 
 
+class Wall(NamedTuple):
+    """Microseconds of a pair on the host's clock."""
+
+    pair_us: float  # of executions one behind the other
+    waiting_pair_us: float  # of executions that the host waits for one by one
+
+
 class Timing(NamedTuple):
-    wall_pair_us: float
+    wall: Wall
     time_line: TimeLine | None
     right: bool
 
@@ -52,7 +61,7 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
     y = None
     if exchange.casts:
         y = _spmd(lambda inputs: exchange.rows(exchange.dispatch(*inputs)), mesh)(inputs)
-    wall_pair_us, found, (out, recv) = _time_chain(chain, mesh, pairs, (inputs, y), traced=traced)
+    wall, found, (out, recv) = _time_chain(chain, mesh, pairs, (inputs, y), traced=traced)
 
     def check(inputs: Inputs, out: jax.Array, recv: Any, weights: jax.Array) -> jax.Array:
         signed = exchange.combine(_times_signs(exchange.rows(recv), recv.group_sizes, case), recv)
@@ -61,7 +70,7 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
 
     signed_weights = (host_inputs.topk_weights * signs_of_experts(case)[host_inputs.topk_idx]).sum(-1)
     right = _spmd(check, mesh)(inputs, out, recv, signed_weights)
-    return Forward(Timing(wall_pair_us, found, bool(np.all(right))), inputs, y, recv)
+    return Forward(Timing(wall, found, bool(np.all(right))), inputs, y, recv)
 
 
 def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int) -> Timing:
@@ -73,9 +82,9 @@ def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int
         return g
 
     g = forward.inputs.x  # any cotangent as exact as x: what comes out equals it, as the weights add up to 1
-    wall_pair_us, found, out = _time_chain(chain, mesh, pairs, (g, forward.y, forward.recv), traced=True)
+    wall, found, out = _time_chain(chain, mesh, pairs, (g, forward.y, forward.recv), traced=True)
     right = _spmd(lambda out, g: (out == g).all(), mesh)(out, g)
-    return Timing(wall_pair_us, found, bool(np.all(right)))
+    return Timing(wall, found, bool(np.all(right)))
 
 
 def _from_experts(exchange: Exchange, recv: Any, y: jax.Array | None) -> jax.Array:
@@ -106,23 +115,25 @@ def _spmd(fn: Callable, mesh: Mesh) -> Any:
 
 def _time_chain(
     chain: Callable, mesh: Mesh, pairs: int, operands: tuple[Any, ...], *, traced: bool
-) -> tuple[float, TimeLine | None, Any]:
+) -> tuple[Wall, TimeLine | None, Any]:
     """The time of a pair by the host's clock and by the GPUs' time lines, and the result of the chain."""
     compiled = _spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
 
-    def run(executions: int = 1) -> None:  # leaves nothing behind: results are large, and the next get the same memory
-        for _ in range(executions):
-            jax.block_until_ready(compiled(*operands))
+    def run(times: int, in_a_row: int) -> None:  # keeps no results: they are large, and the next get the same memory
+        for _ in range(times):
+            for _ in range(in_a_row):
+                result = compiled(*operands)
+            jax.block_until_ready(result)
 
-    wall_us = _median_seconds(run) * 1e6
-    found = time_line(trace(lambda: run(TRACED_EXECUTIONS)), pairs) if traced else None
-    return wall_us / pairs, found, compiled(*operands)
+    wall_us = [_median_seconds(partial(run, 1, n)) * 1e6 / (n * pairs) for n in (IN_A_ROW, 1)]
+    found = time_line(trace(lambda: run(TRACED_EXECUTIONS, 1)), pairs) if traced else None
+    return Wall(*wall_us), found, compiled(*operands)
 
 
 def _median_seconds(run: Callable[[], None]) -> float:
-    """The median time of `EXECUTIONS` runs, after some to warm up."""
+    """The median time of `SAMPLES` runs, after some to warm up."""
     seconds = []
-    for _ in range(WARM_UPS + EXECUTIONS):
+    for _ in range(WARM_UPS + SAMPLES):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
