@@ -149,11 +149,11 @@ struct Peers {
   Control* control;        // this rank's own
   const PeerTable* table;  // in device memory: an argument of its size would slow down every launch
 #ifdef JAX_EP_TIMELINE
-  uint64_t* timeline;  // [blocks, kTimelinePhases], nanoseconds
+  uint64_t* timeline;  // [kTimelineOps, kTimelineBlocks, kTimelinePhases], nanoseconds
 #endif
 };
 #ifdef JAX_EP_TIMELINE
-inline constexpr int kTimelinePhases = 10;
+inline constexpr int kTimelineOps = 32, kTimelineBlocks = 1024, kTimelinePhases = 10;  // the last operations
 #endif
 
 }  // namespace jax_ep

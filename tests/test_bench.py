@@ -113,6 +113,12 @@ def test_time_line_of_executions_on_several_gpus():
     )
 
 
+def test_the_first_pair_does_not_count():
+    """In it, a GPU that was started before the others waits for them."""
+    waits = [Event(SCATTER, -500_000, 500_030)] + chain_of_events(4, 2000)[1:]
+    assert time_line([waits, chain_of_events(4, 2000)], pairs=4).pair_us_slowest_rank == 2.0
+
+
 def test_all_work_counts():
     """What runs after a kernel, on whatever stream, is a part of its operation; what ran before the first is not."""
     events = [Event("MemcpyD2D", -50, 10)]
@@ -134,7 +140,7 @@ def test_all_work_counts():
 def test_no_time_line_without_the_kernels():
     assert time_line([], pairs=4) is None
     assert time_line([[Event("fusion", 0, 1)], []], pairs=4) is None
-    assert time_line([chain_of_events(1, 1000)], pairs=1) is None  # nothing to measure from start to start
+    assert time_line([chain_of_events(2, 1000)], pairs=2) is None  # nothing to measure from start to start
 
 
 def test_a_broken_trace_gives_no_times():

@@ -12,7 +12,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -61,7 +63,7 @@ struct Rank {
   Rank(const Member& member, int32_t rank, int32_t num_ranks, int32_t tokens, int32_t cast)
       : device(member.ordinal), rank(rank), num_ranks(num_ranks), tokens(tokens), cast(cast), peers(member.peers) {
     must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    peers.timeline = device_array<uint64_t>(4 * kTicketWords * kTimelinePhases);
+    peers.timeline = device_array<uint64_t>(int64_t{kTimelineOps} * kTimelineBlocks * kTimelinePhases);
     must(cudaMemcpy(axis_index, &rank, 4, cudaMemcpyHostToDevice));
     std::mt19937 random(rank);
     std::vector<int32_t> host, experts(kExperts);
@@ -141,30 +143,62 @@ float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::functi
   return times[times.size() / 2];
 }
 
-// What the last operation's blocks did when, in microseconds since the first of them began: first, median, last.
-void print_timeline(const Rank& rank, const LaunchPlan& plan) {
-  std::vector<uint64_t> stamps(4 * kTicketWords * kTimelinePhases);
-  must(cudaSetDevice(rank.device));
-  must(cudaMemcpy(stamps.data(), rank.peers.timeline, stamps.size() * 8, cudaMemcpyDeviceToHost));
-  uint64_t zero = ~uint64_t{0};
-  for (int32_t block = 0; block < plan.num_blocks; ++block) zero = std::min(zero, stamps[block * kTimelinePhases]);
-  const auto print = [&](const char* name, int32_t first, int32_t last) {
-    std::printf("    %-9s", name);
-    for (int32_t phase = 0; phase < kTimelinePhases; ++phase) {
-      std::vector<double> at;
-      for (int32_t block = first; block < last; ++block) {
-        const uint64_t stamp = stamps[block * kTimelinePhases + phase];
-        at.push_back(stamp < zero ? -1 : (stamp - zero) * 1e-3);
+double mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / values.size();
+}
+
+// What blocks did when, in microseconds since the first of them began: the first, the median and the last of them,
+// means over the last operations and the ranks. And what passes from the last block's end to the next operation's
+// first.
+void print_timeline(const std::vector<std::unique_ptr<Rank>>& ranks, const LaunchPlan& plan) {
+  struct Role {
+    const char* name;
+    int32_t first, last;
+    std::vector<double> at[kTimelinePhases][3] = {};
+  };
+  Role roles[] = {
+      {"announcer", 0, 1}, {"senders", 1, plan.num_senders}, {"receivers", plan.first_receiver, plan.num_blocks}};
+  std::vector<double> gaps;
+  for (const auto& rank : ranks) {
+    std::vector<uint64_t> stamps(size_t{kTimelineOps} * kTimelineBlocks * kTimelinePhases);
+    must(cudaSetDevice(rank->device));
+    must(cudaMemcpy(stamps.data(), rank->peers.timeline, stamps.size() * 8, cudaMemcpyDeviceToHost));
+    std::map<uint64_t, uint64_t> spans;
+    for (int32_t op = 0; op < kTimelineOps; ++op) {
+      const uint64_t* of_op = &stamps[size_t(op) * kTimelineBlocks * kTimelinePhases];
+      uint64_t begin = ~uint64_t{0}, end = 0;
+      for (int32_t block = 0; block < plan.num_blocks; ++block) {
+        begin = std::min(begin, of_op[block * kTimelinePhases]);
+        end = std::max(end, of_op[block * kTimelinePhases + 5]);
       }
-      std::sort(at.begin(), at.end());
-      if (!at.empty() && at.back() >= 0)
-        std::printf("  [%d] %5.2f %5.2f %5.2f", phase, at.front(), at[at.size() / 2], at.back());
+      spans[begin] = end;
+      for (Role& role : roles) {
+        for (int32_t phase = 0; phase < kTimelinePhases; ++phase) {
+          std::vector<double> at;
+          for (int32_t block = role.first; block < role.last; ++block) {
+            const uint64_t stamp = of_op[block * kTimelinePhases + phase];
+            if (stamp >= begin) at.push_back((stamp - begin) * 1e-3);
+          }
+          if (at.empty()) continue;
+          std::sort(at.begin(), at.end());
+          role.at[phase][0].push_back(at.front());
+          role.at[phase][1].push_back(at[at.size() / 2]);
+          role.at[phase][2].push_back(at.back());
+        }
+      }
+    }
+    for (auto span = spans.begin(); std::next(span) != spans.end(); ++span)
+      gaps.push_back((std::next(span)->first - span->second) * 1e-3);
+  }
+  for (const Role& role : roles) {
+    std::printf("    %-9s", role.name);
+    for (int32_t phase = 0; phase < kTimelinePhases; ++phase) {
+      const auto& at = role.at[phase];
+      if (!at[0].empty()) std::printf("  [%d] %5.2f %5.2f %5.2f", phase, mean(at[0]), mean(at[1]), mean(at[2]));
     }
     std::printf("\n");
-  };
-  print("announcer", 0, 1);
-  print("senders", 1, plan.num_senders);
-  print("receivers", plan.first_receiver, plan.num_blocks);
+  }
+  std::printf("    gap %.2f\n", mean(gaps));
 }
 
 }  // namespace
@@ -208,9 +242,9 @@ int main(int argc, char** argv) {
   std::printf("T %d cast %d:", tokens, cast);
   print_plan("dispatch", out), print_plan("combine", back);
   std::printf("\n");
-  print_timeline(*ranks[0], out);
+  print_timeline(ranks, out);
   const float combine = measure(ranks, [&](Rank& rank) { rank.combine(back); });
-  print_timeline(*ranks[0], back);
+  print_timeline(ranks, back);
   const float pair = measure(ranks, [&](Rank& rank) { rank.dispatch(out), rank.combine(back); });
   std::printf("  dispatch %.2f combine %.2f pair %.2f us%s\n", dispatch, combine, pair,
               group.failure() ? " FAILED" : "");

@@ -43,6 +43,9 @@ struct State {
   bool sends;                         // this block may write to the peers' slots
   bool entered;                       // it takes part in the launch
   volatile bool failed;               // give up: the results will be poisoned
+#ifdef JAX_EP_TIMELINE
+  uint64_t begun;
+#endif
 };
 
 struct Operation {
@@ -57,7 +60,14 @@ struct Operation {
 #ifdef JAX_EP_TIMELINE
     if (threadIdx.x != 0) return;
     asm volatile("" ::: "memory");
-    peers.timeline[blockIdx.x * kTimelinePhases + phase] = globaltimer_ns();
+    const uint64_t now = globaltimer_ns();
+    if (phase == 0) {  // of which operation, is not known yet
+      state.begun = now;
+    } else {
+      const uint32_t block = state.epoch % kTimelineOps * kTimelineBlocks + blockIdx.x;
+      peers.timeline[block * kTimelinePhases + phase] = now;
+      if (phase == 5) peers.timeline[block * kTimelinePhases] = state.begun;
+    }
     asm volatile("" ::: "memory");
 #endif
   }

@@ -74,7 +74,7 @@ def time_line(gpus: Sequence[Sequence[Event]], pairs: int) -> TimeLine | None:
     is not whole.
     """
     operations = [_operations(events) for events in gpus]
-    if not any(operations) or pairs < 2:
+    if not any(operations) or pairs < 3:
         return None
     for gpu, found in enumerate(operations):
         if not found or len(found) % (2 * pairs):
@@ -99,9 +99,12 @@ def time_line(gpus: Sequence[Sequence[Event]], pairs: int) -> TimeLine | None:
 
 
 def _pair_us(operations: Sequence[_Operation], pairs: int) -> list[float]:
-    """The time from one pair to the next, in each chain: from the first pair's start to that of the last one."""
+    """The time from one pair to the next, in each chain: from the second pair's start to that of the last one.
+
+    In the first, the GPU whose host was first waits for the other GPUs' hosts.
+    """
     starts = [operation.start_ns for operation in operations[::2]]
-    return [(starts[i + pairs - 1] - starts[i]) / (pairs - 1) / 1e3 for i in range(0, len(starts), pairs)]
+    return [(starts[i + pairs - 1] - starts[i + 1]) / (pairs - 2) / 1e3 for i in range(0, len(starts), pairs)]
 
 
 def _operations(events: Sequence[Event]) -> list[_Operation]:
