@@ -36,7 +36,7 @@ def test_all_variants_give_the_same_loss_and_gradients(tmp_path, capsys, backend
         assert (row["group_bytes"] > 0) == (name == "jax_ep" and backend == "cuda")
         assert row["overhead_ms"] == pytest.approx(row["step_ms"] - rows["ideal"]["step_ms"])
         if dtype == "float32":
-            assert row["difference"] < 1e-5
+            assert row["difference"] < 1e-4
 
 
 class Forgetful(moe_step.LocalExchange):
