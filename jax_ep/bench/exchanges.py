@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -11,9 +12,11 @@ import numpy as np
 from jax import lax
 
 import jax_ep as ep
+from jax_ep import _layouts
 from jax_ep.bench.cases import Case
 
 AXIS = "ep"
+_NOWHERE = np.iinfo(np.int32).max  # an index beyond any array
 
 
 class Exchange(Protocol):
@@ -43,13 +46,16 @@ class EpExchange:
     group: ep.Group
     layout: str
     wire: str | None
+    capacity: int | None = None
 
     @property
     def casts(self) -> bool:
         return self.wire is not None
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> ep.Dispatched:
-        return ep.dispatch(x, topk_idx, topk_weights, group=self.group, layout=self.layout, wire=self.wire)
+        return ep.dispatch(
+            x, topk_idx, topk_weights, group=self.group, layout=self.layout, capacity=self.capacity, wire=self.wire
+        )
 
     def rows(self, recv: ep.Dispatched) -> jax.Array:
         return ep.dequantize(recv)
@@ -77,12 +83,20 @@ class Blocks(NamedTuple):
     sizes: jax.Array
 
 
+class Copies(NamedTuple):
+    """Where K copies of each token lie in a buffer of rows, and what they count in the sum."""
+
+    row_of_copy: jax.Array  # [T, K] int32
+    copy_of_row: jax.Array  # [rows] int32: token * K + k
+    weights: jax.Array  # [T, K]
+
+
 class LaxReceived(NamedTuple):
-    x: jax.Array  # [capacity, H]
+    x: jax.Array  # [E_local, capacity, H] or [capacity, H]
     group_sizes: jax.Array  # [E_local] int32
-    topk_weights: jax.Array  # [T, K]
-    slot_of_copy: jax.Array  # [T, K] int32, place of each copy of a token in the buffer to be sent
-    row_of_slot: jax.Array  # [slots] int32, row of x for each place in the buffer that arrived
+    sent: Copies
+    slot_of_row: jax.Array  # [rows of x] int32, place of each row in the buffer that arrived
+    row_of_slot: jax.Array  # [slots] int32
     outgoing: Blocks
     incoming: Blocks
 
@@ -91,21 +105,21 @@ class LaxReceived(NamedTuple):
 class LaxExchange:
     """What one writes in plain JAX: sort the copies of the tokens by expert, exchange, sort what arrives; and back.
 
-    Rows travel in the case's dtype and arrive in the ragged layout, whatever the case's wire and layout.
+    Rows travel in the case's dtype, whatever its wire. Nothing is dropped: a routing that sends more than
+    `slots_per_rank` rows from one rank to another, or more than there is capacity for, gives wrong results.
     """
 
     case: Case
-    ragged: bool  # lax.ragged_all_to_all, or else lax.all_to_all of blocks padded to the worst case
+    ragged: bool  # lax.ragged_all_to_all, or else lax.all_to_all of padded blocks
+    capacity: int | None = None  # of what arrives, as in jax_ep.dispatch
+    slots_per_rank: int | None = None  # rows of a padded block; None: the most that one rank may send to another
     casts = False
 
     @property
     def _slots(self) -> int:
-        """Rows of the buffer that arrives: the most that all ranks together may send to one."""
-        return self.case.ranks * self._slots_per_rank
-
-    @property
-    def _slots_per_rank(self) -> int:
-        return self.case.tokens * min(self.case.top_k, self.case.experts_per_rank)
+        """Rows of the buffer that arrives."""
+        case = self.case
+        return case.ranks * (self.slots_per_rank or case.tokens * min(case.top_k, case.experts_per_rank))
 
     @property
     def _slots_sent(self) -> int:
@@ -114,25 +128,25 @@ class LaxExchange:
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> LaxReceived:
         case = self.case
         x, topk_idx = lax.optimization_barrier((x, topk_idx))  # or else XLA would sort once for a whole chain
-        expert = topk_idx.reshape(-1)
-        copies = jnp.argsort(expert, stable=True)  # token * K + k, in the order of experts
-        splits = jnp.bincount(expert, length=case.experts).reshape(case.ranks, -1)
+        splits = jnp.bincount(topk_idx.reshape(-1), length=case.experts).reshape(case.ranks, -1)
         arriving = lax.all_to_all(splits, AXIS, 0, 0)  # [source rank, E_local]
         outgoing, incoming = self._blocks(splits.sum(axis=1)), self._blocks(arriving.sum(axis=1))
-
-        slots = _places(outgoing.starts, outgoing.sizes, copies.size)
-        token_of_slot = jnp.zeros(self._slots_sent, jnp.int32).at[slots].set(copies // case.top_k)
-        arrived = self._move(x[token_of_slot], self._slots, outgoing, incoming)
+        sent = _sort_copies(topk_idx, topk_weights, outgoing.starts, outgoing.sizes, self._slots_sent)
+        arrived = self._move(_expand(x, sent), self._slots, outgoing, incoming)
 
         # Rows are ordered by expert, then source rank; slots by source rank, then expert.
         chunk_starts = incoming.starts[:, None] + jnp.cumsum(arriving, axis=1) - arriving
-        slot_of_row = _places(chunk_starts.T.reshape(-1), arriving.T.reshape(-1), self._slots)
+        slots = _places(chunk_starts.T.reshape(-1), arriving.T.reshape(-1), self._slots)
+        group_sizes = arriving.sum(axis=0)
+        first_row, shape = _layout(case, self.capacity, group_sizes)
+        rows = _places(first_row, group_sizes, self._slots)
+        slot_of_row, row_of_slot = _scatter(slots, rows, math.prod(shape)), _scatter(rows, slots, self._slots)
         return LaxReceived(
-            x=arrived.at[slot_of_row].get(mode="fill", fill_value=0),
-            group_sizes=arriving.sum(axis=0),
-            topk_weights=topk_weights,
-            slot_of_copy=jnp.zeros_like(copies).at[copies].set(slots).reshape(topk_idx.shape),
-            row_of_slot=jnp.zeros(self._slots, jnp.int32).at[slot_of_row].set(jnp.arange(self._slots), mode="drop"),
+            x=_take(arrived, slot_of_row, row_of_slot).reshape(*shape, -1),
+            group_sizes=group_sizes,
+            sent=sent,
+            slot_of_row=slot_of_row,
+            row_of_slot=row_of_slot,
             outgoing=outgoing,
             incoming=incoming,
         )
@@ -141,12 +155,11 @@ class LaxExchange:
         return recv.x
 
     def combine(self, y: jax.Array, recv: LaxReceived) -> jax.Array:
-        back = self._move(y[recv.row_of_slot], self._slots_sent, recv.incoming, recv.outgoing)
-        terms = back[recv.slot_of_copy].astype(jnp.float32) * recv.topk_weights[..., None]  # [T, K, H]
-        return terms.sum(axis=1).astype(y.dtype)
+        slots = _take(y.reshape(-1, y.shape[-1]), recv.row_of_slot, recv.slot_of_row)
+        return _sum(self._move(slots, self._slots_sent, recv.incoming, recv.outgoing), recv.sent)
 
     def _blocks(self, sizes: jax.Array) -> Blocks:
-        starts = jnp.cumsum(sizes) - sizes if self.ragged else jnp.arange(self.case.ranks) * self._slots_per_rank
+        starts = _starts(sizes) if self.ragged else jnp.arange(self.case.ranks) * (self._slots // self.case.ranks)
         return Blocks(starts.astype(jnp.int32), sizes.astype(jnp.int32))
 
     def _move(self, buffer: jax.Array, slots: int, outgoing: Blocks, incoming: Blocks) -> jax.Array:
@@ -163,11 +176,108 @@ class LaxExchange:
         )
 
 
+class LocalReceived(NamedTuple):
+    x: jax.Array  # [E_local, capacity, H] or [capacity, H]
+    group_sizes: jax.Array  # [E_local] int32
+    kept: Copies
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalExchange:
+    """No exchange at all: each copy of a token goes to the expert of its own rank that has the same local index.
+
+    What is left is what any exchange must do besides: the copies are sorted by local expert and written to the rows of
+    the layout, in one gather, and their outputs are summed with the weights, in another. A layer whose ranks all hold
+    the same experts has the same results with it. As with LaxExchange, nothing is dropped.
+    """
+
+    case: Case
+    capacity: int | None = None
+    casts = False
+
+    def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> LocalReceived:
+        expert = topk_idx % self.case.experts_per_rank
+        group_sizes = jnp.bincount(expert.reshape(-1), length=self.case.experts_per_rank)
+        first_row, shape = _layout(self.case, self.capacity, group_sizes)
+        kept = _sort_copies(expert, topk_weights, first_row, group_sizes, math.prod(shape))
+        return LocalReceived(_expand(x, kept).reshape(*shape, -1), group_sizes, kept)
+
+    def rows(self, recv: LocalReceived) -> jax.Array:
+        return recv.x
+
+    def combine(self, y: jax.Array, recv: LocalReceived) -> jax.Array:
+        return _sum(y.reshape(-1, y.shape[-1]), recv.kept)
+
+
+def _sort_copies(expert: jax.Array, weights: jax.Array, starts: jax.Array, sizes: jax.Array, num_rows: int) -> Copies:
+    """Sorts the copies of the tokens by expert [T, K]; each chunk of sizes[i] of them starts at row starts[i]."""
+    copies = jnp.argsort(expert.reshape(-1), stable=True)  # token * K + k, in the order of experts
+    rows = _places(starts, sizes, copies.size)
+    row_of_copy = _scatter(rows, copies, copies.size).reshape(expert.shape)
+    return Copies(row_of_copy, _scatter(copies, rows, num_rows), weights)
+
+
+def _expand(x: jax.Array, copies: Copies) -> jax.Array:
+    """Writes each token's copies to their rows."""
+    token_of_row = copies.copy_of_row // copies.row_of_copy.shape[1]  # of a row without one: still beyond all tokens
+    return _take(x, token_of_row, copies.row_of_copy)
+
+
+def _sum(rows: jax.Array, copies: Copies) -> jax.Array:
+    """The weighted sum over each token's copies: [T, H]."""
+    terms = _take(rows, copies.row_of_copy, copies.copy_of_row).astype(jnp.float32) * copies.weights[..., None]
+    return terms.sum(axis=1).astype(rows.dtype)
+
+
+def _layout(case: Case, capacity: int | None, group_sizes: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+    """First row of each group, [E_local] int32, and the leading dimensions of the buffer."""
+    capacity = capacity or _layouts.default_capacity(
+        case.layout,
+        num_ranks=case.ranks,
+        num_tokens=case.tokens,
+        top_k=case.top_k,
+        experts_per_rank=case.experts_per_rank,
+        alignment=1,
+    )
+    shape = _layouts.rows_shape(case.layout, capacity=capacity, experts_per_rank=case.experts_per_rank)
+    return _layouts.place(group_sizes, layout=case.layout, capacity=capacity, alignment=1).first_row, shape
+
+
+def _starts(sizes: jax.Array) -> jax.Array:
+    return jnp.cumsum(sizes) - sizes
+
+
 def _places(starts: jax.Array, sizes: jax.Array, total: int) -> jax.Array:
     """For `total` items, of which each chunk in turn holds sizes[i]: their place if that chunk starts at starts[i].
 
     Items beyond the last chunk get a place far beyond any buffer.
     """
     item = jnp.arange(total, dtype=jnp.int32)
-    shift = jnp.repeat(starts - (jnp.cumsum(sizes) - sizes), sizes, total_repeat_length=total)
-    return jnp.where(item < sizes.sum(), item + shift, np.iinfo(np.int32).max)
+    shift = jnp.repeat(starts - _starts(sizes), sizes, total_repeat_length=total)
+    return jnp.where(item < sizes.sum(), item + shift, _NOWHERE)
+
+
+def _scatter(values: jax.Array, places: jax.Array, size: int) -> jax.Array:
+    """The values [n] at their places in an array of that size; elsewhere an index that is beyond any array."""
+    return jnp.full(size, _NOWHERE, jnp.int32).at[places].set(values, mode="drop")
+
+
+@jax.custom_vjp
+def _take(x: jax.Array, index: jax.Array, places: jax.Array) -> jax.Array:
+    """x[index], and zeros where index is beyond x; `places` [rows of x, ...] are those where each row of x ends up.
+
+    They make its gradient a gather, too, where JAX by itself would scatter, which is slow on GPUs.
+    """
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _take_forward(x: jax.Array, index: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _take(x, index, places), places
+
+
+def _take_backward(places: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+    rows = g.reshape(-1, g.shape[-1]).at[places.reshape(len(places), -1)].get(mode="fill", fill_value=0)
+    return rows.sum(axis=1, dtype=jnp.float32).astype(g.dtype), None, None
+
+
+_take.defvjp(_take_forward, _take_backward)

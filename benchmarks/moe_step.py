@@ -1,0 +1,354 @@
+"""Value and gradient of one MoE layer over jax_ep, over lax's collectives, and without communication.
+
+    python benchmarks/moe_step.py --json moe_step.json        # all GPUs of this machine, else 8 virtual CPU devices
+
+The layer is a router, a dispatch, SwiGLU experts and a combine; its gradient is taken in x and in all weights. Nothing
+is rematerialised, and the router's gradient is left on each rank: summing it is a training step's task, whatever moves
+the tokens. The variants differ in nothing but that:
+
+    all_to_all          LaxExchange of jax_ep.bench: copies of tokens sorted by expert, lax.all_to_all of padded blocks,
+                        and sorted again
+    ragged_all_to_all   the same over lax.ragged_all_to_all, without padding (XLA:CPU has none)
+    jax_ep              jax_ep.dispatch and jax_ep.combine
+    ideal               LocalExchange, without communication: every rank keeps its tokens, and its own experts stand in
+                        for the others'. It still sorts copies by expert, writes each to its expert's rows and sums the
+                        outputs, forwards and backwards, all of it gathers; so an overhead is what a variant takes
+                        beyond those
+
+Every variant's experts work on buffers of one size, --capacity-factor times the mean number of rows; the padded blocks
+of all_to_all have as much room. A routing that does not fit is an error, so that nobody drops rows. The experts are a
+batched einsum over [E_local, capacity, H], or with --compute ragged_dot lax.ragged_dot over [capacity, H]. XLA:GPU
+computes the latter's gradient in the weights, and in some releases all of it, as a dense product of each expert with
+all rows.
+
+All ranks hold the same experts, so that even the ideal must give the same loss and gradients (those of the experts in
+the sum over the ranks). The largest difference from all_to_all, relative in norm, is reported and checked.
+
+Every variant is an executable of its own. By turns each runs IN_A_ROW times, one execution behind the other, on the
+host's clock. In the JSON file:
+
+    step_ms             the median over --samples turns, of one execution
+    overhead_ms         what that is beyond the ideal's
+    overhead_ratio      jax_ep's overhead, divided by that of the better lax variant; null if that has none
+    executable_bytes    what XLA allocates per rank for one execution: arguments, results and temporaries, by
+                        compiled.memory_analysis()
+    group_bytes         what the group holds per rank besides
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_ep as ep
+from jax_ep.bench import report
+from jax_ep.bench.cases import Case
+from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange, LaxExchange, LocalExchange
+
+WARM_UPS = 2
+IN_A_ROW = 5
+LAX = ("all_to_all", "ragged_all_to_all")
+TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-3}  # the last leaves room for TF32
+VIRTUAL_CPUS = 8
+
+
+class Operands(NamedTuple):
+    """A layer's arrays, or their gradients. Of one rank: x [T, H], router [H, E] and its experts' weights."""
+
+    x: jax.Array
+    router: jax.Array
+    gate_up: jax.Array  # [E_local, H, 2 * I]
+    down: jax.Array  # [E_local, I, H]
+
+
+class Compute(NamedTuple):
+    """How experts compute: in which layout, and its product (rows, weights, group_sizes)."""
+
+    layout: str
+    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+COMPUTES = {
+    "einsum": Compute("expert", lambda rows, weights, group_sizes: jnp.einsum("ech,ehf->ecf", rows, weights)),
+    "ragged_dot": Compute("ragged", lax.ragged_dot),
+}
+
+
+def route(x: jax.Array, router: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """Each token's experts and their weights, [T, K] int32 and float32."""
+    probabilities = jax.nn.softmax(jnp.dot(x, router, preferred_element_type=jnp.float32))
+    weights, topk_idx = lax.top_k(probabilities, top_k)
+    return topk_idx, weights / weights.sum(axis=-1, keepdims=True)
+
+
+def loss(operands: Operands, exchange: Exchange, compute: Compute, top_k: int) -> jax.Array:
+    """Half the sum of squares of what the layer gives: its cotangent is the layer's result."""
+    x, router, gate_up, down = operands
+    recv = exchange.dispatch(x, *route(x, router, top_k))
+    gate, up = jnp.split(compute.product(exchange.rows(recv), gate_up, recv.group_sizes), 2, axis=-1)
+    y = compute.product(jax.nn.silu(gate) * up, down, recv.group_sizes)
+    return 0.5 * jnp.square(exchange.combine(y, recv).astype(jnp.float32)).sum()
+
+
+def make_operands(case: Case, expert_hidden: int) -> Operands:
+    """This rank's arrays: tokens of its own, weights as on all ranks."""
+
+    def normal(seed: int, *shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), shape, case.dtype) / jnp.sqrt(shape[-2]).astype(case.dtype)
+
+    H, E_local = case.hidden, case.experts_per_rank
+    return Operands(
+        x=jax.random.normal(jax.random.fold_in(jax.random.key(0), lax.axis_index(AXIS)), (case.tokens, H), case.dtype),
+        router=normal(1, H, case.experts),
+        gate_up=normal(2, E_local, H, 2 * expert_hidden),
+        down=normal(3, E_local, expert_hidden, H),
+    )
+
+
+def on_ranks(fn: Callable, mesh: Mesh) -> Any:
+    """fn of one rank's arrays, jitted; outside, the ranks' arrays are joined along their first axis."""
+    split = PartitionSpec(AXIS)
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+
+
+def needed_capacity_factor(topk_idx: np.ndarray, case: Case) -> float:
+    """The largest load, over the mean, of an expert, of an expert in the ideal, and between two ranks."""
+    rank, local = np.arange(case.ranks)[:, None, None], case.experts_per_rank
+
+    def largest(group: np.ndarray, num_groups: int) -> float:
+        return np.bincount(group.reshape(-1)).max() * num_groups / group.size
+
+    return max(
+        largest(topk_idx, case.experts),
+        largest(rank * local + topk_idx % local, case.experts),
+        largest(rank * case.ranks + topk_idx // local, case.ranks**2),
+    )
+
+
+def make_exchanges(case: Case, factor: float, group: ep.Group) -> dict[str, Exchange]:
+    """The variants. The first is what the others are compared with."""
+    rows = factor * case.tokens * case.top_k  # of a rank
+    capacity = math.ceil(rows / case.experts_per_rank if case.layout == "expert" else rows)
+    over_lax = partial(LaxExchange, case, capacity=capacity, slots_per_rank=math.ceil(rows / case.ranks))
+    return {
+        "all_to_all": over_lax(ragged=False),
+        "ragged_all_to_all": over_lax(ragged=True),
+        "jax_ep": EpExchange(group, case.layout, wire=None, capacity=capacity),
+        "ideal": LocalExchange(case, capacity),
+    }
+
+
+def compile_step(exchange: Exchange, compute: Compute, top_k: int, mesh: Mesh, operands: Operands) -> Any:
+    """operands -> losses [R], gradients; None where XLA has no such collective, or no room for its buffers."""
+
+    def step(operands: Operands) -> tuple[jax.Array, Operands]:
+        value, gradients = jax.value_and_grad(loss)(operands, exchange, compute, top_k)
+        return value[None], gradients
+
+    try:
+        compiled = on_ranks(step, mesh).lower(operands).compile()
+        jax.block_until_ready(compiled(operands))
+    except jax.errors.JaxRuntimeError as error:
+        if "UNIMPLEMENTED" in str(error) or "RESOURCE_EXHAUSTED" in str(error):
+            print(f"left out: {str(error).splitlines()[0]}", file=sys.stderr)
+            return None
+        raise
+    return compiled
+
+
+def largest_difference(found: Any, wanted: Any, mesh: Mesh, *, any_rank: bool) -> float:
+    """Of two results of a step, relative in norm; with any_rank, an expert's gradient may be on any rank."""
+
+    def over_ranks(result: tuple[jax.Array, Operands]) -> Any:
+        value, gradients = jax.tree.map(lambda a: a.astype(jnp.float32), result)
+        if any_rank:
+            gradients = gradients._replace(**lax.psum({"gate_up": gradients.gate_up, "down": gradients.down}, AXIS))
+        return value, gradients
+
+    def relative(found: jax.Array, wanted: jax.Array) -> jax.Array:
+        error, size = lax.psum((jnp.square(found - wanted).sum(), jnp.square(wanted).sum()), AXIS)
+        return jnp.sqrt(error / size)
+
+    def on_rank(found: Any, wanted: Any) -> jax.Array:
+        differences = jax.tree.leaves(jax.tree.map(relative, over_ranks(found), over_ranks(wanted)))
+        return jnp.stack(differences).max()[None]
+
+    return float(np.max(on_ranks(on_rank, mesh)(found, wanted)))
+
+
+def time_steps(steps: dict[str, Any], operands: Operands, samples: int) -> dict[str, list[float]]:
+    """Milliseconds of a step, `samples` times each, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(WARM_UPS + samples):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                result = step(operands)
+            jax.block_until_ready(result)
+            if turn >= WARM_UPS:
+                times[name].append((time.perf_counter() - start) * 1e3 / IN_A_ROW)
+    return times
+
+
+def executable_bytes(step: Any) -> int:
+    memory = step.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
+    """What the JSON file holds."""
+    compute = COMPUTES[options.compute]
+    case = Case(
+        ranks=mesh.size,
+        tokens=options.tokens,
+        hidden=options.hidden,
+        top_k=options.top_k,
+        experts=options.experts,
+        dtype=options.dtype,
+        wire=None,
+        layout=compute.layout,
+        routing="router",
+    )
+    operands = on_ranks(partial(make_operands, case, options.expert_hidden), mesh)()
+    topk_idx, _ = on_ranks(partial(route, top_k=case.top_k), mesh)(operands.x, operands.router)
+    needed = needed_capacity_factor(np.asarray(topk_idx).reshape(case.ranks, case.tokens, case.top_k), case)
+    if needed > options.capacity_factor:
+        raise SystemExit(f"--capacity-factor is {options.capacity_factor}; this routing needs {needed:.3f}")
+    with ep.Group(
+        mesh,
+        AXIS,
+        num_experts=case.experts,
+        top_k=case.top_k,
+        hidden=case.hidden,
+        max_tokens_per_rank=case.tokens,
+        dtype=case.dtype,
+        backend=options.backend,
+    ) as group:
+        exchanges = make_exchanges(case, options.capacity_factor, group)
+        compiled = {
+            name: compile_step(exchange, compute, case.top_k, mesh, operands) for name, exchange in exchanges.items()
+        }
+        steps = {name: step for name, step in compiled.items() if step}
+        differences = {
+            name: largest_difference(step(operands), steps["all_to_all"](operands), mesh, any_rank=name == "ideal")
+            for name, step in steps.items()
+        }
+        times = time_steps(steps, operands, options.samples)
+        group.check()
+        backend, group_bytes = group.backend, group.memory_bytes
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    overheads = {name: ms - medians["ideal"] for name, ms in medians.items()}
+    best_lax = min(overheads[name] for name in LAX if name in overheads)
+    return {name: value for name, value in vars(options).items() if name != "json"} | {
+        "ranks": case.ranks,
+        "device": mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+        "backend": backend,
+        "needed_capacity_factor": needed,
+        "variants": [
+            {
+                "variant": name,
+                "step_ms": medians[name],
+                "overhead_ms": overheads[name],
+                "samples_ms": times[name],
+                "executable_bytes": executable_bytes(step),
+                "group_bytes": group_bytes if name == "jax_ep" else 0,
+                "difference": differences[name],
+            }
+            for name, step in steps.items()
+        ],
+        "overhead_ratio": overheads["jax_ep"] / best_lax if best_lax > 0 else None,
+        "checked": all(difference <= TOLERANCE[case.dtype] for difference in differences.values()),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("variant", title=f"{result['ranks']} x {result['device']}, backend {result['backend']}")
+    for heading in ("step, ms", "overhead, ms", "memory, MiB", "difference"):
+        table.add_column(heading, justify="right")
+    for row in result["variants"]:
+        mib = (row["executable_bytes"] + row["group_bytes"]) / 2**20
+        cells = f"{row['step_ms']:.3f}", f"{row['overhead_ms']:.3f}", f"{mib:.1f}", f"{row['difference']:.1e}"
+        table.add_row(row["variant"], *cells)
+    console = Console()
+    console.print(table)
+    if result["overhead_ratio"] is not None:
+        console.print(f"jax_ep's overhead is {result['overhead_ratio']:.3f} of the better lax variant's")
+    if not result["checked"]:
+        console.print(f"WRONG: a difference is larger than {TOLERANCE[result['dtype']]}")
+
+
+def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
+    """The options; small by default on CPUs."""
+    parser = argparse.ArgumentParser(
+        description="Times the value and gradient of a MoE layer over jax_ep, over lax's collectives, and without "
+        "communication.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tokens", type=int, default=64 if on_cpu else 4096, help="per rank")
+    add("--hidden", type=int, default=64 if on_cpu else 4096, help="channels of a token")
+    add("--expert-hidden", type=int, default=32 if on_cpu else 1536, help="channels inside an expert")
+    add("--experts", type=int, default=16 if on_cpu else 64, help="experts in all")
+    add("--top-k", type=int, default=4 if on_cpu else 8, help="experts per token")
+    add("--dtype", choices=TOLERANCE, default="bfloat16", help="of activations and weights")
+    add("--compute", choices=COMPUTES, default="einsum", help="what the experts are made of")
+    add("--capacity-factor", type=float, default=2.0 if on_cpu else 1.25, help="room for rows, over their mean number")
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
+    add("--samples", type=int, default=3 if on_cpu else 20, help=f"turns; one is {IN_A_ROW} steps of each variant")
+    add("--json", metavar="FILE", help="write what was measured there")
+    options = parser.parse_args(argv)
+    if options.experts % num_ranks:
+        parser.error(f"--experts is {options.experts}; it must be a multiple of the {num_ranks} devices")
+    if not 1 <= options.top_k <= options.experts:
+        parser.error(f"--top-k is {options.top_k}; it must be 1 to --experts = {options.experts}")
+    if options.samples < 1:
+        parser.error(f"--samples is {options.samples}; it must be at least 1")
+    if why := report.missing("rich"):
+        parser.error(why)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table and writes the JSON file. Exit status 1 if any variant was wrong."""
+    devices = jax.devices()
+    on_cpu = devices[0].platform == "cpu"
+    options = parse(argv, num_ranks=len(devices), on_cpu=on_cpu)
+    if on_cpu:
+        print("virtual CPU devices: shows that it works, not how fast it is")
+    result = measure(options, Mesh(np.array(devices), (AXIS,)))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(result, file, indent=1)
+    show(result)
+    return 0 if result["checked"] else 1
+
+
+if __name__ == "__main__":
+    # Several CPU devices, for want of an accelerator, unless the user chose their number. Read when JAX first looks.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL_CPUS}"
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""benchmarks/moe_step.py."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ep.bench.cases import Case
+
+SPEC = importlib.util.spec_from_file_location("moe_step", Path(__file__).parents[1] / "benchmarks" / "moe_step.py")
+moe_step = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(moe_step)
+
+TINY = ["--tokens=16", "--hidden=32", "--expert-hidden=16", "--experts=16", "--top-k=3", "--capacity-factor=4"]
+
+
+@pytest.mark.parametrize("compute", moe_step.COMPUTES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_variants_give_the_same_loss_and_gradients(tmp_path, capsys, backend, compute, dtype):
+    file = tmp_path / "moe_step.json"
+    options = [f"--compute={compute}", f"--dtype={dtype}", f"--backend={backend}", f"--json={file}"]
+    with jax.default_matmul_precision("highest"):
+        assert moe_step.main([*TINY, "--samples=1", *options]) == 0
+    result = json.loads(file.read_text())
+    assert result["checked"] is True and result["backend"] == backend and result["ranks"] == jax.device_count()
+    shown = capsys.readouterr().out
+    rows = {row["variant"]: row for row in result["variants"]}
+    assert {"all_to_all", "jax_ep", "ideal"} <= set(rows)
+    assert ("ragged_all_to_all" in rows) == (jax.default_backend() != "cpu")
+    for name, row in rows.items():
+        assert name in shown
+        assert row["step_ms"] > 0 and row["executable_bytes"] > 0
+        assert (row["group_bytes"] > 0) == (name == "jax_ep" and backend == "cuda")
+        assert row["overhead_ms"] == pytest.approx(row["step_ms"] - rows["ideal"]["step_ms"])
+        if dtype == "float32":
+            assert row["difference"] < 1e-4
+
+
+class Forgetful(moe_step.LocalExchange):
+    """Loses the first token."""
+
+    def combine(self, y, recv):
+        return super().combine(y, recv).at[0].set(0)
+
+
+def test_a_wrong_variant_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(moe_step, "LocalExchange", Forgetful)
+    assert moe_step.main([*TINY, "--samples=1", "--dtype=float32"]) == 1
+    assert "WRONG: a difference is larger than 0.001" in capsys.readouterr().out
+
+
+def test_the_load_that_must_fit():
+    case = Case(2, 2, 128, 2, 4, "float32", None, "expert", "router")
+    even = np.array([[[0, 1], [2, 3]], [[0, 1], [2, 3]]])
+    assert moe_step.needed_capacity_factor(even, case) == 1
+    one_expert = np.array([[[0, 1], [2, 3]], [[0, 2], [0, 3]]])  # expert 0 gets 3 of 8 rows
+    assert moe_step.needed_capacity_factor(one_expert, case) == 1.5
+    one_local_expert = np.array([[[0, 2], [0, 2]], [[1, 3], [1, 3]]])  # the ideal's rank 0 gives all to one expert
+    assert moe_step.needed_capacity_factor(one_local_expert, case) == 2
+    one_pair = np.array([[[0, 1], [0, 1]], [[2, 3], [2, 3]]])  # all rows stay on their rank
+    assert moe_step.needed_capacity_factor(one_pair, case) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--capacity-factor=0.5", "--capacity-factor is 0.5; this routing needs "),
+        ("--top-k=17", "--top-k is 17; it must be 1 to --experts = 16"),
+        ("--experts=17", f"--experts is 17; it must be a multiple of the {jax.device_count()} devices"),
+        ("--samples=0", "--samples is 0; it must be at least 1"),
+    ],
+)
+def test_impossible_options_are_named(capsys, options, message):
+    with pytest.raises(SystemExit) as exit:
+        moe_step.main([*TINY, options])
+    assert message in f"{exit.value}{capsys.readouterr().err}"
