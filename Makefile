@@ -1,6 +1,7 @@
 # make demo    train the example on this machine
 # make test    run every test that this machine can run; ARGS goes to pytest: make test ARGS='-k combine'
-# make lint    check style, types and formatting
+# make lint    check style, types and formatting, and that the documents' site builds
+# make docs    build the documents' site, in build/site
 # make clean   remove what make and builds left behind
 #
 # PYTHON=python3.13 chooses the interpreter that .venv is made from. NO_VENV=1 uses PYTHON's own environment as it is,
@@ -10,7 +11,7 @@ PYTHON ?= python3
 ARGS ?=
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find ffi -type f)
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint docs clean
 help:
 	@sed -n '/^#/!q; s/^# \?//p' Makefile
 
@@ -24,7 +25,7 @@ else
 RUN := .venv/bin/python
 demo: .venv/installed-examples
 test: .venv/installed-test
-lint: .venv/installed-dev
+lint docs: .venv/installed-dev
 endif
 
 demo:
@@ -34,11 +35,15 @@ demo:
 test:
 	$(RUN) -P -m pytest $(ARGS)
 
-lint:
+lint: docs
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	PATH="$(dir $(RUN)):$$PATH" clang-format --dry-run -Werror $(shell find ffi tests/native -name '*.h' -o -name '*.cc' -o -name '*.cu*')
+
+# Without --strict a link that leads nowhere would be a warning.
+docs:
+	$(RUN) -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv build dist

@@ -1,6 +1,8 @@
-"""Says what jax_ep finds on this machine: versions, devices, backends, and which one a `Group` would use.
+"""Says what jax_ep finds on this machine, what a `Group` would use and why, and what it would take.
 
-python -m jax_ep.doctor [--json]
+python -m jax_ep.doctor [--json] [--tokens 128 --hidden 7168 --experts 256 --top-k 8 --dtype bfloat16 --ranks 8]
+
+docs/doctor.md explains each line of the output.
 """
 
 from __future__ import annotations
@@ -9,68 +11,172 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import re
+import shutil
+import subprocess
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import jax_ep as ep
-from jax_ep import _backends, _native
+from jax_ep import _backends, _checks, _native
+from jax_ep._backends import cuda
+
+_PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_MOST = {"top_k": 32, "ranks": 32}  # kMaxTopK and kMaxRanks in ffi/arena.h
+_ROW_BYTES, _ROWS = 8192, 4096  # 32 MiB: next to them, what two kernels take to begin and end is little
+_TRANSPORTS = {
+    None: "XLA's collectives: the reference backend gathers all tokens on every rank",
+    "none": "peer memory: all devices are of this process",
+    "descriptor": "peer memory, which processes share as file descriptors",
+    "ipc": "peer memory, which processes share by CUDA IPC",
+}
 
 
-def examine() -> dict[str, Any]:
-    """All findings: strings, numbers, booleans and None, in lists and dicts."""
+class Sizes(NamedTuple):
+    """Of the group whose memory is asked for; named as the options."""
+
+    tokens: int = 128  # per rank, at most
+    hidden: int = 7168
+    experts: int = 256
+    top_k: int = 8
+    dtype: str = "bfloat16"
+    ranks: int | None = None  # None: as many as there are devices
+
+
+def examine(sizes: Sizes) -> dict[str, Any]:
+    """All findings: strings, numbers, booleans and None, in lists and dicts. Nothing that is wrong here is raised."""
+    try:
+        devices = jax.devices()
+        nothing = None
+    except Exception as error:  # JAX raises several kinds, AssertionError among them, where a platform does not start
+        devices = []
+        nothing = f"JAX finds no devices ({type(error).__name__}: {error})"
     return {
-        "versions": {
-            "jax_ep": ep.__version__,
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": importlib.metadata.version("jaxlib"),
-        },
+        "versions": _versions(),
+        "devices": {"error": nothing} if nothing else _describe(devices),
+        "links": _links(devices),
         "extensions": {"_cpu": _native.cpu is not None, "_cuda": _native.cuda is not None},
         "backends": {name: status._asdict() for name, status in ep.backends().items()},
-        **_devices_and_choice(),
+        "auto": {"backend": None, "reason": nothing, "transport": nothing} if nothing else _choice(devices),
+        "memory": _memory(sizes, len(devices)),
     }
 
 
-def _devices_and_choice() -> dict[str, Any]:
-    """The devices that JAX sees, and what `Group(backend="auto")` would use on them."""
-    try:
-        devices = jax.devices()
-    except Exception as error:  # JAX raises several kinds, AssertionError among them, where a platform does not start
-        nothing = f"JAX finds no devices ({type(error).__name__}: {error})"
-        return {"devices": {"error": nothing}, "auto": {"backend": None, "reason": nothing}}
+def _versions() -> dict[str, str]:
+    """Of jax_ep and of what it stands on, as far as it is here."""
+    versions = {"jax_ep": ep.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if _DRIVER.exists() and (number := re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())):
+        versions["nvidia driver"] = number[0]
+    return versions
+
+
+def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    return {
+        "error": None,
+        "platform": devices[0].platform,
+        "kinds": dict(Counter(device.device_kind for device in devices)),
+        "process": jax.process_index(),
+        "processes": jax.process_count(),
+    }
+
+
+def _choice(devices: Sequence[jax.Device]) -> dict[str, str]:
+    """What `Group(backend="auto")` would use along all `devices`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         backend = _backends.choose("auto", jax.sharding.Mesh(devices, ("ep",)), "ep")
     return {
-        "devices": {
-            "error": None,
-            "platform": devices[0].platform,
-            "kinds": dict(Counter(device.device_kind for device in devices)),
-            "process": jax.process_index(),
-            "processes": jax.process_count(),
-        },
-        "auto": {
-            "backend": backend,
-            "reason": str(caught[0].message) if caught else f"the best on platform {devices[0].platform!r}",
-        },
+        "backend": backend,
+        "reason": str(caught[0].message) if caught else f"the best on platform {devices[0].platform!r}",
+        "transport": _TRANSPORTS[cuda.choose_sharing(np.array(devices)) if backend == "cuda" else None],
     }
+
+
+def _links(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """How this process's GPUs are connected, by the driver's words and by measurement."""
+    ordinals = [device.local_hardware_id for device in devices if device.process_index == jax.process_index()]
+    if not devices or devices[0].platform != "gpu":
+        reason = "there are no GPUs"
+    elif _native.cuda is None:
+        reason = "there is no CUDA extension"
+    elif len(ordinals) < 2:
+        reason = "this process has one GPU"
+    else:
+        reason = None
+    pairs = [] if reason else [_link(source, to) for source in ordinals for to in ordinals if source != to]
+    return {"topology": _topology(), "reason": reason, "pairs": pairs}
+
+
+def _topology() -> list[str]:
+    """The matrix that nvidia-smi prints, which numbers GPUs by itself; nothing where there is no nvidia-smi."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    try:
+        printed = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    matrix = re.sub(r"\x1b\[\d*m", "", printed).partition("Legend")[0]
+    return [line.expandtabs(8).rstrip() for line in matrix.splitlines() if line.strip()]
+
+
+def _link(source: int, to: int) -> dict[str, Any]:
+    """What the link from one CUDA ordinal to another does while nothing else uses it."""
+
+    def microseconds(rows: int, row_bytes: int) -> float:
+        assert _native.cuda is not None
+        return _native.cuda.link_floor([source, to], [[0, rows], [0, 0]], row_bytes)
+
+    try:
+        least = microseconds(1, 16)
+        rate = _ROWS * _ROW_BYTES / (microseconds(_ROWS, _ROW_BYTES) - least) / 1e3
+    except RuntimeError as error:
+        return {"from": source, "to": to, "gb_per_s": None, "least_us": None, "error": str(error)}
+    return {"from": source, "to": to, "gb_per_s": round(rate, 1), "least_us": round(least, 2), "error": None}
+
+
+def _memory(sizes: Sizes, num_devices: int) -> dict[str, Any]:
+    """What a group of these sizes takes on each GPU."""
+    ranks = sizes.ranks or max(1, num_devices)
+    payload = sizes.hidden * jnp.dtype(sizes.dtype).itemsize
+    num_bytes = reason = None
+    if _native.cpu is None:
+        reason = _native.cuda_reason()
+    elif sizes.experts % ranks:
+        reason = f"experts is {sizes.experts}; it must be a multiple of the {ranks} ranks"
+    elif payload % 16:
+        reason = f"hidden is {sizes.hidden}, a row of {payload} bytes; it must be a multiple of 16 bytes"
+    else:
+        num_bytes = _native.cpu.group_bytes(
+            num_ranks=ranks,
+            num_experts=sizes.experts,
+            top_k=sizes.top_k,
+            max_tokens=sizes.tokens,
+            max_payload=payload,
+        )
+    return {**sizes._replace(ranks=ranks)._asdict(), "bytes_per_device": num_bytes, "reason": reason}
 
 
 def report(findings: dict[str, Any]) -> str:
     """`findings` for people."""
-    devices, auto = findings["devices"], findings["auto"]
-    if devices["error"] is None:
-        kinds = ", ".join(f"{number} x {kind}" for kind, number in devices["kinds"].items())
-        found = f"{kinds} (platform {devices['platform']}), process {devices['process']} of {devices['processes']}"
-    else:
-        found = devices["error"]
+    auto = findings["auto"]
     sections = {
         "versions": [f"{name} {version}" for name, version in findings["versions"].items()],
-        "devices": [found],
+        "devices": [_devices_line(findings["devices"])],
+        "links": _links_lines(findings["links"]),
         "extensions": [
             f"{name}: {'loaded' if is_loaded else 'no'}" for name, is_loaded in findings["extensions"].items()
         ],
@@ -79,16 +185,73 @@ def report(findings: dict[str, Any]) -> str:
             for name, status in findings["backends"].items()
         ],
         'backend="auto" takes': [f"{auto['backend']}: {auto['reason']}"],
+        "transport": [str(auto["transport"])],
+        "memory of a group on the CUDA backend": [_memory_line(findings["memory"])],
     }
     return "\n".join("\n  ".join([heading, *lines]) for heading, lines in sections.items())
 
 
+def _devices_line(devices: dict[str, Any]) -> str:
+    if devices["error"] is not None:
+        return devices["error"]
+    kinds = ", ".join(f"{number} x {kind}" for kind, number in devices["kinds"].items())
+    return f"{kinds} (platform {devices['platform']}), process {devices['process']} of {devices['processes']}"
+
+
+def _links_lines(links: dict[str, Any]) -> list[str]:
+    if links["reason"] is not None:
+        return [*links["topology"], f"not measured: {links['reason']}"]
+    cells = {
+        (pair["from"], pair["to"]): "-" if pair["error"] else f"{pair['gb_per_s']:.0f} | {pair['least_us']:.1f}"
+        for pair in links["pairs"]
+    }
+    ordinals = sorted({source for source, _ in cells})
+    table = [["from \\ to", *map(str, ordinals)]]
+    table += [[str(source), *(cells.get((source, to), "") for to in ordinals)] for source in ordinals]
+    return [
+        *links["topology"],
+        "measured, GB/s | us:",
+        *("".join(cell.rjust(12) for cell in row) for row in table),
+        *(f"from {pair['from']} to {pair['to']}: {pair['error']}" for pair in links["pairs"] if pair["error"]),
+    ]
+
+
+def _memory_line(memory: dict[str, Any]) -> str:
+    num_bytes = memory["bytes_per_device"]
+    amount = f"not known: {memory['reason']}" if num_bytes is None else f"{num_bytes / 2**20:.1f} MiB per device"
+    sizes = ", ".join(f"{name} {memory[name]}" for name in Sizes._fields)
+    return f"{amount} ({sizes})"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_ep.doctor",
+        description="Says what jax_ep finds here, and the memory that a group would take.",
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON")
+    add("--tokens", type=int, help="the group's max_tokens_per_rank (%(default)s)")
+    add("--hidden", type=int, help="channels of a token (%(default)s)")
+    add("--experts", type=int, help="experts in all (%(default)s)")
+    add("--top-k", type=int, help="experts per token (%(default)s)")
+    add("--dtype", choices=_checks.DTYPES, help="of activations (%(default)s)")
+    add("--ranks", type=int, help="devices of the group (all that JAX finds)")
+    parser.set_defaults(**Sizes._field_defaults)
+    options = parser.parse_args(argv)
+    for name in Sizes._fields:
+        value = getattr(options, name)
+        try:
+            if isinstance(value, int):
+                _checks.integer(f"--{name.replace('_', '-')}", value, 1, _MOST.get(name))
+        except ValueError as error:
+            parser.error(str(error))
+    return options
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep.doctor", description="Says what jax_ep finds here.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    as_json = parser.parse_args(argv).json
-    findings = examine()
-    print(json.dumps(findings, indent=1) if as_json else report(findings))
+    options = _parse(argv)
+    findings = examine(Sizes(*(getattr(options, name) for name in Sizes._fields)))
+    print(json.dumps(findings, indent=1) if options.json else report(findings))
 
 
 if __name__ == "__main__":

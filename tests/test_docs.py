@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import jax_ep as ep
+from jax_ep import doctor
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -16,11 +19,30 @@ def test_the_readmes_snippet_is_the_examples_text():
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
-    text = (ROOT / document).read_text()
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors
-        elif "://" not in target:
-            assert ((ROOT / document).parent / target).exists(), target
+    here = ROOT / document
+    for target in re.findall(r"\]\(([^)]+)\)", here.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        there = here.parent / path if path else here
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def anchors(document):
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_the_api_page_has_all_public_names():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r"^::: jax_ep\.(\w+)$", page, re.MULTILINE)) == sorted(ep.__all__)
+
+
+def test_the_doctors_page_has_each_section_of_its_output():
+    """Once in the output that it shows, once as a heading."""
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    shown = re.search(r"```text\n\$ .*?\n(.*?)```", page, re.DOTALL)[1]
+    sections = re.findall(r"^\S.*$", doctor.report(doctor.examine(doctor.Sizes())), re.MULTILINE)
+    assert re.findall(r"^\S.*$", shown, re.MULTILINE) == sections
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == sections

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "ffi/arena.h"
 #include "ffi/cpu/dispatch_layout.h"
 #include "ffi/dispatch_layout_handler.h"
 #include "ffi/layout.h"
@@ -52,6 +53,12 @@ std::vector<std::tuple<int64_t, int32_t, int32_t>> place_groups(const std::vecto
   return groups;
 }
 
+// What Group::bytes_per_device tells of a group, without making it.
+int64_t group_bytes(int32_t num_ranks, int32_t num_experts, int32_t top_k, int32_t max_tokens, int32_t max_payload) {
+  return ArenaLayout::fitting(num_ranks, top_k, max_tokens, max_payload).bytes +
+         control_bytes(num_ranks, num_experts / num_ranks);
+}
+
 NB_MODULE(_cpu, m) {
   m.def("targets", [] {
     nb::dict targets;
@@ -69,6 +76,8 @@ NB_MODULE(_cpu, m) {
       nb::arg("experts_per_rank"), nb::arg("alignment"));
   m.def("place_groups", place_groups, nb::arg("need"), nb::kw_only(), nb::arg("layout"), nb::arg("capacity"),
         nb::arg("alignment"));
+  m.def("group_bytes", group_bytes, nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("top_k"),
+        nb::arg("max_tokens"), nb::arg("max_payload"));
 }
 
 }  // namespace

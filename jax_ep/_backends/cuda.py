@@ -80,7 +80,7 @@ class CudaBackend:
 
     def _open(self) -> None:
         group, me = self._group, jax.process_index()
-        self._sharing = self._choose_sharing()
+        self._sharing = choose_sharing(self._lines)
         try:
             self._native.open_group(
                 self._id,
@@ -105,20 +105,6 @@ class CudaBackend:
             self._native.close_group(self._id)
             raise
 
-    def _choose_sharing(self) -> str:
-        """How this process's memory is shared with others, if there are any."""
-        here = self._local_ordinals()
-        if len(here) == self._lines.size:
-            return "none"
-        chosen = os.environ.get(_SHARING)
-        if chosen not in (None, "", "descriptor", "ipc"):
-            raise ValueError(f"{_SHARING} is {chosen!r}; it must be 'descriptor' or 'ipc', or not be set")
-        return chosen or self._native.best_sharing(here)
-
-    def _local_ordinals(self) -> list[int]:
-        me = jax.process_index()
-        return [device.local_hardware_id for device in self._lines.flat if device.process_index == me]
-
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
         """Gives what others need to map this process's memory to those that share a line of the mesh with it."""
         meeting, me = self._meeting, jax.process_index()
@@ -128,7 +114,7 @@ class CudaBackend:
                 {
                     "settings": self._settings,
                     "sharing": self._sharing,
-                    "gpus": [self._native.device_uuid(ordinal).hex() for ordinal in self._local_ordinals()],
+                    "gpus": [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._lines)],
                     "mailbox": mailbox.address,
                     "handles": handles.hex(),
                 }
@@ -371,6 +357,22 @@ class CudaBackend:
         # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
         operands = lax.optimization_barrier(operands)
         return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs))
+
+
+def choose_sharing(devices: np.ndarray) -> str:
+    """How this process shares the memory of its `devices` with the owners of the others; "none" if it owns all."""
+    here = _local_ordinals(devices)
+    if len(here) == devices.size:
+        return "none"
+    chosen = os.environ.get(_SHARING)
+    if chosen not in (None, "", "descriptor", "ipc"):
+        raise ValueError(f"{_SHARING} is {chosen!r}; it must be 'descriptor' or 'ipc', or not be set")
+    return chosen or cast(ModuleType, _native.cuda).best_sharing(here)
+
+
+def _local_ordinals(devices: np.ndarray) -> list[int]:
+    me = jax.process_index()
+    return [device.local_hardware_id for device in devices.flat if device.process_index == me]
 
 
 def _digest(value: Any) -> str:
