@@ -103,24 +103,38 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
 // Few tokens: many warps on a row, for its latency. Many: more rows under way.
 constexpr bool is_few(int64_t num_tokens, int32_t num_sms) { return num_tokens <= 32 && num_sms == 0; }
 
+constexpr int32_t log2_ceil(int32_t n) {
+  int32_t log = 0;
+  while (1 << log < n) ++log;
+  return log;
+}
+
 // Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. The warps of a
-// team that sends are whole blocks; of one that receives, with `team_in_block`, they are of one block.
-constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_sms, bool team_in_block) {
-  Shape shape = is_few(num_tokens, num_sms) ? Shape{true, 3, num_tokens <= 16 ? 4 : 3,
-                                                    num_tokens <= 2    ? 5
-                                                    : num_tokens <= 16 ? 4
-                                                                       : 3,
-                                                    5}
-                                            : Shape{false, 4, 4, 2, num_tokens <= 256 ? 5 : 4};
+// team that sends are whole blocks, which are small where rows are, if they need not keep to some SMs; of one that
+// receives, with `team_in_block`, they are of one block. `num_chunks` is of a row under way.
+constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_chunks, int32_t num_sms,
+                                  bool team_in_block) {
+  const int32_t log_chunks = log2_ceil(num_chunks);
+  Shape shape = {};
+  if (is_few(num_tokens, num_sms)) {
+    const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
+    shape = {true, 3, num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3, std::min(log_chunks, log_receive), 5};
+  } else {
+    const int32_t log_block = num_sms > 0 ? 4 : std::clamp(log_chunks, 2, 4);
+    shape = {false, log_block, log_block, std::clamp(log_chunks - 2, 0, 2), num_tokens <= 256 ? 5 : 4};
+  }
   if (team_in_block) shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   return plan_launch(num_tokens, num_tokens * num_ranks, shape, num_sms);
 }
 
 // The rows of all ranks' tokens are summed and go back; tokens come in.
-constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
-  const Shape shape = is_few(num_tokens, num_sms) ? Shape{true, num_tokens <= 2 ? 2 : 3, num_tokens <= 16 ? 4 : 3, 5, 5}
-                      : num_tokens <= 256         ? Shape{false, 4, 3, 4, 4}
-                                                  : Shape{false, 4, 2, 2, 3};
+constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t num_chunks, int32_t num_sms) {
+  Shape shape = is_few(num_tokens, num_sms) ? Shape{true, num_tokens <= 2 ? 2 : 3, num_tokens <= 16 ? 4 : 3, 5, 5}
+                : num_tokens <= 256         ? Shape{false, 4, 4, 4, 4}
+                                            : Shape{false, 4, 4, 2, 3};
+  const int32_t log_chunks = log2_ceil(num_chunks);
+  shape.log_send_warps = std::clamp(log_chunks - 1, 0, shape.log_send_warps);  // a warp sums two chunks at once
+  shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
   return plan_launch(num_tokens * num_ranks, num_tokens, shape, num_sms);
 }
 

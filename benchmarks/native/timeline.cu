@@ -222,8 +222,8 @@ int main(int argc, char** argv) {
     plan.few = plan.block_warps() <= kFewBlockWarps;
     return plan;
   };
-  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, 0, false), 3);
-  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, 0), 8);
+  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, num_chunks(cast ? kHidden : kRowBytes), 0, false), 3);
+  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, num_chunks(kRowBytes), 0), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
   Group group({kExperts, kTopK, tokens, kRowBytes, 0, 5.0, {devices}});

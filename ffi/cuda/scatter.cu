@@ -725,15 +725,23 @@ struct Scatter {
   // Adds what the warps that share a row, all of one block, have of its products, in their order.
   __device__ void sum_products(int32_t row, const Team& team) const {
     if (!args.y) return;
-    const int32_t barrier = kTeamsBarrier + warp_id() / team.num_warps;
-    named_barrier(barrier, team.num_warps * 32);
+    sync_team(team);
     if (team.warp == 0 && row >= 0) {
       float total = 0;
 #pragma unroll 1
       for (int32_t w = 0; w < team.num_warps; ++w) total += shared.products[warp_id() + w][lane_id()];
       args.weights_cotangent[row] = total;
     }
-    named_barrier(barrier, team.num_warps * 32);
+    sync_team(team);
+  }
+
+  // A team of one block.
+  __device__ static void sync_team(const Team& team) {
+    if (team.num_warps == 1) {
+      __syncwarp();  // there are not barriers for as many teams
+    } else {
+      named_barrier(kTeamsBarrier + warp_id() / team.num_warps, team.num_warps * 32);
+    }
   }
 
   // --- padding ------------------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ void check_rank(Rank& rank, float tolerance) {
 void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repeats) {
   const std::vector<int32_t> devices(num_ranks, 0);
   Group group({num_ranks * kExpertsPerRank, kTopK, kTokens, kRowBytes, num_blocks, 60.0, {devices}});
-  const LaunchPlan gather_plan = plan_gather(kTokens, num_ranks, num_blocks);
+  const LaunchPlan gather_plan = plan_gather(kTokens, num_ranks, num_chunks(kRowBytes), num_blocks);
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t rank = 0; rank < num_ranks; ++rank) ranks.push_back(std::make_unique<Rank>(num_ranks, rank));
   const auto on_all = [&](auto launch) {
@@ -246,7 +246,8 @@ void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repea
   const auto scatter = [&](auto args) {
     on_all([&](const Peers& peers, Rank& rank) {
       const ScatterArgs call = args(rank);
-      const LaunchPlan plan = plan_scatter(kTokens, num_ranks, num_blocks, call.arrival == Arrival::kCombineBack);
+      const LaunchPlan plan = plan_scatter(kTokens, num_ranks, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                                           num_blocks, call.arrival == Arrival::kCombineBack);
       return launch_scatter(peers, call, ElementType::kFloat32, plan, rank.stream);
     });
   };
@@ -331,7 +332,8 @@ void more_blocks_than_fit() {
   constexpr int32_t kBlocks = 1000;
   Group group({kExpertsPerRank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
-  LaunchPlan scatter_plan = plan_scatter(kTokens, 1, 0, false), gather_plan = plan_gather(kTokens, 1, 0);
+  LaunchPlan scatter_plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false),
+             gather_plan = plan_gather(kTokens, 1, num_chunks(kRowBytes), 0);
   for (LaunchPlan* plan : {&scatter_plan, &gather_plan}) plan->num_blocks = plan->num_senders + kBlocks;
   Rank rank(1, 0);
   std::mt19937 random(0);

@@ -44,13 +44,15 @@ void test_plans() {
   for (int64_t tokens : {1, 2, 7, 8, 16, 17, 32, 64, 65, 128, 129, 512, 4096, 8192}) {
     for (int32_t ranks : {1, 2, 4, 8, 32}) {
       for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
-        for (bool team_in_block : {false, true}) {
-          const LaunchPlan plan = plan_scatter(tokens, ranks, num_sms, team_in_block);
-          expect_sound(plan, num_sms);
-          EXPECT_EQ(plan.log_send_warps >= plan.log_block_warps, true);
-          if (team_in_block) EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
+        for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
+          for (bool team_in_block : {false, true}) {
+            const LaunchPlan plan = plan_scatter(tokens, ranks, chunks, num_sms, team_in_block);
+            expect_sound(plan, num_sms);
+            EXPECT_EQ(plan.log_send_warps >= plan.log_block_warps, true);
+            if (team_in_block) EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
+          }
+          expect_sound(plan_gather(tokens, ranks, chunks, num_sms), num_sms);
         }
-        expect_sound(plan_gather(tokens, ranks, num_sms), num_sms);
       }
     }
   }
@@ -58,9 +60,17 @@ void test_plans() {
 
 void test_few_tokens_take_few_blocks() {
   // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
-  EXPECT_EQ(plan_scatter(1, 4, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
-  EXPECT_EQ(plan_scatter(4096, 4, 0, false).num_blocks, kDefaultSms);
-  EXPECT_EQ(plan_gather(4096, 4, 24).num_blocks, 24);
+  EXPECT_EQ(plan_scatter(1, 4, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
+  EXPECT_EQ(plan_scatter(4096, 4, 28, 0, false).num_blocks, kDefaultSms);
+  EXPECT_EQ(plan_gather(4096, 4, 28, 24).num_blocks, 24);
+}
+
+// Rows of 4 chunks keep as many warps busy as rows of 16.
+void test_small_rows_take_small_teams() {
+  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).block_warps(), 4);
+  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).num_senders, 1 + 128);
+  EXPECT_EQ(plan_scatter(128, 4, 4, 24, false).num_blocks, 24);
+  EXPECT_EQ(plan_gather(128, 4, 8, 0).log_send_warps, 2);
 }
 
 void test_arena() {
@@ -86,6 +96,7 @@ void test_divisor() {
 int main() {
   test_plans();
   test_few_tokens_take_few_blocks();
+  test_small_rows_take_small_teams();
   test_arena();
   test_divisor();
   return check::exit_status();
