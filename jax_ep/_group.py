@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -69,8 +70,8 @@ class Group:
         self.num_sms = None if num_sms is None else _checks.integer("num_sms", num_sms, 1)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"timeout is {timeout!r}, a {type(timeout).__name__}; it must be a number of seconds")
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout is {timeout}; it must be a positive, finite number of seconds")
         self.timeout = float(timeout)
         if self.num_experts % self.num_ranks:
             up = -(-self.num_experts // self.num_ranks) * self.num_ranks

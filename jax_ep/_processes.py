@@ -135,6 +135,8 @@ class Mailbox:
                     )
             except TimeoutError:
                 break
+            except ConnectionError:  # the sender has died; if it was one of those awaited, it will be missed
+                continue
             password, _, sender = letter.decode(errors="replace").partition(" ")
             if password == self._password:
                 received[int(sender)] = descriptors
@@ -159,8 +161,11 @@ def send_descriptors(address: str, descriptors: Sequence[int], timeout: float) -
     name, password = address.split()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout)
-        connection.connect(f"\0{name}")
-        socket.send_fds(connection, [f"{password} {jax.process_index()}".encode()], descriptors)
+        try:
+            connection.connect(f"\0{name}")
+            socket.send_fds(connection, [f"{password} {jax.process_index()}".encode()], descriptors)
+        except OSError as error:
+            raise Error(f"Group: a process of this host has gone, or does not answer: {error}") from error
 
 
 def close(descriptors: Iterable[int]) -> None:

@@ -57,7 +57,7 @@ struct Gather {
         op.announce(peer);
       }
     }
-    op.tell_all_finished();
+    op.tell_former_finished();
   }
 
   // The possible rows, interleaving the ranks they go to, beginning behind this rank. The first is summed while the
@@ -237,7 +237,11 @@ struct Gather {
   // Adds a unit of the next few ranks' partial sums, in the order of ranks.
   __device__ __forceinline__ void add_ranks(const RowPlace& row, uint32_t& left, int32_t chunk,
                                             float (&total)[kSize]) const {
-    const int32_t source = __ffs(left) - 1;
+    const auto source = [now = left](int i) {
+      uint32_t behind = now;
+      for (; i > 0; --i) behind &= behind - 1;
+      return __ffs(behind) - 1;
+    };
     RowPlace rows[kRanksAtOnce];
     bool present[kRanksAtOnce];
     uint4 units[kRanksAtOnce];
@@ -250,7 +254,7 @@ struct Gather {
     const auto place = [&](int i) { return present[i] ? rows[i].unit(op, chunk) : nullptr; };
     look_at_units(units, place);
     take_units(
-        op, source, units, place, [&](int i) { return true_unit(op, source, rows[i].marks + chunk, lane_id()); },
+        op, source, units, place, [&](int i) { return true_unit(op, source(i), rows[i].marks + chunk, lane_id()); },
         [] { return true; });
     __syncwarp();
 #pragma unroll

@@ -39,6 +39,11 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
     throw std::runtime_error("a group has at most " + std::to_string(kMaxRanks) + " ranks, not " +
                              std::to_string(num_ranks));
   }
+  if (scatter_scratch_bytes(num_ranks, config_.num_experts / num_ranks) > kMaxScratch) {
+    throw std::runtime_error(std::to_string(config_.num_experts) + " experts on " + std::to_string(num_ranks) +
+                             " ranks do not fit in a thread block's " + std::to_string(kMaxScratch) +
+                             " bytes of shared memory; spread them over more ranks");
+  }
   layout_ =
       ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens, static_cast<int32_t>(config_.max_payload));
   try {
@@ -86,7 +91,7 @@ void Group::open_member(Member& member) {
   peers.by_experts = Divisor(peers.experts_per_rank);
   peers.by_top_k = Divisor(config_.top_k);
   peers.layout = layout_;
-  peers.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
+  peers.timeout_ns = static_cast<uint64_t>(std::min(config_.timeout_seconds, 1e9) * 1e9);
   const size_t index = &member - members_.data();
   peers.failure = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal)) + index;
 

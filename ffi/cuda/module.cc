@@ -110,7 +110,12 @@ NB_MODULE(_cuda, m) {
   m.def("open_group", open_group_from_python, nb::arg("id"), nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),
         nb::arg("max_tokens"), nb::arg("max_payload"), nb::arg("num_sms"), nb::arg("timeout_seconds"),
         nb::arg("devices"), nb::arg("sharing"), nb::arg("exchange"));
-  m.def("close_group", [](int64_t id) { find_group(id)->close(); }, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "close_group",
+      [](int64_t id) {
+        if (Group* group = find_group(id)) group->close();  // there is none whose opening has failed
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("free_arenas", [](int64_t id) { find_group(id)->free_arenas(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("best_sharing", [](const std::vector<int32_t>& ordinals) {
     return best_sharing(ordinals) == Sharing::kIpc ? "ipc" : "descriptor";

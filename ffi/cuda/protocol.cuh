@@ -83,17 +83,23 @@ struct Operation {
   // --- waiting and failing ------------------------------------------------------------------------------------------
 
   // Polls until probe() gives `expected`. False, and the operation has failed, when another rank has, or when the time
-  // is up, for which `peer` is to blame.
-  template <typename Probe>
-  __device__ __forceinline__ bool wait_for(int32_t peer, uint32_t expected, Probe probe,
+  // is up, for which `peer` is to blame, or peer().
+  template <typename Peer, typename Probe>
+  __device__ __forceinline__ bool wait_for(Peer peer, uint32_t expected, Probe probe,
                                            FailureReason reason = FailureReason::kTimeout) const {
     uint64_t begun = 0;
     for (uint32_t polls = 1;; ++polls) {
       const uint32_t seen = probe();
       if (seen == expected) return true;
       if (state.failed) return false;
-      if (polls % 64 == 0) begun = lose_patience(*this, begun, reason, peer, expected, seen);
+      if (polls % 64 == 0) begun = lose_patience(*this, begun, reason, blamed(peer), expected, seen);
     }
+  }
+
+  __device__ static int32_t blamed(int32_t peer) { return peer; }
+  template <typename Peer>
+  __device__ static int32_t blamed(const Peer& peer) {
+    return peer();
   }
 
   // Called now and then while waiting since `begun` (0: the first time); gives it back.
@@ -101,8 +107,23 @@ struct Operation {
                                                         int32_t peer, uint32_t expected, uint32_t seen) {
     const uint64_t now = globaltimer_ns();
     if (load_relaxed(&op.own().failed) != 0) op.state.failed = true;
-    if (begun != 0 && now - begun > op.peers.timeout_ns) fail(op, reason, peer, expected, seen);
+    if (begun != 0 && now - begun > op.peers.timeout_ns) {
+      if (reason == FailureReason::kTimeout) op.expect_no_other_call();
+      fail(op, reason, peer, expected, seen);
+    }
     return begun != 0 ? begun : now;
+  }
+
+  // What does not come may be that of ranks in another operation.
+  __device__ void expect_no_other_call() const {
+#pragma unroll 1
+    for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
+      const unsigned long long word = load_relaxed(&own().op[state.slot][rank]);
+      const uint32_t hash = static_cast<uint32_t>(word);
+      if (word >> 32 == state.epoch && hash != call.hash) {
+        fail(*this, FailureReason::kOtherOp, rank, call.hash, hash);
+      }
+    }
   }
 
   // Records the first failure of this rank and makes every rank of the group give up.
@@ -161,7 +182,14 @@ struct Operation {
     state.table.arena[peer] = arena;
     state.table.control[peer] = control;
     __syncwarp();
-    if (state.sends && !state.slot_is_free && !state.failed) claim_slots(*this);
+    if (!state.slot_is_free && !state.failed) {
+      if (state.sends) {
+        claim_slots(*this);
+      } else if (call.half != Half::kStart && peer == 0) {
+        await_own_slot(*this);
+      }
+      __syncwarp();
+    }
     if (call.half != Half::kStart || threadIdx.x % 32 != 0) return before;
     if (blockIdx.x == 0) call.ticket[0] = static_cast<int32_t>(state.epoch);
     call.ticket[1 + blockIdx.x] = state.sends;
@@ -179,7 +207,7 @@ struct Operation {
   __device__ __forceinline__ uint32_t enter_epoch(bool to_send) const {
     Turn turn = {};
     uint32_t group_failed = 0;
-    const uint32_t self = static_cast<uint32_t>(reinterpret_cast<unsigned long long>(result) >> 7) | 1;
+    const uint32_t self = static_cast<uint32_t>(reinterpret_cast<unsigned long long>(result) >> 6) | 1;
     state.failed = false;
     state.entered = wait_for(peers.rank, 1, [&] {
       // What follows is asked for without waiting for the answer, but arrives behind it, at the same place in memory.
@@ -189,7 +217,10 @@ struct Operation {
       const uint32_t num_left = load_acquire_here(&own().num_left);
       turn = {unit.x, unit.y, unit.z, unit.w};
       // More have left than had entered where blocks of this launch have, which they can only when all before them had.
-      return (before == 0 || before == self) && static_cast<int32_t>(num_left - turn.num_entered) >= 0 ? 1 : 0;
+      return (before == 0 || before == self) && turn.owner == self &&
+                     static_cast<int32_t>(num_left - turn.num_entered) >= 0
+                 ? 1
+                 : 0;
     });
     const uint32_t epoch = turn.newest_epoch + 1;
     const bool newest_is_whole = turn.whole_slots & kNewestIsWhole;
@@ -238,21 +269,32 @@ struct Operation {
   // Nobody writes to a peer's slot before the peer has read what it held last. A start never waits: where a peer has
   // yet to read, it leaves the sending to its done. With one warp.
   __device__ __noinline__ static void claim_slots(Operation op) {
-    const uint32_t before = op.state.epoch - op.peers.layout.num_slots;
     const int32_t peer = threadIdx.x % 32;
-    const auto probe = [&] { return load_acquire(&op.own().finished[op.state.slot][peer]); };
     bool is_free = true;
     if (op.call.half == Half::kStart) {
-      is_free = peer >= op.peers.num_ranks || probe() == before;
+      is_free = peer >= op.peers.num_ranks || op.newest_known(peer) == op.epoch_before();
     } else {
-      if (peer == op.peers.rank)
-        op.wait_for(peer, before, probe, FailureReason::kSlotTaken);  // the others' will be, too
+      if (peer == op.peers.rank) await_own_slot(op);  // if it is not free, the others' will not be, either
       __syncwarp();
-      if (peer < op.peers.num_ranks) op.wait_for(peer, before, probe);
+      if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
     }
     is_free = __all_sync(0xffffffffu, is_free);
     if (peer == 0) op.state.sends = is_free;
     __syncwarp();
+  }
+
+  // The operation that had the slot before, once the peer has read its rows. (It may have read this one's by the time
+  // that a block asks which has none for it.)
+  __device__ uint32_t epoch_before() const { return state.epoch - peers.layout.num_slots; }
+  __device__ uint32_t newest_known(int32_t peer) const {
+    const uint32_t finished = load_acquire(&own().finished[state.slot][peer]);
+    return static_cast<int32_t>(finished - epoch_before()) >= 0 ? epoch_before() : finished;
+  }
+
+  // Nor does a rank look for rows in a slot whose former operation, another launch's, has yet to read its own.
+  __device__ __noinline__ static void await_own_slot(Operation op) {
+    const auto newest = [&] { return op.newest_known(op.peers.rank); };
+    op.wait_for(op.peers.rank, op.epoch_before(), newest, FailureReason::kSlotTaken);
   }
 
   // Leaves the launch, with all threads; `blocks_before` is what begin() gave. poison() fills the results of a failed
@@ -278,21 +320,24 @@ struct Operation {
   __device__ __forceinline__ void poison_once(Poison poison) const {
     __shared__ bool poisons;
     if (threadIdx.x == 0) {
-      poisons = !state.entered || atomicExch(&own().poisons[state.slot], 1u) == 0;
+      poisons = !state.entered || atomicExch(poisoning(), 1u) == 0;
       if (poisons && state.entered) await_others();
     }
     __syncthreads();
     if (!poisons) return;
     poison();
     __syncthreads();
-    if (threadIdx.x == 0 && state.entered) store_relaxed(&own().poisons[state.slot], 0);
+    if (threadIdx.x == 0 && state.entered) store_relaxed(poisoning(), 0);
   }
+  __device__ uint32_t* poisoning() const { return &own().poisons[call.half == Half::kDone][state.slot]; }
   __device__ void await_others() const {
     const bool is_done = call.half == Half::kDone;
     const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left;
     const uint32_t all = (is_done ? 0 : state.num_entered) + gridDim.x - 1;
+    // They leave soon, as they know of the failure, too; but where another launch was let in meanwhile, never all.
+    constexpr uint64_t kSoonNs = 1'000'000'000;
     const uint64_t begun = globaltimer_ns();
-    while (load_acquire_here(left) != all && globaltimer_ns() - begun < peers.timeout_ns) {
+    while (load_acquire_here(left) != all && globaltimer_ns() - begun < kSoonNs) {
     }
   }
 
@@ -308,19 +353,20 @@ struct Operation {
       }
     }
     __syncthreads();
-    if (is_last && threadIdx.x < peers.num_ranks) tell_finished(state.slot, threadIdx.x);
+    if (is_last && threadIdx.x < peers.num_ranks) tell_finished(state.epoch, threadIdx.x);
   }
 
-  // Tells a peer whether this rank has read a slot.
-  __device__ __forceinline__ void tell_finished(int32_t slot, int32_t peer) const {
-    if (peer == peers.rank) return;
-    store_release(&control_of(peer).finished[slot][peers.rank], load_acquire(&own().finished[slot][peers.rank]));
+  // Tells a peer that this rank has read an operation's rows. Each word has one kernel that tells it: of two that could
+  // run at once, the slower one would take the other's back.
+  __device__ __forceinline__ void tell_finished(uint32_t epoch, int32_t peer) const {
+    if (peer != peers.rank) store_release(&control_of(peer).finished[slot_of(epoch)][peers.rank], epoch);
   }
-  // Of all slots, to all peers; a launch that takes an epoch does, which has seen what the ones before it did.
-  __device__ __forceinline__ void tell_all_finished() const {
-    const int32_t num_slots = peers.layout.num_slots, log_slots = __ffs(num_slots) - 1;
-    const int32_t slot = threadIdx.x & (num_slots - 1), peer = static_cast<int32_t>(threadIdx.x) >> log_slots;
-    if (call.half != Half::kDone && peer < peers.num_ranks) tell_finished(slot, peer);
+  // Of the operation before, if it was a whole one; a launch that takes an epoch does.
+  __device__ __forceinline__ void tell_former_finished() const {
+    const bool newest_was_whole = state.whole_slots & kNewestIsWhole;
+    if (call.half != Half::kDone && newest_was_whole && threadIdx.x < peers.num_ranks) {
+      tell_finished(state.epoch - 1, threadIdx.x);
+    }
   }
 
   // --- words between ranks ------------------------------------------------------------------------------------------

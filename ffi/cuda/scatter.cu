@@ -24,10 +24,6 @@ struct Shared {
 struct Lookup {
   int32_t* experts;  // [num_experts]: pairs (token, k) that name the expert
   int32_t* ranks;    // [num_ranks]: tokens with an expert on the rank
-
-  static constexpr int64_t bytes(int32_t num_experts, int32_t num_ranks) {
-    return 4 * (int64_t{num_experts} + num_ranks);
-  }
 };
 
 // Where arriving rows go; in dynamic shared memory.
@@ -37,9 +33,6 @@ struct Places {
   int32_t* counts;       // [E_local]
   int32_t* group_sizes;  // [E_local]
 
-  static constexpr int64_t bytes(int32_t num_ranks, int32_t experts_per_rank) {
-    return 4 * (int64_t{num_ranks} * experts_per_rank + 3 * experts_per_rank);
-  }
   __device__ Places(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
     first = static_cast<int32_t*>(memory);
     first_row = first + num_ranks * experts_per_rank;
@@ -105,7 +98,7 @@ struct Scatter {
       }
     }
     op.stamp(2);
-    op.tell_all_finished();
+    op.tell_former_finished();
   }
 
   __device__ Lookup lookup() const {
@@ -402,7 +395,8 @@ struct Scatter {
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     uint32_t item = team.index;
     Arriving arriving = {};
-    if (item < num_candidates) arriving = look_for_row(item, team);
+    if (item < num_candidates && !op.state.failed)
+      arriving = look_for_row(item, team);  // after close(), there is no row
     place_rows(places);
     if (arriving.comes) await_row(arriving, team);
     op.stamp(8);
@@ -472,7 +466,8 @@ struct Scatter {
     int64_t rows_before = 0;
     int32_t dropped = 0;
 #pragma unroll 1
-    for (int32_t expert = threadIdx.x; expert - lane_id() < experts; expert += warps * 32) {
+    for (int32_t base = 0; base < experts; base += warps * 32) {  // all of the warps as often: they meet below
+      const int32_t expert = base + static_cast<int32_t>(threadIdx.x);
       const bool present = expert < experts;
       int32_t need = 0;
       if (present) need = new_route() ? sum_sources(p, expert) : __ldg(args.known_group_sizes + expert);
@@ -496,7 +491,8 @@ struct Scatter {
 #pragma unroll 1
     for (int32_t first = 0; first < peers.num_ranks; first += kAtOnce) {
       unsigned long long words[kAtOnce];
-      op.wait_for(first, op.state.epoch, [&] {
+      int32_t missing = first;
+      const auto look = [&] {
         uint32_t epoch = op.state.epoch;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -504,9 +500,14 @@ struct Scatter {
           words[i] = load_relaxed(op.counts_at(peers.rank, source) + expert);
         }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) epoch = words[i] >> 32 == op.state.epoch ? epoch : ~op.state.epoch;
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (words[i] >> 32 == op.state.epoch) continue;
+          epoch = ~op.state.epoch;
+          missing = min(first + i, peers.num_ranks - 1);
+        }
         return epoch;
-      });
+      };
+      op.wait_for([&] { return missing; }, op.state.epoch, look);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= peers.num_ranks) break;
@@ -631,7 +632,9 @@ struct Scatter {
       const int32_t mark = is_unit ? chunk_of(first, i, team) : chunks() + chunk_of(first, lane_id(), team);
       return true_unit(op, source, place.marks + mark, is_unit ? lane_id() : 0);
     };
-    take_units(op, source, taken.units, [&](int i) { return place_of(place, first, i, team); }, resolve, also);
+    take_units(
+        op, [=](int) { return source; }, taken.units, [&](int i) { return place_of(place, first, i, team); }, resolve,
+        also);
     __syncwarp();
   }
 
@@ -861,19 +864,11 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, bool few) {
   return few ? kernel_of<true>(type, casts, arrival) : kernel_of<false>(type, casts, arrival);
 }
 
-constexpr int32_t kMaxScratch = 96 * 1024;
-
-int64_t scratch_bytes(const Peers& peers) {
-  return std::max(Lookup::bytes(peers.num_ranks * peers.experts_per_rank, peers.num_ranks),
-                  Places::bytes(peers.num_ranks, peers.experts_per_rank));
-}
-
 }  // namespace
 
 cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream) {
-  const int64_t scratch = scratch_bytes(peers);
-  if (scratch > kMaxScratch) return cudaErrorInvalidConfiguration;
+  const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank);
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.few);
   kernel<<<num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "ffi/cuda/call.h"
 #include "ffi/layout.h"
 #include "ffi/plan.h"
@@ -52,6 +54,14 @@ struct ScatterArgs : Call {
   const void* y;             // [num_rows, out_row_bytes] or null
   float* weights_cotangent;  // [num_rows] or null
 };
+
+// Shared memory that the kernels have besides their own: where rows go, of each source and expert, or what a sender has
+// counted. It limits the number of experts.
+inline constexpr int64_t kMaxScratch = 96 * 1024;
+constexpr int64_t scatter_scratch_bytes(int32_t num_ranks, int32_t experts_per_rank) {
+  const int64_t num_experts = int64_t{num_ranks} * experts_per_rank;
+  return 4 * std::max(num_experts + num_ranks, num_experts + 3 * experts_per_rank);
+}
 
 // Enqueues one kernel.
 cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& plan,

@@ -98,21 +98,24 @@ __device__ __forceinline__ void look_at_units(uint4 (&units)[N], Place place) {
   for (int i = 0; i < N; ++i) units[i] = place(i) ? load_unit(place(i)) : uint4{};
 }
 
-// Waits for those that had not, from `peer`, and takes all. resolve(i) gives the true_unit of a stand-in. also() looks
+// Waits for those that had not, from peer(i), and takes all. resolve(i) gives the true_unit of a stand-in. also() looks
 // for what else has to arrive, and says whether it has.
-template <int N, typename Place, typename Resolve, typename Also>
-__device__ __forceinline__ void take_units(const Operation& op, int32_t peer, uint4 (&units)[N], Place place,
+template <int N, typename Peer, typename Place, typename Resolve, typename Also>
+__device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4 (&units)[N], Place place,
                                            Resolve resolve, Also also) {
-  op.wait_for(peer, op.state.epoch, [&] {
+  int awaited = 0;
+  const auto probe = [&] {
     bool missing = !also();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (!place(i) || !is_empty(units[i])) continue;
       units[i] = load_unit(place(i));
       missing = true;
+      awaited = i;
     }
     return missing ? 0u : op.state.epoch;
-  });
+  };
+  op.wait_for([&] { return peer(awaited); }, op.state.epoch, probe);
   bool odd = false;
 #pragma unroll
   for (int i = 0; i < N; ++i) {

@@ -73,8 +73,12 @@ class CudaBackend:
         }
         # It stands in compiled programs, which must be the same in all processes.
         self._id = int(_digest([self._meeting.key, self._settings])[:15], 16)
-        with self._meeting:
-            self._open()
+        try:
+            with self._meeting:
+                self._open()
+        except BaseException:  # also where the others do not come to the meeting's end
+            self._native.close_group(self._id)
+            raise
         self.memory_bytes: int = self._native.group_bytes(self._id)
         self.closed = False
 
@@ -151,8 +155,6 @@ class CudaBackend:
             return
         reason, op, rank, peer, expected, seen = failure
         op = _OPS[op]
-        if reason == "timeout" and rank == peer:  # what a rank sends to itself waits for nothing but room
-            reason = "slot taken"
         if reason == "timeout":
             raise PeerTimeoutError(op, waiting_rank=rank, missing_rank=peer, expected=expected, seen=seen)
         if reason == "other op":

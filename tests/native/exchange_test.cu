@@ -17,8 +17,9 @@ using namespace jax_ep;
 
 namespace {
 
-constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 256, kExpertsPerRank = 3, kAlignment = 4, kRepeats = 40;
+constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 256, kAlignment = 4, kRepeats = 40;
 constexpr int64_t kRowBytes = kHidden * sizeof(float);
+int32_t experts_per_rank = 3;
 
 void must(cudaError_t status) {
   if (status == cudaSuccess) return;
@@ -44,12 +45,12 @@ struct Array {
 
 // The buffers of one rank.
 struct Rank {
-  int32_t ranks, experts = ranks * kExpertsPerRank;
-  int64_t capacity = align_up(int64_t{ranks} * kTokens * kTopK + kExpertsPerRank * (kAlignment - 1), kAlignment);
+  int32_t ranks, experts = ranks * experts_per_rank;
+  int64_t capacity = align_up(int64_t{ranks} * kTokens * kTopK + experts_per_rank * (kAlignment - 1), kAlignment);
   cudaStream_t stream;
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
-      rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{kExpertsPerRank},
-      group_sizes{kExpertsPerRank}, num_dropped{1}, dispatch_ticket{kTicketWords}, combine_ticket{kTicketWords};
+      rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
+      group_sizes{size_t(experts_per_rank)}, num_dropped{1}, dispatch_ticket{kTicketWords}, combine_ticket{kTicketWords};
   Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
       weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
       cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
@@ -193,8 +194,8 @@ void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
       for (int32_t k = 0; k < kTopK; ++k) {
         const int32_t expert = source.ids.host[token * kTopK + k];
         if (!is_expert(expert, source.experts)) continue;
-        Rank& target = *ranks[rank_of_expert(expert, kExpertsPerRank)];
-        const int32_t index = source.place.host[token * ranks.size() + rank_of_expert(expert, kExpertsPerRank)];
+        Rank& target = *ranks[rank_of_expert(expert, experts_per_rank)];
+        const int32_t index = source.place.host[token * ranks.size() + rank_of_expert(expert, experts_per_rank)];
         const int32_t row = target.rows.host[(s * kTokens + index) * kTopK + k];
         EXPECT_EQ(same_bits(&target.recv.host[int64_t{row} * kHidden], x), true);
         ++num_rows;
@@ -236,7 +237,7 @@ void check_rank(Rank& rank, float tolerance) {
 // at once.
 void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repeats) {
   const std::vector<int32_t> devices(num_ranks, 0);
-  Group group({num_ranks * kExpertsPerRank, kTopK, kTokens, kRowBytes, num_blocks, 60.0, {devices}});
+  Group group({num_ranks * experts_per_rank, kTopK, kTokens, kRowBytes, num_blocks, 60.0, {devices}});
   const LaunchPlan gather_plan = plan_gather(kTokens, num_ranks, num_chunks(kRowBytes), num_blocks);
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t rank = 0; rank < num_ranks; ++rank) ranks.push_back(std::make_unique<Rank>(num_ranks, rank));
@@ -330,7 +331,7 @@ void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repea
 // More blocks than the GPU holds at once: some leave before others enter.
 void more_blocks_than_fit() {
   constexpr int32_t kBlocks = 1000;
-  Group group({kExpertsPerRank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
+  Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   LaunchPlan scatter_plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false),
              gather_plan = plan_gather(kTokens, 1, num_chunks(kRowBytes), 0);
@@ -361,5 +362,10 @@ int main(int argc, char** argv) {
     std::cerr << num_ranks << " ranks: " << check::failures << " failures\n";
   }
   if (!is_quick) more_blocks_than_fit();
+  for (int32_t odd_number : {1, 257, 300, 384, 544}) {  // not a multiple of a block's threads
+    experts_per_rank = odd_number;
+    for (int32_t num_blocks : {0, 2, 5}) exchange(std::min(most_ranks, 2), 0, num_blocks, 1);
+  }
+  std::cerr << "odd numbers of experts: " << check::failures << " failures\n";
   return check::exit_status();
 }
