@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 from moe_lm import corpus
 
-CONTEXT, BATCH, STEPS = 8, 128, 100  # bytes that the model sees, windows of text per device and step
+CONTEXT, BATCH, STEPS = 8, 64, 60  # bytes that the model sees, windows of text per device and step
 HIDDEN, EXPERT_HIDDEN, EXPERTS_PER_DEVICE, TOP_K = 128, 256, 2, 2
 
 

@@ -20,7 +20,7 @@ class Checkpoints:
         # Orbax writes in the background, while training goes on and appends to the history.
         history = copy.deepcopy(history)
         self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history))
+            step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), history=ocp.args.JsonSave(history))
         )
 
     def restore(self, state: dict) -> tuple[dict, dict]:
