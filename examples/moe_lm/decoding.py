@@ -27,7 +27,13 @@ def empty_cache(batch: int, length: int, cfg: model.Config) -> list[dict]:
 
 
 def step(
-    params: dict, cache: list[dict], read: jax.Array, position: jax.Array, cfg: model.Config, group: ep.Group, wire=None
+    params: dict,
+    cache: list[dict],
+    read: jax.Array,
+    position: jax.Array,
+    cfg: model.Config,
+    group: ep.Group,
+    wire: str | None = None,
 ) -> tuple[jax.Array, list[dict]]:
     """Reads one byte of each sequence, int32 [B], at `position`; returns the next one's logits [B, 256], and the cache.
 
