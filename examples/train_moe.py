@@ -3,6 +3,8 @@
     python examples/train_moe.py                                    # this machine's GPUs, else 8 virtual CPU devices
     python examples/train_moe.py --mesh 2x4 --capacity-factor 1.25  # two groups of four ranks, with dropping
     python examples/train_moe.py --checkpoint-dir run --resume      # goes on where the last call was stopped
+    python examples/train_moe.py --hidden 2048 --heads 16 --experts 64 --top-k 8 --layers 4 --expert-hidden 1024 \
+        --seq-len 1024 --batch 64 --accumulate 4 --remat --capacity-factor 2 --learning-rate 3e-4   # for several GPUs
 
 A place to start a real project from: moe_lm/model.py holds the model, whose MoE layers are jax_ep.dispatch,
 jax.lax.ragged_dot and jax_ep.combine; this file holds the sharding, the training step and the options.
@@ -29,16 +31,17 @@ from moe_lm.checkpoints import Checkpoints
 from moe_lm.report import Report
 
 BATCH = P(model.AXES)  # windows of text are split over all devices
+PARTS = P(None, *BATCH)  # and before that into the parts of a step
 HELD_OUT_BATCHES = 16
 SAMPLE_BYTES = 256
 
 
 class Programs(NamedTuple):
-    """The jitted programs of a run. A state is {"params", "optimizer"}; windows are int32 [batch, seq_len + 1]."""
+    """The jitted programs of a run. A state is {"params", "optimizer"}; a window is int32 [seq_len + 1]."""
 
     init: Callable  # key -> state
-    train_step: Callable  # state (donated), windows -> state, metrics
-    evaluate: Callable  # params, windows -> nats per byte
+    train_step: Callable  # state (donated), windows [parts, batch / parts] -> state, metrics of each part
+    evaluate: Callable  # params, windows [batch / parts] -> nats per byte
     sample: Callable  # params, prompts [devices, seq_len], key -> [devices, SAMPLE_BYTES]
 
 
@@ -63,8 +66,14 @@ def make_programs(cfg: model.Config, group: ep.Group, optimizer: optax.GradientT
     )
 
     def train_step(state, windows):
-        # shard_map's transpose sums each gradient over the devices that its parameter is replicated on.
-        grads, metrics = jax.grad(loss, has_aux=True)(state["params"], windows)
+        def add_gradients(total, part):
+            # shard_map's transpose sums each gradient over the devices that its parameter is replicated on.
+            grads, metrics = jax.grad(loss, has_aux=True)(state["params"], part)
+            return jax.tree.map(jnp.add, total, grads), metrics
+
+        # One part after the other, so that the memory for activations is that of one part.
+        total, metrics = jax.lax.scan(add_gradients, jax.tree.map(jnp.zeros_like, state["params"]), windows)
+        grads = jax.tree.map(lambda g: g / len(windows), total)
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer_state}, metrics
 
@@ -90,7 +99,8 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
 def run(options: argparse.Namespace, cfg: model.Config, group: ep.Group) -> None:
     """Trains, evaluates on held-out text, writes the report and a sample."""
     programs = make_programs(cfg, group, make_optimizer(options))
-    sharding = NamedSharding(group.mesh, BATCH)
+    parts = options.accumulate
+    by_part, sharding = (NamedSharding(group.mesh, spec) for spec in (PARTS, BATCH))
     state, history, checkpoints = initial_state(options, programs)
     report = Report(
         steps=options.steps,
@@ -101,7 +111,8 @@ def run(options: argparse.Namespace, cfg: model.Config, group: ep.Group) -> None
     report.console.print(describe(state["params"], cfg, group))
     with report:
         for step in range(len(history["loss"]), options.steps):
-            windows = corpus.training_batch(options.seed, step, options.batch, options.seq_len + 1, sharding)
+            shape = parts, options.batch // parts, options.seq_len + 1
+            windows = corpus.training_batch(options.seed, step, shape, by_part)
             state, metrics = programs.train_step(state, windows)
             report.step(jax.device_get(metrics))
             done = step + 1
@@ -110,7 +121,8 @@ def run(options: argparse.Namespace, cfg: model.Config, group: ep.Group) -> None
     if checkpoints:
         checkpoints.close()
 
-    held_out = corpus.held_out_batches(HELD_OUT_BATCHES, options.batch, options.seq_len + 1, sharding)
+    shape = HELD_OUT_BATCHES * parts, options.batch // parts, options.seq_len + 1
+    held_out = corpus.held_out_batches(shape, sharding)
     losses = [programs.evaluate(state["params"], windows).item() for windows in held_out]
     _, text = corpus.load()
     report.write(options.out, held_out=float(np.mean(losses)), unigram=corpus.unigram_entropy(text))
@@ -170,8 +182,11 @@ def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:
         shape = options.mesh
     if math.prod(shape) > devices:
         raise SystemExit(f"--mesh {shape[0]}x{shape[1]} needs {math.prod(shape)} devices; there are {devices}")
-    if options.batch % math.prod(shape):
-        raise SystemExit(f"--batch {options.batch} must be a multiple of the mesh's {math.prod(shape)} devices")
+    if options.batch % (math.prod(shape) * options.accumulate):
+        raise SystemExit(
+            f"--batch {options.batch} must be a multiple of the mesh's {math.prod(shape)} devices times "
+            f"--accumulate {options.accumulate}"
+        )
     return jax.make_mesh(shape, model.AXES)
 
 
@@ -188,6 +203,7 @@ def parse_options() -> argparse.Namespace:
 
     add_number("--steps", 400, "training steps")
     add_number("--batch", 16, "windows of text per step, over all devices")
+    add_number("--accumulate", 1, "parts of a batch, one computed after the other")
     add_number("--seq-len", 128, "bytes of a window")
     add_number("--learning-rate", 3e-3, "at the end of the warm-up")
     add_number("--seed", 0, "of parameters, batches and the sample")
@@ -204,6 +220,7 @@ def parse_options() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     add("--out", type=Path, default=Path("out"), help="where train_moe.json and train_moe.png go (out)")
     add("--capacity-factor", type=float, help="rows a rank has room for over those of a balanced load (all rows fit)")
+    add("--remat", action="store_true", help="compute layers again in the backward pass, to save memory")
     add("--dtype", choices=["bfloat16", "float32"], help="of activations (bfloat16 on GPUs, else float32)")
     add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="of jax_ep (auto)")
     add("--mesh", type=mesh_shape, metavar="DATAxEP", help="shape (EP as large as devices and experts allow)")
@@ -214,6 +231,8 @@ def parse_options() -> argparse.Namespace:
         help="run as one of several processes; without values, as SLURM or MPI says (one process)",
     )
     options = parser.parse_args()
+    if options.accumulate < 1:
+        parser.error(f"--accumulate {options.accumulate} must be 1 or more")
     if options.resume and options.checkpoint_dir is None:
         parser.error("--resume needs --checkpoint-dir")
     if options.distributed and len(options.distributed) != 3:
@@ -235,6 +254,7 @@ def main() -> None:
         expert_hidden=options.expert_hidden,
         capacity_factor=options.capacity_factor,
         balance=options.balance,
+        remat=options.remat,
         dtype=jnp.dtype(options.dtype or ("bfloat16" if on_gpu else "float32")),
     )
     group = ep.Group(
@@ -242,7 +262,7 @@ def main() -> None:
         num_experts=cfg.experts,
         top_k=cfg.top_k,
         hidden=cfg.hidden,
-        max_tokens_per_rank=options.batch * options.seq_len // mesh.size,
+        max_tokens_per_rank=options.batch // options.accumulate * options.seq_len // mesh.size,
         dtype=cfg.dtype,
         backend=options.backend,
     )

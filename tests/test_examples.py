@@ -1,15 +1,22 @@
-"""The examples, run as a user would run them: in processes of their own, on CPU devices."""
+"""The examples, run as a user would run them: in processes of their own, on CPU devices; and the cache of decoding."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import jax_ep as ep
+from helpers import make_mesh, to_numpy
+from moe_lm import decoding, model
 from test_multiprocess import ROOT, launch
 
 EXAMPLES = ROOT / "examples"
@@ -66,19 +73,25 @@ def test_training_learns_and_reports(tmp_path):
     assert sum(result["dropped"]) == 0
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
-def test_every_mesh_gives_the_same_curve(tmp_path, whole_run, mesh):
-    _, result = train(tmp_path, "--steps", 6, "--mesh", mesh)
+@pytest.mark.parametrize(
+    "options", [["--mesh=1x1"], ["--mesh=2x4"], ["--mesh=2x2", "--accumulate=2", "--remat"]], ids=" ".join
+)
+def test_every_way_to_train_gives_the_same_curve(tmp_path, whole_run, options):
+    _, result = train(tmp_path, "--steps", 6, *options)
     np.testing.assert_allclose(result["loss"], whole_run[1]["loss"], rtol=1e-4)
+    np.testing.assert_allclose(result["held_out_nats"], whole_run[1]["held_out_nats"], rtol=1e-4)
 
 
-def test_resumed_run_gives_the_same_curve(tmp_path, whole_run):
-    folder, whole = whole_run
-    checkpoints = shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
+def test_resumed_run_gives_the_same_curve(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    options = ["--steps=6", "--mesh=2x2", "--accumulate=2", "--remat", "--dtype=bfloat16"]
+    options += ["--checkpoint-dir", checkpoints]
+    _, whole = train(tmp_path, *options)
     shutil.rmtree(checkpoints / "6")  # as if the run had been stopped after step 3
-    _, resumed = train(tmp_path, "--steps", 6, "--checkpoint-dir", checkpoints, "--resume")
+    _, resumed = train(tmp_path, *options, "--resume")
     assert resumed["loss"] == whole["loss"]
     assert resumed["held_out_nats"] == whole["held_out_nats"]
+    assert resumed["tokens_per_second"] > 0
 
 
 def test_a_finished_run_is_not_overwritten(whole_run):
@@ -109,7 +122,9 @@ def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processe
     ("options", "message"),
     [
         (["--mesh", "4x4"], "--mesh 4x4 needs 16 devices; there are 8"),
-        (["--batch", 12], "--batch 12 must be a multiple of the mesh's 8 devices"),
+        (["--batch", 12], "--batch 12 must be a multiple of the mesh's 8 devices times --accumulate 1"),
+        (["--batch", 24, "--accumulate", 2], "the mesh's 8 devices times --accumulate 2"),
+        (["--accumulate", 0], "--accumulate 0 must be 1 or more"),
         (["--resume"], "--resume needs --checkpoint-dir"),
         (["--mesh", "four"], "--mesh"),
     ],
@@ -118,3 +133,52 @@ def test_a_wrong_option_is_named(options, message):
     result = finish(start("train_moe.py", *options))
     assert result.returncode != 0
     assert message in result.stderr
+
+
+def test_flax_layer_learns():
+    losses = re.findall(r"loss (\S+) nats", run("flax_moe.py"))
+    assert float(losses[-1]) < 2.6 < float(losses[0])
+
+
+def test_decoding_tells_its_speed():
+    stdout = run("decode.py")
+    assert re.findall(r"^ *(\d+) per device: .* ms per step, .* tokens/s$", stdout, re.MULTILINE) == ["1", "8", "64"]
+
+
+def test_decoding_with_a_training_runs_weights(whole_run):
+    sizes = "--hidden=32", "--heads=2", "--expert-hidden=32"
+    speed = "--wire=none", "--dtype=float32", "--batch=2", "--prompt=8", "--length=40"
+    stdout = run("decode.py", *sizes, *speed, "--checkpoint-dir", whole_run[0] / "checkpoints")
+    assert "the first one, of which 8 bytes were given" in stdout
+
+
+def test_decoding_with_a_cache_equals_reading_the_whole_text(backend):
+    """Logits of every position, byte by byte through the cache and all at once."""
+    mesh = make_mesh((1, 2), model.AXES)
+    cfg = model.Config(layers=2, hidden=32, heads=2, experts=4, top_k=2, expert_hidden=32, dtype=np.dtype("float32"))
+    params = model.init(jax.random.key(0), cfg)
+    text = np.random.default_rng(0).integers(256, size=(4, 4), dtype=np.int32)
+    settings = {"num_experts": cfg.experts, "top_k": cfg.top_k, "hidden": cfg.hidden, "dtype": cfg.dtype}
+
+    def at_once(params, text):
+        return model.forward(params, text, cfg, group)[0]
+
+    def byte_by_byte(params, text):
+        params = decoding.serving(params, cfg)
+        cache = decoding.empty_cache(*text.shape, cfg)
+        logits = []
+        for position in range(text.shape[1]):
+            following, cache = decoding.step(params, cache, text[:, position], jnp.int32(position), cfg, group)
+            logits.append(following)
+        return jnp.stack(logits, axis=1)
+
+    specs = model.partition_specs(params), P(model.AXES)
+    with (
+        ep.Group(mesh, max_tokens_per_rank=text.size, backend=backend, **settings) as group,
+        jax.default_matmul_precision("highest"),
+    ):
+        expected, actual = (
+            to_numpy(jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs[1]))(params, text))
+            for f in (at_once, byte_by_byte)
+        )
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)

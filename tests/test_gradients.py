@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 import jax_ep as ep
 import oracle
 from helpers import COMBINE_BOUND, assert_same_bits, make_mesh, random_rows, run_spmd, spmd, to_numpy
-from shapes import SMALL, make_inputs, np_dtype, random_array
+from shapes import SHAPES, SMALL, make_inputs, np_dtype, random_array
 
 SHAPE = dataclasses.replace(SMALL, hidden=32, dtype="float32")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -290,3 +290,146 @@ def test_fp8_wires_are_not_differentiable_in_x(make_group, mesh, op, wire):
 
     with pytest.raises(TypeError, match="dequantize=True"):
         jax.eval_shape(spmd(gradient, mesh), *make_inputs(SMALL, mesh.size))
+
+
+def wide_moe(x, topk_idx, topk_weights, gates, *, group, **options):
+    """A layer whose experts cost little however wide: expert e computes tanh(x * gates[e]); gates [E_local, H]."""
+    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, **options)
+    if options["layout"] == "ragged":
+        gates = jnp.repeat(gates, recv.group_sizes, axis=0, total_repeat_length=len(recv.x))
+    else:
+        gates = gates[:, None]
+    y = jnp.tanh(recv.x.astype(jnp.float32) * gates)
+    return ep.combine(y.astype(x.dtype), recv, out_dtype=jnp.float32)
+
+
+def dense_wide_moe(x, topk_idx, topk_weights, gates):
+    """The same in float32, without moving a token; gates [E, H], all others [..., T, *]."""
+    is_expert = (topk_idx >= 0) & (topk_idx < len(gates))
+    y = jnp.tanh(x[..., None, :] * gates[jnp.where(is_expert, topk_idx, 0)])
+    return jnp.einsum("...tk,...tkh->...th", jnp.where(is_expert, topk_weights, 0), y, precision="highest")
+
+
+def gradients_of(layer, cotangent):
+    """x, topk_idx, topk_weights, gates -> the gradients of sum(output * cotangent) in all of them but the ids."""
+
+    def loss(x, topk_weights, gates, topk_idx):
+        return jnp.sum(layer(x, topk_idx, topk_weights, gates) * cotangent)
+
+    def gradients(x, topk_idx, topk_weights, gates):
+        return jax.grad(loss, argnums=(0, 1, 2))(x, topk_weights, gates, topk_idx)
+
+    return gradients
+
+
+def random_gates(shape, *lead):
+    return random_array(np.random.default_rng(3), (*lead, shape.num_experts, shape.hidden), "float32")
+
+
+def assert_within_bounds(actual, expected, dtype, num_layers=1):
+    """Combine's bound once for each layer, and even relative to the sum, where the contract takes its terms' sizes."""
+    for name, a, b in zip(("x", "topk_weights", "gates"), actual, expected, strict=True):
+        error = np.linalg.norm(a.astype(np.float64) - b)
+        assert error <= num_layers * COMBINE_BOUND[dtype] * np.linalg.norm(b), f"gradient in {name}"
+
+
+WIRES_OF_SHAPES = [(s, wire) for s in SHAPES for wire in (None, "fp8") if wire is None or s.hidden % 128 == 0]
+
+
+@pytest.mark.parametrize(("shape", "wire"), WIRES_OF_SHAPES, ids=str)
+def test_every_named_shape(make_group, largest_mesh, layout, shape, wire):
+    """Within the bounds of combine; rounding to fp8 on the way is differentiated straight through."""
+    x, topk_idx, topk_weights = make_inputs(shape, largest_mesh.size, "uneven")
+    gates = random_gates(shape)
+    cotangent = random_array(np.random.default_rng(4), x.shape, shape.dtype).astype(np.float32)
+    options = {"layout": layout, "wire": wire, "dequantize": wire is not None}
+    group = make_group(largest_mesh, shape)
+    layer = spmd(lambda *args: wide_moe(*args, group=group, **options), largest_mesh)
+
+    def sharded_layer(x, topk_idx, topk_weights, gates):
+        return layer(x, topk_idx, topk_weights, gates.reshape(largest_mesh.size, -1, shape.hidden))
+
+    arrived = x if wire is None else oracle.dequantize(*oracle.quantize(x, wire), x.dtype)
+    actual, expected = (
+        to_numpy(jax.jit(gradients_of(moe, cotangent))(x, topk_idx, topk_weights, gates))
+        for moe, x in ((sharded_layer, x), (dense_wide_moe, arrived.astype(np.float32)))
+    )
+    assert_within_bounds(actual, expected, shape.dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_training_step_at_every_named_shape(make_group, largest_mesh, layout, shape):
+    """All that a real step does at once, with rows dropped on the way.
+
+    Tokens split over two axes and experts over one, a scan over layers that are computed again in the backward pass,
+    and gradients summed over parts of the batch.
+    """
+    num_parts, num_layers, num_ranks = 2, 2, max(1, largest_mesh.size // 2)
+    mesh = make_mesh((2, num_ranks), ("data", "ep"))
+    parts = [make_inputs(shape, mesh.size, "uniform", seed=seed) for seed in range(num_parts)]
+    x, topk_idx, topk_weights = (np.stack(arrays) for arrays in zip(*parts, strict=True))
+    gates = random_gates(shape, num_layers)
+    cotangent = random_array(np.random.default_rng(4), x.shape, shape.dtype).astype(np.float32)
+
+    groups_idx = topk_idx.reshape(-1, num_ranks, *topk_idx.shape[2:])
+    needed = max(oracle.needed_capacity(idx, shape.num_experts, layout) for idx in groups_idx)
+    options = {"layout": layout, "capacity": max(1, needed * 3 // 4)}
+    routes = [oracle.route(idx, num_experts=shape.num_experts, **options) for idx in groups_idx]
+    kept = np.stack([route.kept for route in routes]).reshape(topk_idx.shape)
+    group = make_group(mesh, shape)
+
+    def layers(moe):
+        def run(x, topk_idx, topk_weights, gates):
+            def layer(x, gates):
+                return x + moe(x, topk_idx, topk_weights, gates).astype(x.dtype), None
+
+            return jax.lax.scan(jax.checkpoint(layer), x, gates)[0].astype(jnp.float32)
+
+        return run
+
+    by_token = PartitionSpec(("data", "ep"))
+    mapped = jax.shard_map(
+        layers(lambda *args: wide_moe(*args, group=group, **options)),
+        mesh=mesh,
+        in_specs=(by_token, by_token, by_token, PartitionSpec(None, "ep")),
+        out_specs=by_token,
+    )
+
+    @jax.jit
+    def step(x, topk_idx, topk_weights, gates):
+        def add(total, part):
+            *inputs, cotangent = (a.reshape(-1, a.shape[-1]) for a in part)
+            dx, dweights, dgates = gradients_of(mapped, cotangent)(*inputs, gates)
+            return total + dgates, (dx.reshape(part[0].shape), dweights.reshape(part[2].shape))
+
+        dgates, (dx, dweights) = jax.lax.scan(add, jnp.zeros_like(gates), (x, topk_idx, topk_weights, cotangent))
+        return dx, dweights, dgates
+
+    actual = to_numpy(step(x, topk_idx, topk_weights, gates))
+    dense = jax.jit(gradients_of(layers(dense_wide_moe), cotangent))
+    expected = to_numpy(dense(x.astype(np.float32), np.where(kept, topk_idx, -1), topk_weights, gates))
+    assert_within_bounds(actual, expected, shape.dtype, num_layers)
+    assert not actual[1][~kept].any()
+
+
+def test_finite_differences(make_group, mesh, layout):
+    """The directional derivative of each input, without another implementation's help."""
+    shape = dataclasses.replace(SHAPE, hidden=8, tokens=4)
+    x, topk_idx, topk_weights, experts, cotangent = make_case(shape, mesh.size, "duplicates")
+    group = make_group(mesh, shape)
+    layer = spmd(lambda *args: moe(*args, group=group, layout=layout, capacity=16), mesh)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(inputs):
+        return jnp.sum(layer(inputs["x"], topk_idx, inputs["topk_weights"], inputs["experts"]) * cotangent)
+
+    inputs = {"x": x, "topk_weights": topk_weights, "experts": experts}
+    _, gradients = to_numpy(loss(inputs))
+    rng = np.random.default_rng(5)
+    for name, value in inputs.items():
+        direction = random_array(rng, value.shape, "float32")
+        direction *= 1e-2 / np.linalg.norm(direction)
+        there, back = (to_numpy(loss(inputs | {name: value + d}))[0] for d in (direction, -direction))
+        typical = np.linalg.norm(gradients[name]) * np.linalg.norm(direction) / np.sqrt(direction.size)
+        assert abs((there - back) / 2 - np.vdot(gradients[name], direction)) <= 1e-2 * typical, name

@@ -143,6 +143,35 @@ def test_remat(block, mesh, inputs, check_vma, policy):
         assert_close(a, b)
 
 
+def test_checkpoint_keeps_no_received_rows(make_group, mesh, layout):
+    """What a layer adds to the memory of a scan over layers: with jax.checkpoint little more than its input."""
+    shape = dataclasses.replace(SHAPE, hidden=256, tokens=64)
+    x, topk_idx, topk_weights = make_inputs(shape, mesh.size)
+    group = make_group(mesh, shape)
+    num_local = shape.num_experts // mesh.size
+    capacity = oracle.default_capacity(mesh.size, shape.tokens, shape.top_k, num_local, layout)
+    received = capacity * (num_local if layout == "expert" else 1) * x[0, 0].nbytes
+
+    def layer(x, scale, topk_idx, topk_weights):
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout)
+        return x + ep.combine(jnp.tanh(recv.x * scale), recv)
+
+    def memory(layer, num_layers):
+        def layers(x, *routing):
+            scales = jnp.arange(num_layers, dtype=jnp.float32)
+            return jax.lax.scan(lambda x, scale: (layer(x, scale, *routing), None), x, scales)[0]
+
+        def loss(x, topk_weights):
+            return jnp.sum(spmd(layers, mesh)(x, topk_idx, topk_weights))
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, topk_weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    plain, checkpointed = ((memory(f, 6) - memory(f, 2)) / 4 for f in (layer, jax.checkpoint(layer)))
+    assert plain >= received
+    assert x[0].nbytes <= checkpointed <= 2 * x[0].nbytes
+
+
 @both_check_vma
 def test_vmap_runs_once_per_element(group, layout, mesh, check_vma):
     batches = [make_inputs(SHAPE, mesh.size, routing) for routing in ("uneven", "hot_expert", "duplicates")]

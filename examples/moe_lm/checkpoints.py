@@ -20,15 +20,19 @@ class Checkpoints:
         # Orbax writes in the background, while training goes on and appends to the history.
         history = copy.deepcopy(history)
         self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history))
+            step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), history=ocp.args.JsonSave(history))
         )
 
     def restore(self, state: dict) -> tuple[dict, dict]:
-        """Returns the latest (state, history); `state` gives the shapes, dtypes and shardings, also of another mesh."""
+        """Returns the latest (state, history), of the state what `state` names.
+
+        `state` gives the shapes, dtypes and shardings, also of another mesh.
+        """
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(like)
+        named = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
         restored = self._manager.restore(
-            self.latest(),
-            args=ocp.args.Composite(state=ocp.args.StandardRestore(like), history=ocp.args.JsonRestore()),
+            self.latest(), args=ocp.args.Composite(state=named, history=ocp.args.JsonRestore())
         )
         return restored.state, restored.history
 

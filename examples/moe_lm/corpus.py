@@ -38,24 +38,26 @@ def unigram_entropy(text: np.ndarray) -> float:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, length: int, sharding: jax.sharding.Sharding) -> jax.Array:
-    """int32 [len(starts), length]: text[start:][:length] for each start; a process makes only its own devices' rows."""
+    """int32 [*starts.shape, length]: text[start:][:length] for each start; a process makes its own devices' part."""
 
-    def rows(index):
-        return text[starts[index[0], None] + np.arange(length)].astype(np.int32)
+    def part(index):
+        return text[starts[index[:-1]][..., None] + np.arange(length)].astype(np.int32)
 
-    return jax.make_array_from_callback((len(starts), length), sharding, rows)
+    return jax.make_array_from_callback((*starts.shape, length), sharding, part)
 
 
-def training_batch(seed: int, step: int, batch: int, length: int, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Random windows that depend on (seed, step) alone: a resumed run reads what an uninterrupted one would."""
+def training_batch(seed: int, step: int, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.Array:
+    """Random windows, int32 [*, length], that depend on seed and step alone, so that a resumed run reads the same."""
     text, _ = load()
-    starts = np.random.default_rng([seed, step]).integers(len(text) - length, size=batch)
+    *lead, length = shape
+    starts = np.random.default_rng([seed, step]).integers(len(text) - length, size=lead)
     return windows(text, starts, length, sharding)
 
 
-def held_out_batches(num_batches: int, batch: int, length: int, sharding: jax.sharding.Sharding):
-    """Yields windows that are spread evenly over the held-out text."""
+def held_out_batches(shape: tuple[int, int, int], sharding: jax.sharding.Sharding):
+    """Yields windows that are spread evenly over the held-out text; shape is (batches, batch, length)."""
     _, text = load()
+    num_batches, batch, length = shape
     starts = np.linspace(0, len(text) - length, num_batches * batch, dtype=np.int64)
     for part in np.split(starts, num_batches):
         yield windows(text, part, length, sharding)

@@ -6,6 +6,8 @@ axes "data" and "ep": the batch is split over both axes, the experts over "ep", 
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +28,10 @@ class Config:
     experts: int
     top_k: int
     expert_hidden: int
-    capacity_factor: float | None  # rows a rank has room for, in units of the T * top_k of a balanced load; None: all
-    balance: float  # weight of the load-balancing loss
     dtype: jnp.dtype  # of activations; parameters are float32
+    capacity_factor: float | None = None  # rows a rank has room for over the T * top_k of a balanced load; None: all
+    balance: float = 0.0  # weight of the load-balancing loss
+    remat: bool = False  # compute layers again in the backward pass: only what enters each is kept, no dispatched row
 
 
 def init(key: jax.Array, cfg: Config) -> dict:
@@ -71,34 +74,42 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of x [B, S, heads, D]."""
-    _, S, _, D = x.shape
-    angle = jnp.arange(S)[:, None] * 10_000 ** (-jnp.arange(D // 2) / (D // 2))
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding of x [B, S, heads, D] at positions [S]."""
+    D = x.shape[-1]
+    angle = positions[:, None] * 10_000 ** (-jnp.arange(D // 2) / (D // 2))
     sin, cos = (f(angle)[:, None].astype(x.dtype) for f in (jnp.sin, jnp.cos))
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def attention(x: jax.Array, layer: dict, cfg: Config) -> jax.Array:
-    """Causal self-attention, x [B, S, H] -> [B, S, H]."""
+def queries_keys_values(x: jax.Array, positions: jax.Array, layer: dict, cfg: Config) -> tuple[jax.Array, ...]:
+    """Of x [B, S, H] at positions [S]; each [B, S, heads, H / heads]."""
     B, S, H = x.shape
     qkv = (x @ layer["qkv"].astype(x.dtype)).reshape(B, S, 3, cfg.heads, H // cfg.heads)
-    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    out = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-    return out.reshape(B, S, H) @ layer["attention_out"].astype(x.dtype)
+    return rotate(qkv[:, :, 0], positions), rotate(qkv[:, :, 1], positions), qkv[:, :, 2]
+
+
+def attention(x: jax.Array, layer: dict, cfg: Config) -> jax.Array:
+    """Causal self-attention, x [B, S, H] -> [B, S, H]."""
+    q, k, v = queries_keys_values(x, jnp.arange(x.shape[1]), layer, cfg)
+    out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return out.reshape(x.shape) @ layer["attention_out"].astype(x.dtype)
+
+
+def route(x: jax.Array, layer: dict, cfg: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For x [T, H]: the experts' probabilities [T, E], and the ids and weights [T, top_k] of those chosen."""
+    probabilities = jax.nn.softmax(x.astype(jnp.float32) @ layer["router"].astype(jnp.float32))
+    weights, ids = jax.lax.top_k(probabilities, cfg.top_k)
+    return probabilities, ids, weights / weights.sum(axis=-1, keepdims=True)
 
 
 def moe(x: jax.Array, layer: dict, cfg: Config, group: ep.Group) -> tuple[jax.Array, dict]:
     """Mixture of experts, x [T, H] -> [T, H], and its metrics, equal on all devices."""
-    T = x.shape[0]
-    probabilities = jax.nn.softmax(x.astype(jnp.float32) @ layer["router"])
-    weights, ids = jax.lax.top_k(probabilities, cfg.top_k)
-    weights /= weights.sum(axis=-1, keepdims=True)
-
-    capacity = None if cfg.capacity_factor is None else math.ceil(cfg.capacity_factor * T * cfg.top_k)
+    probabilities, ids, weights = route(x, layer, cfg)
+    capacity = None if cfg.capacity_factor is None else math.ceil(cfg.capacity_factor * len(x) * cfg.top_k)
     recv = ep.dispatch(x, ids, weights, group=group, layout="ragged", capacity=capacity)
-    y = expert_mlp(recv.x, layer["experts"], recv.group_sizes)
+    y = expert_mlp(recv.x, layer["experts"], partial(jax.lax.ragged_dot, group_sizes=recv.group_sizes))
     out = ep.combine(y, recv)
 
     # Switch Transformer's balancing loss: its gradient lowers the probability of an expert with more than its share.
@@ -107,11 +118,16 @@ def moe(x: jax.Array, layer: dict, cfg: Config, group: ep.Group) -> tuple[jax.Ar
     return out, {"load": load, "balance": balance, "dropped": jax.lax.psum(recv.num_dropped, AXES)}
 
 
-def expert_mlp(rows: jax.Array, experts: dict, group_sizes: jax.Array) -> jax.Array:
-    """SwiGLU of each row by the expert whose group it is in."""
-    gate_up = jax.lax.ragged_dot(rows, experts["gate_up"].astype(rows.dtype), group_sizes)
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, experts["down"].astype(rows.dtype), group_sizes)
+def expert_mlp(rows: jax.Array, experts: dict, matmul: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """SwiGLU of each row by its expert; matmul multiplies rows in dispatch's layout with one matrix per expert."""
+    gate, up = jnp.split(matmul(rows, experts["gate_up"].astype(rows.dtype)), 2, axis=-1)
+    return matmul(jax.nn.silu(gate) * up, experts["down"].astype(rows.dtype))
+
+
+def unembed(x: jax.Array, params: dict) -> jax.Array:
+    """float32 logits [..., 256] of what the last layer gives, x [..., H]."""
+    x = rms_norm(x, params["final_norm"])
+    return (x @ params["unembedding"].astype(x.dtype)).astype(jnp.float32)
 
 
 def forward(params: dict, tokens: jax.Array, cfg: Config, group: ep.Group) -> tuple[jax.Array, dict]:
@@ -123,9 +139,10 @@ def forward(params: dict, tokens: jax.Array, cfg: Config, group: ep.Group) -> tu
         out, metrics = moe(rows, layer, cfg, group)
         return x + out.reshape(x.shape), metrics
 
+    if cfg.remat:
+        block = jax.checkpoint(block, prevent_cse=False)  # in a scan nothing can merge the two computations
     x, metrics = jax.lax.scan(block, params["embedding"].astype(cfg.dtype)[tokens], params["layers"])
-    x = rms_norm(x, params["final_norm"])
-    return (x @ params["unembedding"].astype(x.dtype)).astype(jnp.float32), metrics
+    return unembed(x, params), metrics
 
 
 def loss(params: dict, windows: jax.Array, cfg: Config, group: ep.Group) -> tuple[jax.Array, dict]:

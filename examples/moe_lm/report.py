@@ -38,11 +38,11 @@ class Report:
         self._progress.stop()
 
     def step(self, metrics: dict[str, np.ndarray]) -> None:
-        """Adds a step's metrics: those of `model.loss`, on the host."""
+        """Adds a step's metrics: those of `model.loss` on the host, stacked over the parts of the step."""
         self._clock.append(time.perf_counter())
-        self.history["loss"].append(metrics["nats"].item())
+        self.history["loss"].append(metrics["nats"].mean().item())
         self.history["dropped"].append(metrics["dropped"].sum().item())
-        self.history["load"].append(metrics["load"].tolist())
+        self.history["load"].append(metrics["load"].mean(axis=0).tolist())
         done = len(self.history["loss"])
         status = (
             f"loss {self.history['loss'][-1]:.3f}, {self.tokens_per_second:,.0f} tokens/s, "
