@@ -7,15 +7,37 @@
  *
  * tests/test_model.py says which of these settings are checked together:
  *
- *   RANKS (2, 3), SLOTS, OPS
+ *   RANKS (2, 3), SLOTS, OPS (at most 6)
+ *   ROWLESS      ranks, the first ones, that may have no row for their peers
  *   ONE_SENDER   a block both announces and sends rows; else each has a block of its own
  *   OVERLAP      dones run beside the launches that take an epoch; else a rank runs one launch after the other
  *   FAULT        rank 0 may stop anywhere, a start may never be done; time is up when nothing else can happen
  *   HASTE        time may be up whenever something is waited for
- *   WITHOUT_...  a mutant: the protocol without one of its orders, which must fail
+ *   WITHOUT      one of the orders below: a mutant, which must fail
  *
  * What is not here: the turns that launches take (one process runs those of a rank), how a unit shows that it is empty,
  * and epochs that wrap. */
+
+#define NOTHING 0
+#define CLAIM 1                    /* who may not know that a slot is free asks for the peers' words */
+#define NEWEST_IS_WHOLE 2          /* it is known only if all peers have announced the operation before, */
+#define WHOLE_SLOT 3               /* and have read what the slot held when that began */
+#define LATER_WORDS 4              /* a word may be beyond what a block waits for: others were quicker */
+#define END_OF_KERNEL 5            /* places are empty before the next operation is announced */
+#define READING_BEFORE_FINISHING 6 /* a done has read the slot before it says so */
+#define TELLING_OF_WHOLES 7        /* by the launch behind them */
+#define TELLING_OF_DONES 8
+#define ONE_TELLER 9               /* a launch tells what it has noted itself, not what it sees of others' dones */
+#define LEAVING_TO_DONE 10         /* a start does not wait */
+#define TICKET 11                  /* a done sends what its start has left */
+#define WARNING 12                 /* who gives up tells the peers */
+#define LOOKING_AT_FAILED 13       /* who is told waits no more */
+#ifndef WITHOUT
+#define WITHOUT NOTHING
+#endif
+#ifndef ROWLESS
+#define ROWLESS RANKS
+#endif
 
 #define bit_of(i) (1 << (i))
 #define ALL (bit_of(RANKS) - 1)
@@ -73,12 +95,9 @@ bit time_is_up;
 #define for_all(what) (what(0) && what(1) && what(2))
 #endif
 
-/* A peer may be through with this operation, too, before a block that has nothing for it asks. */
-#ifdef WITHOUT_LATER_WORDS
-#define has_read(p) (mine.from[p].finished == epoch - SLOTS)
-#else
-#define has_read(p) (mine.from[p].finished >= epoch - SLOTS)
-#endif
+#define has_read(p)                              \
+  (mine.from[p].finished == epoch - SLOTS ||     \
+   mine.from[p].finished > epoch - SLOTS && WITHOUT != LATER_WORDS)
 #define slot_is_free for_all(has_read)
 
 #define has_sent(p) (p == self || mine.from[p].op == epoch && (!mine.from[p].row_comes || mine.from[p].unit != 0))
@@ -89,25 +108,21 @@ bit time_is_up;
 inline enter_epoch() {
   epoch = own.newest_epoch + 1;
   slot = slot_of(epoch);
-#if defined(WITHOUT_NEWEST_IS_WHOLE)
-  claims = (own.whole_slots & bit_of(slot) -> 0 : SENDERS);
-#elif defined(WITHOUT_WHOLE_SLOT)
-  claims = (own.newest_is_whole -> 0 : SENDERS);
-#elif defined(WITHOUT_CLAIM)
-  claims = 0;
-#else
-  claims = (own.newest_is_whole && (own.whole_slots & bit_of(slot)) -> 0 : SENDERS);
-#endif
+  claims = SENDERS;
+  if
+  :: (own.newest_is_whole || WITHOUT == NEWEST_IS_WHOLE) &&
+     ((own.whole_slots & bit_of(slot)) || WITHOUT == WHOLE_SLOT) || WITHOUT == CLAIM -> claims = 0
+  :: else
+  fi;
   receives = half == WHOLE;
   if
   :: own.newest_is_whole ->
     told = epoch - 1;
     own.slot[slot_of(told)].from[self].finished = told;
-#ifndef WITHOUT_TELLING_OF_WHOLES
-    tells = OTHERS
-#endif
+    tells = (WITHOUT == TELLING_OF_WHOLES || WITHOUT == ONE_TELLER -> 0 : OTHERS)
   :: else
   fi;
+  looks = WITHOUT == ONE_TELLER;
   own.newest_epoch = epoch;
   own.newest_is_whole = half == WHOLE;
   own.whole_slots = (own.whole_slots & ~bit_of(slot)) | (half == WHOLE -> bit_of(slot) : 0);
@@ -117,9 +132,7 @@ inline enter_epoch() {
 inline enter_done() {
   slot = slot_of(epoch);
   assert(own.failed || mine.from[self].finished < epoch);
-#ifndef WITHOUT_TICKET
-  claims = SENDERS & ~own.ticket[epoch];
-#endif
+  claims = (WITHOUT == TICKET -> 0 : SENDERS & ~own.ticket[epoch]);
   receives = 1;
   finishes = 1
 }
@@ -141,11 +154,7 @@ inline may_send(blocks) {
 }
 
 /* A start does not wait: it leaves to its done what it may not send. */
-#ifdef WITHOUT_LEAVING_TO_DONE
-#define may_ask slot_is_free
-#else
-#define may_ask (half == START || slot_is_free)
-#endif
+#define may_ask (slot_is_free || half == START && WITHOUT != LEAVING_TO_DONE)
 inline claim(block) {
   claims = claims & ~block;
   if
@@ -186,13 +195,10 @@ inline receive() {
   for (p : 0 .. RANKS - 1) {
     if
     :: p != self && mine.from[p].row_comes ->
-      mine.from[p].row_comes = 0;
       assert(mine.from[p].unit == epoch);
-#ifdef WITHOUT_END_OF_KERNEL
-      own.late[slot] = 1
-#else
-      mine.from[p].unit = 0
-#endif
+      mine.from[p].row_comes = 0;
+      own.late[slot] = WITHOUT == END_OF_KERNEL;
+      mine.from[p].unit = (own.late[slot] -> epoch : 0)
     :: else
     fi
   }
@@ -200,6 +206,7 @@ inline receive() {
   mine.read = epoch
 }
 
+/* Of a mutant. */
 inline leave_empty(s) {
   own.late[s] = 0;
   for (p : 0 .. RANKS - 1) {
@@ -215,44 +222,34 @@ inline finish() {
   finishes = 0;
   mine.from[self].finished = epoch;
   told = epoch;
-#ifndef WITHOUT_TELLING_OF_DONES
-  tells = OTHERS
-#endif
+  tells = (WITHOUT == TELLING_OF_DONES -> 0 : OTHERS)
 }
 
-#ifdef WITHOUT_READING_BEFORE_FINISHING
-#define may_finish finishes
-#else
-#define may_finish (finishes && !receives && !claims && !announces && !sends_row)
-#endif
+#define may_finish \
+  (finishes && (!receives && !claims && !announces && !sends_row || WITHOUT == READING_BEFORE_FINISHING))
 
-#ifdef WITHOUT_OWN_WORDS_ONLY
-/* Every launch tells of all slots, as it has seen them. */
+inline tell(peer) {
+  tells = tells & ~bit_of(peer);
+  rank[peer].slot[slot_of(told)].from[self].finished = told;
+  for (p : 0 .. SLOTS - 1) {
+    if
+    :: seen[p] -> rank[peer].slot[p].from[self].finished = seen[p]
+    :: else
+    fi
+  }
+  p = 0
+}
+
+/* Of a mutant: a launch tells of all slots, as it sees them. */
 inline look_at_words() {
   looks = 0;
   for (p : 0 .. SLOTS - 1) {
-    words[p] = own.slot[p].from[self].finished
+    seen[p] = own.slot[p].from[self].finished
   }
   p = 0;
+  told = seen[0];
   tells = OTHERS
 }
-inline tell(peer) {
-  tells = tells & ~bit_of(peer);
-  if
-  :: half < DONE ->
-    for (p : 0 .. SLOTS - 1) {
-      rank[peer].slot[p].from[self].finished = words[p]
-    }
-    p = 0
-  :: else -> rank[peer].slot[slot].from[self].finished = told
-  fi
-}
-#else
-inline tell(peer) {
-  tells = tells & ~bit_of(peer);
-  rank[peer].slot[slot_of(told)].from[self].finished = told
-}
-#endif
 
 #define is_waiting (receives && !all_have_sent || claims && !slot_is_free)
 #if defined(HASTE)
@@ -268,10 +265,10 @@ inline fail() {
 #endif
   time_is_up = 1;
   own.failed = 1;
-#ifndef WITHOUT_WARNING
-  warns = OTHERS
-#endif
+  warns = (WITHOUT == WARNING -> 0 : OTHERS)
 }
+
+#define knows_of_failure (own.failed && WITHOUT != LOOKING_AT_FAILED)
 
 inline warn(p) {
   warns = warns & ~bit_of(p);
@@ -288,7 +285,11 @@ inline leave() {
   :: else
   fi;
   claims = 0; announces = 0; sends_row = 0; receives = 0; finishes = 0; tells = 0; looks = 0;
-  half = 0; epoch = 0; slot = 0; told = 0
+  half = 0; epoch = 0; slot = 0; told = 0;
+  for (p : 0 .. SLOTS - 1) {
+    seen[p] = 0
+  }
+  p = 0
 }
 
 /* --- the program ------------------------------------------------------------------------------------------------ */
@@ -333,6 +334,8 @@ inline plan() {
   done_option(2)
   done_option(3)
   done_option(4)
+  done_option(5)
+  done_option(6)
   :: planned == LAST && !started -> is_complete = 1
 #ifdef FAULT
   :: planned < LAST && waits_for_slot(planned + 1) -> planned++; add(WHOLE, 0)
@@ -354,10 +357,9 @@ proctype Stream(byte self; bit of_dones) {
   byte claims;                            /* blocks that have to ask first */
   byte announces, sends_row, tells, warns; /* peers */
   byte told;
-  bit receives, finishes, looks;
-#ifdef WITHOUT_OWN_WORDS_ONLY
-  byte words[SLOTS];
-#endif
+  bit receives, finishes;
+  bit looks;                               /* a mutant's */
+  byte seen[SLOTS];
 
 next:
   atomic {
@@ -367,22 +369,23 @@ next:
     :: empty(my_todo) && is_complete -> goto end_of_program
     od;
     if
+    :: knows_of_failure -> goto next
+    :: else
+    fi;
+    if
     :: half < DONE ->
       if
-      :: own.has_row[own.newest_epoch + 1] = 0
+      :: self < ROWLESS -> own.has_row[own.newest_epoch + 1] = 0
       :: own.has_row[own.newest_epoch + 1] = 1
       fi;
       skip; /* no jump may lead into a d_step */
       d_step { enter_epoch() }
-#ifdef WITHOUT_OWN_WORDS_ONLY
-      tells = 0;
-      looks = 1
-#endif
     :: else ->
       epoch = half - DONE;
       if
       :: own.left >= epoch
-      :: self == 0 && has_died -> goto end_of_program
+      :: knows_of_failure && own.left < epoch -> epoch = 0; goto next
+      :: self == 0 && has_died && own.left < epoch -> goto end_of_program
       fi;
       skip;
       d_step { enter_done() }
@@ -400,19 +403,13 @@ next:
 #endif
   :: d_step { receives && all_have_sent -> receive() }
   :: d_step { may_finish -> finish() }
-#ifdef WITHOUT_END_OF_KERNEL
   :: d_step { own.late[0] -> leave_empty(0) }
   :: d_step { own.late[1] -> leave_empty(1) }
-#endif
-#ifdef WITHOUT_OWN_WORDS_ONLY
   :: d_step { looks && !(claims & ANNOUNCER) -> look_at_words() }
-#endif
 #ifdef gives_up
-  :: d_step { gives_up && !own.failed -> fail() }
-#ifndef WITHOUT_LOOKING_AT_FAILED
-  :: d_step { own.failed && !warns -> leave() } break
+  :: atomic { gives_up && !own.failed -> fail() }
 #endif
-#endif
+  :: d_step { knows_of_failure && !warns -> leave() } break
 #ifdef FAULT
   :: self == 0 && dies -> goto stop
 #endif
