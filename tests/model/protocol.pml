@@ -1,4 +1,4 @@
-/* How the ranks of a group share the slots of their arenas (ffi/cuda/protocol.cuh; docs/design.md, section 5), for spin.
+/* How the ranks of a group share the slots of their arenas (ffi/cuda/protocol.cuh; docs/design.md section 5), for spin.
  *
  * All ranks run the same program: OPS operations, each whole or in halves, dones in any order, of which none needs a
  * slot whose start is done only later. A launch is a loop that takes the steps of its thread blocks in any order. A
@@ -18,6 +18,7 @@
  * What is not here: the turns that launches take (one process runs those of a rank), how a unit shows that it is empty,
  * and epochs that wrap. */
 
+/* What the protocol relies on. */
 #define NOTHING 0
 #define CLAIM 1                    /* who may not know that a slot is free asks for the peers' words */
 #define NEWEST_IS_WHOLE 2          /* it is known only if all peers have announced the operation before, */
@@ -95,8 +96,8 @@ bit time_is_up;
 #define for_all(what) (what(0) && what(1) && what(2))
 #endif
 
-#define has_read(p)                              \
-  (mine.from[p].finished == epoch - SLOTS ||     \
+#define has_read(p) \
+  (mine.from[p].finished == epoch - SLOTS || \
    mine.from[p].finished > epoch - SLOTS && WITHOUT != LATER_WORDS)
 #define slot_is_free for_all(has_read)
 
@@ -170,6 +171,7 @@ inline store_row(p) {
   of_peer(p).unit = epoch
 }
 
+/* No slot is overwritten before it is read. (That nobody waits forever, spin checks by itself.) */
 inline announce(p) {
   assert(rank[p].slot[slot].read == epoch - SLOTS);
   announces = announces & ~bit_of(p);
@@ -206,7 +208,7 @@ inline receive() {
   mine.read = epoch
 }
 
-/* Of a mutant. */
+/* Of a mutant, with two slots: some launch of the rank does it, some time. */
 inline leave_empty(s) {
   own.late[s] = 0;
   for (p : 0 .. RANKS - 1) {
@@ -258,7 +260,7 @@ inline look_at_words() {
 #define gives_up (timeout && is_waiting)
 #endif
 
-/* Only one rank's time is ever up: it tells the others, and whoever knows waits no more. */
+/* Unless there is haste, only one rank's time is ever up: it tells the others, and whoever knows waits no more. */
 inline fail() {
 #ifndef HASTE
   assert(!time_is_up);
@@ -346,15 +348,15 @@ inline plan() {
 
 /* --- a stream --------------------------------------------------------------------------------------------------- */
 
-#define for_peer(p)                                                             \
-  :: d_step { announces & bit_of(p) -> announce(p) }                            \
-  :: d_step { sends_row & bit_of(p) -> send_row(p) }                            \
-  :: d_step { (tells & bit_of(p)) && !(claims & ANNOUNCER) -> tell(p) }         \
+#define for_peer(p)                                                       \
+  :: d_step { announces & bit_of(p) -> announce(p) }                      \
+  :: d_step { sends_row & bit_of(p) -> send_row(p) }                      \
+  :: d_step { (tells & bit_of(p)) && !(claims & ANNOUNCER) -> tell(p) }   \
   :: d_step { warns & bit_of(p) -> warn(p) }
 
 proctype Stream(byte self; bit of_dones) {
   byte half, epoch, slot, p;
-  byte claims;                            /* blocks that have to ask first */
+  byte claims;                             /* blocks that have to ask first */
   byte announces, sends_row, tells, warns; /* peers */
   byte told;
   bit receives, finishes;
