@@ -1,0 +1,459 @@
+/* How the ranks of a group share the slots of their arenas (ffi/cuda/protocol.cuh; docs/design.md section 5), for spin.
+ *
+ * All ranks run the same program: OPS operations, each whole or in halves, dones in any order, of which none needs a
+ * slot whose start is done only later. A launch is a loop that takes the steps of its thread blocks in any order. A
+ * step is what other ranks can tell from the one before: a store to a peer, or a look at words that peers write. So
+ * stores come in any order, but before their kernel ends.
+ *
+ * tests/test_model.py says which of these settings are checked together:
+ *
+ *   RANKS (2, 3), SLOTS, OPS (at most 6)
+ *   ROWLESS      ranks, the first ones, that may have no row for their peers
+ *   ONE_SENDER   a block both announces and sends rows; else each has a block of its own
+ *   OVERLAP      dones run beside the launches that take an epoch; else a rank runs one launch after the other
+ *   FAULT        rank 0 may stop anywhere, a start may never be done; time is up when nothing else can happen
+ *   HASTE        time may be up whenever something is waited for
+ *   WITHOUT      one of the orders below: a mutant, which must fail
+ *
+ * What is not here: the turns that launches take (one process runs those of a rank), how a unit shows that it is empty,
+ * and epochs that wrap. */
+
+/* What the protocol relies on. */
+#define NOTHING 0
+#define CLAIM 1                    /* who may not know that a slot is free asks for the peers' words */
+#define NEWEST_IS_WHOLE 2          /* it is known only if all peers have announced the operation before, */
+#define WHOLE_SLOT 3               /* and have read what the slot held when that began */
+#define LATER_WORDS 4              /* a word may be beyond what a block waits for: others were quicker */
+#define END_OF_KERNEL 5            /* places are empty before the next operation is announced */
+#define READING_BEFORE_FINISHING 6 /* a done has read the slot before it says so */
+#define TELLING_OF_WHOLES 7        /* by the launch behind them */
+#define TELLING_OF_DONES 8
+#define ONE_TELLER 9               /* a launch tells what it has noted itself, not what it sees of others' dones */
+#define LEAVING_TO_DONE 10         /* a start does not wait */
+#define TICKET 11                  /* a done sends what its start has left */
+#define WARNING 12                 /* who gives up tells the peers */
+#define LOOKING_AT_FAILED 13       /* who is told waits no more */
+#ifndef WITHOUT
+#define WITHOUT NOTHING
+#endif
+#ifndef ROWLESS
+#define ROWLESS RANKS
+#endif
+
+#define bit_of(i) (1 << (i))
+#define ALL (bit_of(RANKS) - 1)
+#define OTHERS (ALL & ~bit_of(self))
+#define LAST (SLOTS + OPS) /* epoch; the first is SLOTS + 1, so that what the slots held before is no less than 1 */
+#define slot_of(epoch) ((epoch) % SLOTS)
+
+/* Launches; DONE + epoch. */
+#define WHOLE 1
+#define START 2
+#define DONE 3
+
+/* Blocks that send. */
+#define ANNOUNCER 1
+#define ROW_SENDER 2
+#ifdef ONE_SENDER
+#define SENDERS ANNOUNCER
+#else
+#define SENDERS (ANNOUNCER | ROW_SENDER)
+#endif
+
+typedef Place { /* for what a peer sends into a slot */
+  byte op;       /* epoch of its announcement */
+  bit row_comes; /* told with it */
+  byte unit;     /* 0: empty, else the epoch of a row */
+  byte finished  /* epoch that the peer has read last in its own slot */
+}
+typedef Slot {
+  Place from[RANKS];
+  byte read /* what the protocol upholds: epoch of which all has been taken */
+}
+typedef Rank {
+  Slot slot[SLOTS];
+  byte newest_epoch, left; /* begun last; of the launch that ended last */
+  byte whole_slots;
+  bit newest_is_whole;
+  bit failed;
+  byte ticket[LAST + 1]; /* the blocks of a start that have sent */
+  bit has_row[LAST + 1]; /* of an operation, for its peers */
+  bit late[SLOTS]        /* of a mutant: units that are yet to be left empty */
+}
+
+Rank rank[RANKS];
+bit dies;     /* rank 0 does */
+bit has_died;
+bit time_is_up;
+
+#define own rank[self]
+#define mine own.slot[slot] /* this rank's memory for the operation */
+#define of_peer(p) rank[p].slot[slot].from[self]
+
+#if RANKS == 2
+#define for_all(what) (what(0) && what(1))
+#else
+#define for_all(what) (what(0) && what(1) && what(2))
+#endif
+
+#define has_read(p) \
+  (mine.from[p].finished == epoch - SLOTS || \
+   mine.from[p].finished > epoch - SLOTS && WITHOUT != LATER_WORDS)
+#define slot_is_free for_all(has_read)
+
+#define has_sent(p) (p == self || mine.from[p].op == epoch && (!mine.from[p].row_comes || mine.from[p].unit != 0))
+#define all_have_sent for_all(has_sent)
+
+/* --- a launch begins -------------------------------------------------------------------------------------------- */
+
+inline enter_epoch() {
+  epoch = own.newest_epoch + 1;
+  slot = slot_of(epoch);
+  claims = SENDERS;
+  if
+  :: (own.newest_is_whole || WITHOUT == NEWEST_IS_WHOLE) &&
+     ((own.whole_slots & bit_of(slot)) || WITHOUT == WHOLE_SLOT) || WITHOUT == CLAIM -> claims = 0
+  :: else
+  fi;
+  receives = half == WHOLE;
+  if
+  :: own.newest_is_whole ->
+    told = epoch - 1;
+    own.slot[slot_of(told)].from[self].finished = told;
+    tells = (WITHOUT == TELLING_OF_WHOLES || WITHOUT == ONE_TELLER -> 0 : OTHERS)
+  :: else
+  fi;
+  looks = WITHOUT == ONE_TELLER;
+  own.newest_epoch = epoch;
+  own.newest_is_whole = half == WHOLE;
+  own.whole_slots = (own.whole_slots & ~bit_of(slot)) | (half == WHOLE -> bit_of(slot) : 0);
+  may_send(SENDERS & ~claims)
+}
+
+inline enter_done() {
+  slot = slot_of(epoch);
+  assert(own.failed || mine.from[self].finished < epoch);
+  claims = (WITHOUT == TICKET -> 0 : SENDERS & ~own.ticket[epoch]);
+  receives = 1;
+  finishes = 1
+}
+
+/* From now on, blocks write into the peers' slots. */
+inline may_send(blocks) {
+  if
+  :: (blocks) & ANNOUNCER -> announces = OTHERS
+  :: else
+  fi;
+  if
+  :: ((blocks) & ROW_SENDER) && own.has_row[epoch] -> sends_row = OTHERS
+  :: else
+  fi;
+  if
+  :: half == START -> own.ticket[epoch] = own.ticket[epoch] | (blocks)
+  :: else
+  fi
+}
+
+/* A start does not wait: it leaves to its done what it may not send. */
+#define may_ask (slot_is_free || half == START && WITHOUT != LEAVING_TO_DONE)
+inline claim(block) {
+  claims = claims & ~block;
+  if
+  :: slot_is_free -> may_send(block)
+  :: else
+  fi
+}
+
+/* --- it sends and receives -------------------------------------------------------------------------------------- */
+
+inline store_row(p) {
+  assert(of_peer(p).unit == 0);
+  of_peer(p).unit = epoch
+}
+
+/* No slot is overwritten before it is read. (That nobody waits forever, spin checks by itself.) */
+inline announce(p) {
+  assert(rank[p].slot[slot].read == epoch - SLOTS);
+  announces = announces & ~bit_of(p);
+  of_peer(p).op = epoch;
+  of_peer(p).row_comes = own.has_row[epoch];
+#ifdef ONE_SENDER /* The receiver waits for both: which comes first makes no difference. */
+  if
+  :: own.has_row[epoch] -> store_row(p)
+  :: else
+  fi
+#endif
+}
+
+inline send_row(p) {
+  assert(rank[p].slot[slot].read == epoch - SLOTS);
+  sends_row = sends_row & ~bit_of(p);
+  store_row(p)
+}
+
+/* Takes all rows at once: nobody is told before the launch ends. */
+inline receive() {
+  receives = 0;
+  for (p : 0 .. RANKS - 1) {
+    if
+    :: p != self && mine.from[p].row_comes ->
+      assert(mine.from[p].unit == epoch);
+      mine.from[p].row_comes = 0;
+      own.late[slot] = WITHOUT == END_OF_KERNEL;
+      mine.from[p].unit = (own.late[slot] -> epoch : 0)
+    :: else
+    fi
+  }
+  p = 0;
+  mine.read = epoch
+}
+
+/* Of a mutant, with two slots: some launch of the rank does it, some time. */
+inline leave_empty(s) {
+  own.late[s] = 0;
+  for (p : 0 .. RANKS - 1) {
+    own.slot[s].from[p].unit = 0
+  }
+  p = 0
+}
+
+/* --- it ends ---------------------------------------------------------------------------------------------------- */
+
+/* The last block of a done. */
+inline finish() {
+  finishes = 0;
+  mine.from[self].finished = epoch;
+  told = epoch;
+  tells = (WITHOUT == TELLING_OF_DONES -> 0 : OTHERS)
+}
+
+#define may_finish \
+  (finishes && (!receives && !claims && !announces && !sends_row || WITHOUT == READING_BEFORE_FINISHING))
+
+inline tell(peer) {
+  tells = tells & ~bit_of(peer);
+  rank[peer].slot[slot_of(told)].from[self].finished = told;
+  for (p : 0 .. SLOTS - 1) {
+    if
+    :: seen[p] -> rank[peer].slot[p].from[self].finished = seen[p]
+    :: else
+    fi
+  }
+  p = 0
+}
+
+/* Of a mutant: a launch tells of all slots, as it sees them. */
+inline look_at_words() {
+  looks = 0;
+  for (p : 0 .. SLOTS - 1) {
+    seen[p] = own.slot[p].from[self].finished
+  }
+  p = 0;
+  told = seen[0];
+  tells = OTHERS
+}
+
+#define is_waiting (receives && !all_have_sent || claims && !slot_is_free)
+#if defined(HASTE)
+#define gives_up is_waiting
+#elif defined(FAULT)
+#define gives_up (timeout && is_waiting)
+#endif
+
+/* Unless there is haste, only one rank's time is ever up: it tells the others, and whoever knows waits no more. */
+inline fail() {
+#ifndef HASTE
+  assert(!time_is_up);
+#endif
+  time_is_up = 1;
+  own.failed = 1;
+  warns = (WITHOUT == WARNING -> 0 : OTHERS)
+}
+
+#define knows_of_failure (own.failed && WITHOUT != LOOKING_AT_FAILED)
+
+inline warn(p) {
+  warns = warns & ~bit_of(p);
+  rank[p].failed = 1
+}
+
+inline leave() {
+  if
+  :: half < DONE -> own.left = epoch
+  :: else -> own.ticket[epoch] = 0
+  fi;
+  if
+  :: half != START -> own.has_row[epoch] = 0
+  :: else
+  fi;
+  claims = 0; announces = 0; sends_row = 0; receives = 0; finishes = 0; tells = 0; looks = 0;
+  half = 0; epoch = 0; slot = 0; told = 0;
+  for (p : 0 .. SLOTS - 1) {
+    seen[p] = 0
+  }
+  p = 0
+}
+
+/* --- the program ------------------------------------------------------------------------------------------------ */
+
+/* What the streams of all ranks have yet to launch. It is made up as they go. */
+#ifdef OVERLAP
+#define STREAMS 2
+#else
+#define STREAMS 1
+#endif
+chan todo[RANKS * STREAMS] = [2 * OPS] of { byte };
+#define my_todo todo[self * STREAMS + of_dones]
+
+byte planned = SLOTS; /* epoch */
+short started;        /* of these, the starts that have no done */
+bit is_complete;
+
+#define waits_for_slot(epoch) (started & bit_of((epoch) - SLOTS))
+#ifdef OVERLAP /* Where a done stands among launches of the other stream makes no difference. */
+#define is_time_for_dones (planned == LAST || waits_for_slot(planned + 1))
+#else
+#define is_time_for_dones true
+#endif
+
+#define done_option(i)                                                                                      \
+  :: is_time_for_dones && (started & bit_of(SLOTS + i)) && !waits_for_slot(SLOTS + i) ->                    \
+     started = started & ~bit_of(SLOTS + i);                                                                \
+     add(DONE + SLOTS + i, STREAMS - 1)
+
+inline add(launch, stream) {
+  for (p : 0 .. RANKS - 1) {
+    todo[p * STREAMS + stream] ! launch
+  }
+  p = 0
+}
+
+inline plan() {
+  if
+  :: planned < LAST && !waits_for_slot(planned + 1) -> planned++; add(WHOLE, 0)
+  :: planned < LAST -> planned++; started = started | bit_of(planned); add(START, 0)
+  done_option(1)
+  done_option(2)
+  done_option(3)
+  done_option(4)
+  done_option(5)
+  done_option(6)
+  :: planned == LAST && !started -> is_complete = 1
+#ifdef FAULT
+  :: planned < LAST && waits_for_slot(planned + 1) -> planned++; add(WHOLE, 0)
+  :: planned == LAST && started -> is_complete = 1
+#endif
+  fi
+}
+
+/* --- a stream --------------------------------------------------------------------------------------------------- */
+
+#define for_peer(p)                                                       \
+  :: d_step { announces & bit_of(p) -> announce(p) }                      \
+  :: d_step { sends_row & bit_of(p) -> send_row(p) }                      \
+  :: d_step { (tells & bit_of(p)) && !(claims & ANNOUNCER) -> tell(p) }   \
+  :: d_step { warns & bit_of(p) -> warn(p) }
+
+proctype Stream(byte self; bit of_dones) {
+  byte half, epoch, slot, p;
+  byte claims;                             /* blocks that have to ask first */
+  byte announces, sends_row, tells, warns; /* peers */
+  byte told;
+  bit receives, finishes;
+  bit looks;                               /* a mutant's */
+  byte seen[SLOTS];
+
+next:
+  atomic {
+    do
+    :: nempty(my_todo) -> my_todo ? half; break
+    :: empty(my_todo) && !is_complete -> plan()
+    :: empty(my_todo) && is_complete -> goto end_of_program
+    od;
+    if
+    :: knows_of_failure -> goto next
+    :: else
+    fi;
+    if
+    :: half < DONE ->
+      if
+      :: self < ROWLESS -> own.has_row[own.newest_epoch + 1] = 0
+      :: own.has_row[own.newest_epoch + 1] = 1
+      fi;
+      skip; /* no jump may lead into a d_step */
+      d_step { enter_epoch() }
+    :: else ->
+      epoch = half - DONE;
+      if
+      :: own.left >= epoch
+      :: knows_of_failure && own.left < epoch -> epoch = 0; goto next
+      :: self == 0 && has_died && own.left < epoch -> goto end_of_program
+      fi;
+      skip;
+      d_step { enter_done() }
+    fi
+  }
+  do
+  :: d_step { (claims & ANNOUNCER) && may_ask -> claim(ANNOUNCER) }
+#ifndef ONE_SENDER
+  :: d_step { (claims & ROW_SENDER) && may_ask -> claim(ROW_SENDER) }
+#endif
+  for_peer(0)
+  for_peer(1)
+#if RANKS > 2
+  for_peer(2)
+#endif
+  :: d_step { receives && all_have_sent -> receive() }
+  :: d_step { may_finish -> finish() }
+  :: d_step { own.late[0] -> leave_empty(0) }
+  :: d_step { own.late[1] -> leave_empty(1) }
+  :: d_step { looks && !(claims & ANNOUNCER) -> look_at_words() }
+#ifdef gives_up
+  :: atomic { gives_up && !own.failed -> fail() }
+#endif
+  :: d_step { knows_of_failure && !warns -> leave() } break
+#ifdef FAULT
+  :: self == 0 && dies -> goto stop
+#endif
+  :: d_step {
+       !claims && !announces && !sends_row && !receives && !finishes && !tells && !looks && !warns -> leave()
+     }
+     break
+  od;
+  goto next;
+stop:
+  has_died = 1;
+end_of_program:
+  skip
+}
+
+init {
+  byte epoch, r, p;
+  atomic {
+    for (r : 0 .. RANKS - 1) {
+      rank[r].newest_epoch = SLOTS;
+      rank[r].left = SLOTS;
+      for (epoch : 1 .. SLOTS) {
+        rank[r].slot[slot_of(epoch)].read = epoch;
+        for (p : 0 .. RANKS - 1) {
+          rank[r].slot[slot_of(epoch)].from[p].finished = epoch
+        }
+      }
+    }
+#ifdef FAULT
+    if
+    :: dies = 0
+    :: dies = 1
+    fi;
+#endif
+    epoch = 0;
+    p = 0;
+    for (r : 0 .. RANKS - 1) {
+      run Stream(r, 0);
+#ifdef OVERLAP
+      run Stream(r, 1)
+#endif
+    }
+    r = 0
+  }
+}
