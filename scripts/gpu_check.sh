@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds jax_ep on a machine with GPUs, runs all that needs one, and writes benchmarks/results/gpu_check-*.json.
 #
-#   scripts/gpu_check.sh [build native sanitizer tests train bench]     # no names: all steps
+#   scripts/gpu_check.sh [build native sanitizer tests train processes bench step]     # no names: all steps
 #
 # Uses the environment of $PYTHON (python3), which must hold jax with its CUDA plugin, scikit-build-core, nanobind, pytest
 # and hypothesis: nothing is fetched. Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses). PYTEST_ARGS goes to
@@ -10,7 +10,7 @@
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-steps=${*:-build native sanitizer tests train bench}
+steps=${*:-build native sanitizer tests train processes bench step}
 logs=${GPU_CHECK_LOGS:-build/gpu_check}
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
@@ -37,15 +37,28 @@ step build "$python" -m pip install --no-build-isolation --no-deps --force-reins
   -C cmake.define.CMAKE_CUDA_ARCHITECTURES=native -C cmake.define.JAX_EP_CUDA=ON .
 step native-build bash -c build_native_tests
 step native-run build/native-gpu/exchange_test
-step sanitizer-memcheck compute-sanitizer --tool memcheck --error-exitcode 9 build/native-gpu/exchange_test 4 quick
-step sanitizer-racecheck compute-sanitizer --tool racecheck --error-exitcode 9 build/native-gpu/exchange_test 4 quick
+for tool in memcheck racecheck synccheck; do
+  step sanitizer-$tool compute-sanitizer --tool $tool --error-exitcode 9 build/native-gpu/exchange_test 4 quick
+done
 step tests "$python" -P -m pytest tests -q -p no:cacheprovider \
   --junit-xml="$logs/tests.xml" ${PYTEST_ARGS:-}
 # In float32 throughout: in TF32, the backends' order of summation would soon be amplified.
 for backend in cuda reference; do
   step "train-$backend" env JAX_DEFAULT_MATMUL_PRECISION=highest "$python" examples/train_moe.py \
-    --backend=$backend --steps=200 --dtype=float32 --out="$logs/$backend"
+    --backend=$backend --steps=300 --dtype=float32 --out="$logs/$backend"
 done
-step bench "$python" -P -m jax_ep.bench --tokens 1,8,32,128,4096 --wire none,fp8 --json "$logs/bench.json" ${BENCH_ARGS:-}
+step processes "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
+# The table of docs/performance.md; then what other shapes and settings cost with 128 tokens.
+bench() {  # bench NAME ARGUMENT...
+  step "bench-$1" "$python" -P -m jax_ep.bench --json "$logs/bench-$1.json" --wire fp8 --no-lax "${@:2}" ${BENCH_ARGS:-}
+}
+bench 1-tokens --tokens 1,8,32,128,512,4096 --wire none,fp8
+bench 2-hidden --tokens 128 --hidden 2048,4096,8192
+bench 3-top-k --tokens 128 --top-k 1,16
+bench 4-experts --tokens 128 --experts 32,512
+bench 5-skewed --tokens 128 --routing skewed
+bench 6-num-sms --tokens 128,4096 --num-sms 24
+bench 7-grad --tokens 128,4096 --wire none --grad
+step step "$python" -P benchmarks/moe_step.py --json "$logs/moe_step.json"
 "$python" -P scripts/gpu_report.py "$logs" || failed=1
 exit $failed

@@ -44,17 +44,19 @@ def tests(path: Path) -> dict[str, object] | None:
 
 
 def training(logs: Path) -> dict[str, object] | None:
-    """The loss curves of the two backends, every tenth step, and how far they are apart at most."""
-    curves = {}
+    """The loss curves of the two backends, every tenth step, how far they are apart at most, and how fast they were."""
+    curves, tokens_per_second = {}, {}
     for backend in ("cuda", "reference"):
         path = logs / backend / "train_moe.json"
         if not path.exists():
             return None
-        curves[backend] = json.loads(path.read_text())["loss"]
+        report = json.loads(path.read_text())
+        curves[backend], tokens_per_second[backend] = report["loss"], report["tokens_per_second"]
     apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
     return {
         "steps": len(curves["cuda"]),
         "largest_difference": apart,
+        "tokens_per_second": tokens_per_second,
         **{backend: [round(loss, 5) for loss in curve[::10]] for backend, curve in curves.items()},
     }
 
@@ -76,7 +78,8 @@ def main(logs: Path) -> None:
         "steps": steps,
         "tests": tests(logs / "tests.xml") if "tests" in steps else None,
         "training": training(logs) if "train-cuda" in steps else None,
-        "bench": json.loads((logs / "bench.json").read_text()) if (logs / "bench.json").exists() else None,
+        "bench": [row for path in sorted(logs.glob("bench-*.json")) for row in json.loads(path.read_text())],
+        "moe_step": json.loads((logs / "moe_step.json").read_text()) if (logs / "moe_step.json").exists() else None,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     name = f"gpu_check-{len(devices)}x{devices[0].device_kind.replace(' ', '-')}-{date:%Y%m%dT%H%M%S}.json"

@@ -50,7 +50,8 @@ struct Rank {
   cudaStream_t stream;
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
       rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
-      group_sizes{size_t(experts_per_rank)}, num_dropped{1}, dispatch_ticket{kTicketWords}, combine_ticket{kTicketWords};
+      group_sizes{size_t(experts_per_rank)}, num_dropped{1}, dispatch_ticket{kTicketWords},
+      combine_ticket{kTicketWords};
   Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
       weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
       cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
@@ -362,9 +363,10 @@ int main(int argc, char** argv) {
     std::cerr << num_ranks << " ranks: " << check::failures << " failures\n";
   }
   if (!is_quick) more_blocks_than_fit();
-  for (int32_t odd_number : {1, 257, 300, 384, 544}) {  // not a multiple of a block's threads
+  for (int32_t odd_number :
+       is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {  // for a block's threads
     experts_per_rank = odd_number;
-    for (int32_t num_blocks : {0, 2, 5}) exchange(std::min(most_ranks, 2), 0, num_blocks, 1);
+    for (int32_t num_blocks : {0, 5}) exchange(std::min(most_ranks, 2), 0, num_blocks, 1);
   }
   std::cerr << "odd numbers of experts: " << check::failures << " failures\n";
   return check::exit_status();
