@@ -210,7 +210,7 @@ def test_floor_of_the_link():
 )
 def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
     json_file, picture = tmp_path / "rows.json", tmp_path / "pairs.png"
-    small = f"--tokens=3 --hidden=128 --top-k=2 --experts=16 --chain=2 --backend={backend}"
+    small = f"--tokens=3 --hidden=128 --top-k=2 --experts=16 --chain=3 --backend={backend}"
     assert main([*small.split(), *options.split(), f"--json={json_file}", f"--plot={picture}"]) == 0
     rows = json.loads(json_file.read_text())
     assert len(rows) == num_rows
@@ -243,7 +243,7 @@ def test_live_table(capsys):
         ("--top-k=4,9 --experts=8", "--top-k is 9; it must be at most --experts = 8"),
         ("--experts=33", f"--experts is 33; it must be a multiple of the {jax.device_count()} devices"),
         ("--wire=fp4", "'fp4' is no wire; choose from none, fp8, fp8_pow2"),
-        ("--chain=0", "--chain is 0; it must be at least 1"),
+        ("--chain=2", "--chain is 2; it must be at least 3"),
     ],
 )
 def test_impossible_options_are_named(capsys, options, message):

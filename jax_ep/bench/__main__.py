@@ -150,8 +150,8 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     for experts in options.experts:
         if experts % num_ranks:
             parser.error(f"--experts is {experts}; it must be a multiple of the {num_ranks} devices")
-    if options.chain < 1:
-        parser.error(f"--chain is {options.chain}; it must be at least 1")
+    if options.chain < 3:
+        parser.error(f"--chain is {options.chain}; it must be at least 3, as its first pair is not timed")
     if options.plot and (why := report.missing("matplotlib")):
         parser.error(f"--plot: {why}")
     return options
