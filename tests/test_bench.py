@@ -243,7 +243,7 @@ def test_live_table(capsys):
         ("--top-k=4,9 --experts=8", "--top-k is 9; it must be at most --experts = 8"),
         ("--experts=33", f"--experts is 33; it must be a multiple of the {jax.device_count()} devices"),
         ("--wire=fp4", "'fp4' is no wire; choose from none, fp8, fp8_pow2"),
-        ("--chain=2", "--chain is 2; it must be at least 3"),
+        ("--chain=0", "--chain is 0; it must be at least 1"),
     ],
 )
 def test_impossible_options_are_named(capsys, options, message):
