@@ -139,7 +139,7 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
     add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="of activations")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
-    add("--chain", type=int, default=4 if on_cpu else 50, help="pairs in one executable; at least 3 for times on the GPU")
+    add("--chain", type=int, default=4 if on_cpu else 50, help="pairs in one executable; 3 or more for GPU times")
     add("--grad", action="store_true", help="time the backward pass, too")
     add("--no-lax", dest="lax", action="store_false", help="do not time lax.all_to_all and lax.ragged_all_to_all")
     add("--json", metavar="FILE", help="write the rows there, too")
