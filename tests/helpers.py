@@ -40,6 +40,19 @@ def open_group(mesh: Mesh, shape: Shape, **settings) -> ep.Group:
     return ep.Group(mesh, **sizes | more | settings)
 
 
+def slot_bytes(group: ep.Group) -> int:
+    """Of the CUDA backend's arena: for every rank, as many rows as it may send, with headers and marks."""
+    header = oracle.round_up(16 * group.top_k, 128)
+    payload = group.hidden * group.dtype.itemsize
+    row = oracle.round_up(header + payload, 128) + 8 * (-(-payload // 512) + 1)
+    return group.num_ranks * group.max_tokens_per_rank * row
+
+
+def num_slots(group: ep.Group) -> int:
+    """How many operations of the group may be under way at once: four if their slots fit in 64 MiB, else two."""
+    return 4 if oracle.round_up(4 * slot_bytes(group), 256) <= 64 * 2**20 else 2
+
+
 def spmd(fn: Callable, mesh: Mesh, *, check_vma: bool = True, replicated: tuple[int, ...] = ()) -> Callable:
     """shard_map of fn over all axes of mesh, for global arrays whose leading axes are those of the mesh.
 
@@ -101,13 +114,16 @@ def spin(steps: jax.Array) -> jax.Array:
     return jnp.minimum(state & 0x7FFFFFFF, 0)
 
 
-def seconds_of_spin(mesh: Mesh, steps: np.ndarray) -> float:
-    """How long `spin` takes on all devices of mesh at once, for the steps of each."""
-    run = compiled(spin, mesh, steps)
-    for _ in range(2):  # the first run loads the program
+def steps_per_second(mesh: Mesh, spinning: np.ndarray) -> float:
+    """How fast `spin` is on those devices of mesh where `spinning` is 1, and not 0, all at once."""
+    run, steps, elapsed = jax.jit(spmd(spin, mesh)), 1000 * spinning.astype(np.int32), 0.0
+    jax.block_until_ready(run(steps))  # compiles
+    while elapsed < 0.05:
+        steps *= 2
         begun = time.perf_counter()
         jax.block_until_ready(run(steps))
-    return time.perf_counter() - begun
+        elapsed = time.perf_counter() - begun
+    return steps.max() / elapsed
 
 
 def to_numpy(tree):

@@ -26,9 +26,11 @@ from helpers import (
     assert_trees_same_bits,
     chain,
     compiled,
+    num_slots,
     open_group,
     place,
     run_spmd,
+    slot_bytes,
     spmd,
     to_numpy,
 )
@@ -303,16 +305,8 @@ def test_operands_are_waited_for(mesh):
 
 
 def arena_bytes(group):
-    """Of one rank: in each slot, for every rank, as many rows as it may send, with headers and marks.
-
-    There are four slots if they fit in 64 MiB, else two.
-    """
-    header = oracle.round_up(16 * group.top_k, 128)
-    payload = group.hidden * group.dtype.itemsize
-    row = oracle.round_up(header + payload, 128) + 8 * (-(-payload // 512) + 1)
-    slot = group.num_ranks * group.max_tokens_per_rank * row
-    four = oracle.round_up(4 * slot, 256)
-    return four if four <= 64 * 2**20 else oracle.round_up(2 * slot, 256)
+    """Of one rank."""
+    return oracle.round_up(num_slots(group) * slot_bytes(group), 256)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, FLOAT, LARGE], ids=str)
