@@ -372,7 +372,7 @@ def run_late(mesh: Mesh, backend: str, num_operations: int, seed: int = 0) -> di
     num_layers = num_operations // 2
     x, topk_idx, topk_weights = make_inputs(shape, mesh.size)
     topk_weights = np.abs(topk_weights) / np.abs(topk_weights).sum(axis=-1, keepdims=True)  # x stays as large as it is
-    most_steps = LATEST_S * steps_per_second(mesh, np.ones(mesh.devices.shape))
+    most_steps = 1 + int(LATEST_S * steps_per_second(mesh, np.ones(mesh.devices.shape)))
     steps = rng.integers(most_steps, size=(*mesh.devices.shape, num_layers, 2), dtype=np.int32)
 
     def program(steps, x, topk_idx, topk_weights):

@@ -110,7 +110,7 @@ def test_a_rank_that_never_comes(mesh, inputs, missing):
 @with_and_without_graphs
 def test_nothing_waits_twice(mesh, inputs, options):
     """A hundred operations are under way when the first gives up, and a hundred programs come after it."""
-    with make_group(mesh, timeout=2.0) as group:
+    with make_group(mesh, timeout=4.0) as group:
         program = compiled(partial(chain, group), mesh, *inputs, options=options)
         to_numpy(program(*inputs))
         queue = compiled(partial(without_rank, 0, group, layers=50), mesh, *inputs, options=options, check_vma=False)
