@@ -382,15 +382,24 @@ def groups_again_and_again():
 
 
 @pytest.mark.gpu
-def test_a_process_that_dies():
+@pytest.mark.parametrize("when", ["between_operations", "in_a_kernel"])
+def test_a_process_that_dies(when):
     """The others find out in time, and nothing hangs."""
     begun = time.monotonic()
-    done = launch(gpus(), sys.executable, __file__, "dies", platform="gpu", timeout=120)
+    done = launch(gpus(), sys.executable, __file__, f"dies_{when}", platform="gpu", timeout=120)
     assert time.monotonic() - begun < 110
     assert done.stdout.count("gave up waiting for rank 0") == gpus() - 1, done.stdout + done.stderr
 
 
-def dies():
+def dies_between_operations():
+    dies(in_a_kernel=False)
+
+
+def dies_in_a_kernel():
+    dies(in_a_kernel=True)
+
+
+def dies(in_a_kernel):
     mesh = jax.sharding.Mesh(jax.devices()[::-1], ("ep",))  # rank 0 is not process 0, without which nobody can go on
     inputs = make_inputs(SMALL, mesh.size, "uneven")
     x, topk_idx = shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)
@@ -398,7 +407,11 @@ def dies():
     layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
     jax.block_until_ready(layer(x, topk_idx))
     if mesh.devices[0].process_index == jax.process_index():
+        if in_a_kernel:
+            layer(x, topk_idx)  # begins to wait for the others
+            time.sleep(1)
         os._exit(0)  # as if killed, but not so that the launcher ends the others
+    time.sleep(3)  # until it has died
     jax.block_until_ready(layer(x, topk_idx))
     with pytest.raises(ep.PeerTimeoutError) as error:
         group.check()
