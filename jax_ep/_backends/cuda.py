@@ -76,7 +76,7 @@ class CudaBackend:
         try:
             with self._meeting:
                 self._open()
-        except BaseException:  # also where the others do not come to the meeting's end
+        except BaseException:  # of this process, or of one that does not come to the meeting's end
             self._native.close_group(self._id)
             raise
         self.memory_bytes: int = self._native.group_bytes(self._id)
@@ -103,11 +103,7 @@ class CudaBackend:
             )
         except RuntimeError as error:
             raise Error(f"Group: {error}") from None
-        try:
-            self._meeting.exchange(None)  # no kernel writes to a peer before all memory is ready
-        except Exception:
-            self._native.close_group(self._id)
-            raise
+        self._meeting.exchange(None)  # no kernel writes to a peer before all memory is ready
 
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
         """Gives what others need to map this process's memory to those that share a line of the mesh with it."""
