@@ -46,7 +46,7 @@ template <typename X, bool kCasts, Arrival kArrival, bool kFew>
 struct Scatter {
   // Chunks that a warp has under way.
   static constexpr int kSendBatch = kFew || kCasts ? 1 : 2;
-  static constexpr int kReceiveBatch = kFew ? 1 : kArrival == Arrival::kDequantize ? 2 : 4;
+  static constexpr int kReceiveBatch = kFew || kArrival == Arrival::kDequantize ? 1 : 2;
   static constexpr int kUnroll = kFew ? 1 : 2;
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
 
@@ -395,21 +395,48 @@ struct Scatter {
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     uint32_t item = team.index;
     Arriving arriving = {};
-    if (item < num_candidates && !op.state.failed)
-      arriving = look_for_row(item, team);  // after close(), there is no row
+    Taken taken = {};
+    if (item < num_candidates && !op.state.failed) {  // after close(), there is no row
+      arriving = look_for_row(item, team, taken);
+    }
     place_rows(places);
-    if (arriving.comes) await_row(arriving, team);
+    if (arriving.comes) await_row(arriving, team, taken);
     op.stamp(8);
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
+    const int32_t step = kReceiveBatch * team.num_warps;
+    int32_t first = team.warp;
+    Delivery delivery = {};
+    // What comes next is asked for before what has come is written, since a load waits for the stores before it; but in
+    // the short code for few rows.
 #pragma unroll 1
     while (item < num_candidates) {
-      deliver_row(arriving, places, team);
-      item += team.num_teams;
-      if (item >= num_candidates) break;
-      arriving = look_for_row(item, team);
-      if (arriving.comes) await_row(arriving, team);
+      const bool goes_on = arriving.comes && first + step < chunks();
+      if (!goes_on) item += team.num_teams;
+      Arriving next = {};
+      Taken next_taken = {};
+      const auto look = [&] {
+        if (goes_on) {
+          look_at_batch(arriving.place, first + step, team, next_taken);
+        } else if (item < num_candidates) {
+          next = look_for_row(item, team, next_taken);
+        }
+      };
+      if (!kFew) look();
+      if (first == team.warp) delivery = begin_delivery(arriving, places, team);
+      if (arriving.comes) deliver(taken, first, delivery, team);
+      if (kFew) look();
+      taken = next_taken;
+      if (goes_on) {
+        first += step;
+        take_batch(arriving.source, arriving.place, first, team, taken, [] { return true; });
+        continue;
+      }
+      if (kArrival == Arrival::kCombineBack && arriving.comes) sum_products(delivery.row, team);
+      first = team.warp;
+      arriving = next;
+      if (arriving.comes) await_row(arriving, team, taken);
     }
     if (!args.blocks) pad(places);
   }
@@ -425,11 +452,16 @@ struct Scatter {
     bool comes;
     RowPlace place;
     RowHeader header;  // of a new route, for k = lane
-    Taken first;       // this warp's first batch
   };
 
-  // Asks for what there is of it.
-  __device__ Arriving look_for_row(uint32_t item, const Team& team) const {
+  // Where a row that has come goes.
+  struct Delivery {
+    int32_t row;       // of the result, for k = lane; -1 for none
+    uint32_t targets;  // the k that have one
+  };
+
+  // Asks for what there is of it, and of this warp's first batch.
+  __device__ Arriving look_for_row(uint32_t item, const Team& team, Taken& taken) const {
     Arriving arriving = {};
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
@@ -437,7 +469,7 @@ struct Scatter {
     arriving.comes = arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
     arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
-    look_at_batch(arriving.place, team.warp, team, arriving.first);
+    look_at_batch(arriving.place, team.warp, team, taken);
     if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
     return arriving;
   }
@@ -445,9 +477,9 @@ struct Scatter {
   __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
 
   // Waits for the rest.
-  __device__ void await_row(Arriving& arriving, const Team& team) const {
+  __device__ void await_row(Arriving& arriving, const Team& team, Taken& taken) const {
     const bool has_header = this->has_header();
-    take_batch(arriving.source, arriving.place, team.warp, team, arriving.first,
+    take_batch(arriving.source, arriving.place, team.warp, team, taken,
                [&] { return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header); });
     if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
   }
@@ -560,16 +592,17 @@ struct Scatter {
     if (threadIdx.x == 0) *args.num_dropped = shared.dropped;
   }
 
-  __device__ void deliver_row(Arriving& arriving, const Places& places, const Team& team) const {
+  __device__ Delivery begin_delivery(const Arriving& arriving, const Places& places, const Team& team) const {
+    Delivery delivery = {-1, 0};
     const int32_t source = arriving.source;
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
     const bool keeps_route = new_route() && team.warp == team.num_warps - 1 && lane_id() < args.top_k;
     if (!arriving.comes) {
       if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
       if (args.blocks && args.zero_pad && team.warp == 0) zero_row(candidate);
-      return;
+      return delivery;
     }
-    int32_t row = -1;  // of the result, for k = lane
+    int32_t& row = delivery.row;
     if (args.blocks) {
       if (lane_id() == 0) row = static_cast<int32_t>(candidate);
     } else if (lane_id() < args.top_k) {
@@ -580,22 +613,18 @@ struct Scatter {
       args.rows[candidate * args.top_k + lane_id()] = row;
       if (row >= 0) args.weights[row] = arriving.header.weight;
     }
-    const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
+    delivery.targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(3);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
-#pragma unroll 1
-    for (int32_t first = team.warp; first < chunks(); first += kReceiveBatch * team.num_warps) {
-      if (first != team.warp) {
-        look_at_batch(arriving.place, first, team, arriving.first);
-        take_batch(source, arriving.place, first, team, arriving.first, [] { return true; });
-      }
-      op.stamp(6);
-      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, team);
-      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets, team);
-      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving.first, first, row, targets, team);
-      op.stamp(7);
-    }
-    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, team);
+    return delivery;
+  }
+
+  __device__ void deliver(const Taken& taken, int32_t first, const Delivery& to, const Team& team) const {
+    op.stamp(6);
+    if constexpr (kArrival == Arrival::kCopy) copy(taken, first, to.row, to.targets, team);
+    if constexpr (kArrival == Arrival::kDequantize) dequantize(taken, first, to.row, to.targets, team);
+    if constexpr (kArrival == Arrival::kCombineBack) combine_back(taken, first, to.row, to.targets, team);
+    op.stamp(7);
   }
 
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Places& places) const {
