@@ -452,11 +452,14 @@ struct Scatter {
     bool comes;
     RowPlace place;
     RowHeader header;  // of a new route, for k = lane
+    int32_t row;       // of the result, of an old one; its weight, for combine's cotangents
+    float weight;
   };
 
   // Where a row that has come goes.
   struct Delivery {
-    int32_t row;       // of the result, for k = lane; -1 for none
+    int32_t row;  // of the result, for k = lane; -1 for none
+    float weight;
     uint32_t targets;  // the k that have one
   };
 
@@ -471,6 +474,11 @@ struct Scatter {
     arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
     look_at_batch(arriving.place, team.warp, team, taken);
     if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
+    if (!new_route() && !args.blocks) {
+      const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
+      arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
+      if (args.row_weights && arriving.row >= 0) arriving.weight = __ldg(args.row_weights + arriving.row);
+    }
     return arriving;
   }
 
@@ -593,7 +601,7 @@ struct Scatter {
   }
 
   __device__ Delivery begin_delivery(const Arriving& arriving, const Places& places, const Team& team) const {
-    Delivery delivery = {-1, 0};
+    Delivery delivery = {-1, arriving.weight, 0};
     const int32_t source = arriving.source;
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
     const bool keeps_route = new_route() && team.warp == team.num_warps - 1 && lane_id() < args.top_k;
@@ -606,8 +614,7 @@ struct Scatter {
     if (args.blocks) {
       if (lane_id() == 0) row = static_cast<int32_t>(candidate);
     } else if (lane_id() < args.top_k) {
-      row = new_route() ? new_row(source, arriving.header, places)
-                        : __ldg(args.known_rows + candidate * args.top_k + lane_id());
+      row = new_route() ? new_row(source, arriving.header, places) : arriving.row;
     }
     if (keeps_route) {
       args.rows[candidate * args.top_k + lane_id()] = row;
@@ -623,7 +630,7 @@ struct Scatter {
     op.stamp(6);
     if constexpr (kArrival == Arrival::kCopy) copy(taken, first, to.row, to.targets, team);
     if constexpr (kArrival == Arrival::kDequantize) dequantize(taken, first, to.row, to.targets, team);
-    if constexpr (kArrival == Arrival::kCombineBack) combine_back(taken, first, to.row, to.targets, team);
+    if constexpr (kArrival == Arrival::kCombineBack) combine_back(taken, first, to, team);
     op.stamp(7);
   }
 
@@ -718,39 +725,61 @@ struct Scatter {
     }
   }
 
-  // combine's cotangents: weight * row to each expert's row, and the row's product with y.
-  __device__ void combine_back(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
-                               const Team& team) const {
+  // combine's cotangents: weight * row to each expert's row, and the row's product with y, of which the next row's is
+  // asked for before.
+  __device__ void combine_back(const Taken& taken, int32_t first, const Delivery& to, const Team& team) const {
+    Factors y = load_y(to, to.targets, first, team);
 #pragma unroll 1
-    for (uint32_t left = targets; left; left &= left - 1) {
+    for (uint32_t left = to.targets; left; left &= left - 1) {
       const int32_t k = __ffs(left) - 1;
-      const int64_t target = __shfl_sync(kAllLanes, row, k);
-      const float weight = args.row_weights[target];
+      const Factors next = load_y(to, left & (left - 1), first, team);
+      const int64_t target = __shfl_sync(kAllLanes, to.row, k);
+      const float weight = __shfl_sync(kAllLanes, to.weight, k);
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, team);
-        if (has_unit(chunk)) product += combine_back_unit(taken.units[i], target, chunk, weight);
+        if (has_unit(chunk)) product += combine_back_unit(taken.units[i], y.units[i], target, chunk, weight);
       }
       __syncwarp();
+      y = next;
       if (!args.y) continue;
       product = warp_sum(product);
       if (lane_id() == 0) shared.products[warp_id()][k] += product;
     }
   }
 
-  __device__ float combine_back_unit(const uint4& unit, int64_t row, int32_t chunk, float weight) const {
-    const int32_t i = chunk * kChunkUnits + lane_id();
+  // Of y, what a batch is multiplied with.
+  struct Factors {
+    Vector<X> units[kReceiveBatch];
+  };
+
+  // For the first of `targets`.
+  __device__ Factors load_y(const Delivery& to, uint32_t targets, int32_t first, const Team& team) const {
+    Factors y;
+    const int64_t target = __shfl_sync(kAllLanes, to.row, targets ? __ffs(targets) - 1 : 0);
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) {
+      const int32_t chunk = chunk_of(first, i, team);
+      y.units[i].bits = uint4{};
+      if (targets == 0 || !args.y || !has_unit(chunk)) continue;
+      const auto* row = static_cast<const uint8_t*>(args.y) + target * args.out_row_bytes;
+      y.units[i] = load_vector<X>(row, chunk * kChunkUnits + lane_id());
+    }
+    return y;
+  }
+
+  __device__ float combine_back_unit(const uint4& unit, const Vector<X>& y, int64_t row, int32_t chunk,
+                                     float weight) const {
     Vector<X> g, cotangent;
     g.bits = unit;
-#pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
-    out_row(row)[i] = cotangent.bits;
     float product = 0;
-    if (!args.y) return product;
-    const Vector<X> y = load_vector<X>(static_cast<const uint8_t*>(args.y) + row * args.out_row_bytes, i);
 #pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) product += to_float(g.element[e]) * to_float(y.element[e]);
+    for (int e = 0; e < Vector<X>::kSize; ++e) {
+      cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
+      product += to_float(g.element[e]) * to_float(y.element[e]);
+    }
+    out_row(row)[chunk * kChunkUnits + lane_id()] = cotangent.bits;
     return product;
   }
 
