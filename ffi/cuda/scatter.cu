@@ -408,6 +408,8 @@ struct Scatter {
     const int32_t step = kReceiveBatch * team.num_warps;
     int32_t first = team.warp;
     Delivery delivery = {};
+    Padding padding = {};
+    if (!kFew) padding = begin_padding(places);
     // What comes next is asked for before what has come is written, since a load waits for the stores before it; but in
     // the short code for few rows.
 #pragma unroll 1
@@ -434,11 +436,15 @@ struct Scatter {
         continue;
       }
       if (kArrival == Arrival::kCombineBack && arriving.comes) sum_products(delivery.row, team);
+      if (!kFew) zero_padding(padding, padding.rows_per_turn);
       first = team.warp;
       arriving = next;
       if (arriving.comes) await_row(arriving, team, taken);
     }
-    if (!args.blocks) pad(places);
+    if (args.blocks) return;
+    if (kFew) padding = begin_padding(places);
+    zero_padding(padding, static_cast<int32_t>(args.num_rows));
+    pad_groups(places);
   }
 
   // A unit of this lane in each of some chunks and, last, the scales of the one with this lane's number.
@@ -808,14 +814,54 @@ struct Scatter {
   // --- padding ------------------------------------------------------------------------------------------------------
 
   // Rows that hold no token: behind each group, and behind the last one. Their weights are zero; they are themselves,
-  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it.
-  __device__ void pad(const Places& places) const {
-    const bool is_ragged = args.layout == Layout::kRagged;
-    const bool is_first = blockIdx.x == plan.first_receiver;
-    if (!args.zero_pad && !is_first) return;
-    const int32_t worker = (args.zero_pad ? blockIdx.x - plan.first_receiver : 0) * plan.block_warps() + warp_id();
-    const int32_t workers = (args.zero_pad ? plan.num_receivers() : 1) * plan.block_warps();
+  // where alignment has added them or with zero_pad.
+
+  // This warp's number among those that zero rows together: of all receivers, or of the first, which otherwise writes
+  // weights alone.
+  __device__ int32_t pad_worker() const {
+    return (args.zero_pad ? blockIdx.x - plan.first_receiver : 0) * plan.block_warps() + warp_id();
+  }
+  __device__ int32_t pad_workers() const { return (args.zero_pad ? plan.num_receivers() : 1) * plan.block_warps(); }
+
+  // The end of the last group.
+  __device__ int32_t end_of_groups(const Places& places) const {
     int32_t last = 0;
+#pragma unroll 1
+    for (int32_t expert = lane_id(); expert < experts_per_rank(); expert += 32) {
+      const bool is_ragged = args.layout == Layout::kRagged;
+      const int32_t size = is_ragged ? places.group_sizes[expert] : static_cast<int32_t>(args.capacity);
+      last = max(last, places.first_row[expert] + size);
+    }
+    return __reduce_max_sync(kAllLanes, last);
+  }
+
+  // With zero_pad, the rows behind the last group that this warp zeroes, which can be most of a buffer: some whenever
+  // it has written a row, as the link and not memory is what rows wait for.
+  struct Padding {
+    int32_t row, rows_per_turn;  // the next
+  };
+
+  __device__ Padding begin_padding(const Places& places) const {
+    const int32_t num_rows = static_cast<int32_t>(args.num_rows), step = pad_workers();
+    if (args.blocks || !args.zero_pad) return {num_rows, 0};
+    const int32_t row = end_of_groups(places) + pad_worker();
+    const int32_t turns = (peers.num_ranks * args.num_tokens << plan.log_receive_warps) / step + 1;
+    return {row, (num_rows - row) / step / turns + 1};
+  }
+
+  __device__ void zero_padding(Padding& padding, int32_t num_rows) const {
+#pragma unroll 1
+    for (; num_rows > 0 && padding.row < args.num_rows; --num_rows, padding.row += pad_workers()) {
+      if (lane_id() == 0 && args.weights) args.weights[padding.row] = 0;
+      if (lane_id() == 0 && args.weights_cotangent) args.weights_cotangent[padding.row] = 0;
+      zero_row(padding.row);
+    }
+  }
+
+  // The others.
+  __device__ void pad_groups(const Places& places) const {
+    const bool is_ragged = args.layout == Layout::kRagged;
+    if (!args.zero_pad && blockIdx.x != plan.first_receiver) return;
 #pragma unroll 1
     for (int32_t base = 0; base < experts_per_rank(); base += 32) {
       const int32_t expert = base + lane_id();
@@ -824,15 +870,15 @@ struct Scatter {
         begin = places.first_row[expert] + places.counts[expert];
         end = places.first_row[expert] + (is_ragged ? places.group_sizes[expert] : static_cast<int32_t>(args.capacity));
       }
-      last = __reduce_max_sync(kAllLanes, max(last, end));
 #pragma unroll 1
       for (uint32_t gaps = __ballot_sync(kAllLanes, begin < end); gaps; gaps &= gaps - 1) {
         const int32_t lane = __ffs(gaps) - 1;
         pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane), is_ragged || args.zero_pad,
-                 worker, workers);
+                 pad_worker(), pad_workers());
       }
     }
-    pad_rows(last, static_cast<int32_t>(args.num_rows), args.zero_pad, worker, workers);
+    if (!args.zero_pad)
+      pad_rows(end_of_groups(places), static_cast<int32_t>(args.num_rows), false, pad_worker(), pad_workers());
   }
 
   __device__ void pad_rows(int32_t begin, int32_t end, bool zero, int32_t worker, int32_t workers) const {
