@@ -79,7 +79,7 @@ struct Scatter {
     const Lookup lookup = this->lookup();
     clear(lookup);
     if (new_route()) {
-      count_tokens(lookup, 0, args.num_tokens, true);
+      count_tokens(lookup, load_ids(0, args.num_tokens), 0, args.num_tokens, true);
     } else {
       op.await_entry();
       if (args.splits) count_splits(lookup);
@@ -120,28 +120,37 @@ struct Scatter {
     op.sync_workers();
   }
 
-  // Counts tokens [first, last), a warp as many at once as have lanes. Ends with a barrier of the workers, and has one
-  // before it counts, which is await_entry() if the block is `entering`: what can be done without counting comes first.
-  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, bool entering) const {
-    constexpr int kAtOnce = kFew ? 1 : 2;
-    const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
-    const int32_t token = peers.by_top_k.quotient(lane_id()), k = lane_id() - token * args.top_k;
+  // Expert ids of tokens, of which a warp has as many at once as it has lanes for.
+  struct Ids {
+    static constexpr int kAtOnce = kFew ? 1 : 2;
     int32_t expert[kAtOnce];
-    int32_t base = first + warp_id() * tokens;
-    const auto load = [&] {
+  };
+
+  // Of the first of tokens [first, last).
+  __device__ Ids load_ids(int32_t first, int32_t last) const {
+    const int32_t tokens = peers.by_top_k.quotient(32), token = peers.by_top_k.quotient(lane_id());
+    Ids ids;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int32_t at = base + i * stride;
-        expert[i] =
-            token < tokens && at + token < last ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
-      }
-    };
-    load();
-    Pair pairs[kAtOnce];
+    for (int i = 0; i < Ids::kAtOnce; ++i) {
+      const int32_t at = first + (i * plan.block_warps() + warp_id()) * tokens;
+      const bool present = new_route() && token < tokens && at + token < last;
+      ids.expert[i] = present ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
+    }
+    return ids;
+  }
+
+  // Counts tokens [first, last), of which `ids` are the first, a warp as many at once as have lanes. Ends with a
+  // barrier of the workers, and has one before it counts, which is await_entry() if the block is `entering`: what can
+  // be done without counting comes first.
+  __device__ void count_tokens(const Lookup& lookup, Ids ids, int32_t first, int32_t last, bool entering) const {
+    const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
+    const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
+    int32_t base = first + warp_id() * tokens;
+    Pair pairs[Ids::kAtOnce];
     const auto look_at = [&] {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (base + i * stride < last) pairs[i] = pair(expert[i], k);
+      for (int i = 0; i < Ids::kAtOnce; ++i) {
+        if (base + i * stride < last) pairs[i] = pair(ids.expert[i], k);
       }
     };
     look_at();
@@ -154,12 +163,13 @@ struct Scatter {
 #pragma unroll 1
     while (base < last) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < Ids::kAtOnce; ++i) {
         if (base + i * stride < last) count(lookup, pairs[i]);
       }
-      base += kAtOnce * stride;
+      first += Ids::kAtOnce * stride;
+      base += Ids::kAtOnce * stride;
       if (base >= last) break;
-      load();
+      ids = load_ids(first, last);
       look_at();
     }
     op.sync_workers();
@@ -214,8 +224,8 @@ struct Scatter {
     float weight;
   };
 
-  // A done whose start has sent the rows only makes the route anew. The next token's row is on its way while one is
-  // counted and sent; the first is cast while the block is `entering`.
+  // A done whose start has sent the rows only makes the route anew. All that the next token needs is asked for before
+  // one is sent, since a load waits for the stores before it; the first is cast while the block is `entering`.
   __device__ void send(bool entering) const {
     const Lookup lookup = this->lookup();
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
@@ -223,13 +233,16 @@ struct Scatter {
     if (team.index >= team.num_teams || token >= args.num_tokens) return;
     Route route = load_route(token, team);
     Batch batch = load(token, team.warp);
+    Ids ids = load_ids(0, token);
     clear(lookup);
 #pragma unroll 1
     while (true) {
       const int32_t next = token + team.num_teams;
       Route next_route = {};
       Batch next_batch = {};
+      Ids next_ids = {};
       if (next < args.num_tokens) {
+        next_ids = load_ids(token, next);
         next_route = load_route(next, team);
         next_batch = load(next, team.warp);
       }
@@ -237,7 +250,7 @@ struct Scatter {
       if (team.warp < parts()) packed = pack(batch, team.warp);
       if (new_route()) {
         if (team.warp == 0) route.position = count_earlier(route.expert, lane_id());
-        count_tokens(lookup, counted, token, entering);
+        count_tokens(lookup, ids, counted, token, entering);
         place_route(lookup, route, team);
       } else if (entering) {
         op.await_entry();
@@ -254,6 +267,7 @@ struct Scatter {
       token = next;
       route = next_route;
       batch = next_batch;
+      ids = next_ids;
     }
   }
 
