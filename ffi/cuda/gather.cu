@@ -66,7 +66,7 @@ struct Gather {
   // for the stores before it to get on their way. The first is summed while the block is `entering`.
   __device__ void send(bool entering) const {
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
-    const uint32_t num_candidates = team.index < team.num_teams ? peers.num_ranks * args.num_tokens : 0;
+    const uint32_t num_candidates = team.index < team.num_teams ? peers.num_ranks * most_rows() : 0;
     if (blocks() && entering) {  // num_rows_of() waits for the peers
       op.await_entry();
       entering = false;
@@ -133,6 +133,12 @@ struct Gather {
     source.weight = here && args.row_weights ? __ldg(args.row_weights + source.row) : 1.0f;
     source.weight_to_send = here && args.weights_to_send ? __ldg(args.weights_to_send + source.row) : 0.0f;
     return source;
+  }
+
+  // Of any rank, at most.
+  __device__ uint32_t most_rows() const {
+    if (blocks()) return args.num_tokens;
+    return __reduce_max_sync(kAllLanes, lane_id() < peers.num_ranks ? __ldg(args.num_arrived + lane_id()) : 0);
   }
 
   // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which

@@ -405,7 +405,7 @@ struct Scatter {
     op.stamp(1);
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_rows = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
-    const uint32_t num_candidates = takes_rows ? peers.num_ranks * args.num_tokens : 0;
+    uint32_t num_candidates = takes_rows ? peers.num_ranks * args.num_tokens : 0;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     uint32_t item = team.index;
     Arriving arriving = {};
@@ -419,6 +419,7 @@ struct Scatter {
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
+    if (!args.blocks) num_candidates = min(num_candidates, peers.num_ranks * most_arrived());
     const int32_t step = kReceiveBatch * team.num_warps;
     int32_t first = team.warp;
     Delivery delivery = {};
@@ -515,6 +516,12 @@ struct Scatter {
   __device__ int32_t num_arrived(int32_t source) const {
     return sends_numbers() ? op.expect_number(source, &op.own().num_rows[op.state.slot][source])
                            : __ldg(args.known_num_arrived + source);
+  }
+
+  // From any rank.
+  __device__ uint32_t most_arrived() const {
+    const int32_t source = lane_id();
+    return __reduce_max_sync(kAllLanes, source < peers.num_ranks ? num_arrived(source) : 0);
   }
 
   // Finds out where the experts' groups lie, from a prefix sum over their sizes, with as many warps as have an expert
@@ -626,7 +633,6 @@ struct Scatter {
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
     const bool keeps_route = new_route() && team.warp == team.num_warps - 1 && lane_id() < args.top_k;
     if (!arriving.comes) {
-      if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
       if (args.blocks && args.zero_pad && team.warp == 0) zero_row(candidate);
       return delivery;
     }
