@@ -11,8 +11,8 @@ Two forms (docs/overlap.md has the recipes; the code here is theirs):
 Each form is a chain of STEPS steps in one executable. GEMMs stand for the experts: what arrived goes straight back, so
 that only the communication and the GEMMs count. Beside each operation run as many GEMMs as take its time when it is
 alone. The chain is run with nothing overlapped, and with the recipe, for each number of streaming multiprocessors (SMs)
-that an operation may use. Both must give the same bits. Times are those of the GPUs' time lines, by the profiler; in
-the JSON file, per step, medians over executions and GPUs:
+that an operation may use. All tokens must come back as they were, to the bit. Times are those of the GPUs' time lines,
+by the profiler; in the JSON file, per step, medians over executions and GPUs:
 
     alone_us            the communication without GEMMs
     gemms_us            the GEMMs without communication
@@ -250,8 +250,7 @@ def measure(bench: Bench, form: Form) -> dict[str, Any]:
             "hidden": (row["sequential_us"] - row["overlapped_us"]) / row["alone_us"],
             "beside_gemms": beside_gemms(both),
         }
-    wanted, found = (jax.tree.map(np.asarray, chain()) for chain in chains)
-    checked = all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
+    checked = all(np.array_equal(chain()[0], bench.inputs.x) for chain in chains)
     return {"gemms": work._asdict(), **row, "checked": checked}
 
 
@@ -314,7 +313,7 @@ def show(result: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     if not result["checked"]:
-        console.print("WRONG: what is overlapped gives other bits than what is not")
+        console.print("WRONG: tokens did not come back as they were")
 
 
 def sms(text: str) -> int | None:
@@ -347,7 +346,7 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table and writes the JSON file. Exit status 1 if overlapping changed a result."""
+    """Prints a table and writes the JSON file. Exit status 1 if a token came back wrong."""
     devices = jax.devices()
     on_cpu = devices[0].platform == "cpu"
     options = parse(argv, num_ranks=len(devices), on_cpu=on_cpu)

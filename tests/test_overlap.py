@@ -1,14 +1,19 @@
 """benchmarks/overlap.py, and with it the recipe of docs/overlap.md."""
 
+import dataclasses
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import assert_trees_same_bits, run_spmd
 from jax_ep.bench.timeline import Event
+from shapes import SMALL, make_inputs
 
 SPEC = importlib.util.spec_from_file_location("overlap", Path(__file__).parents[1] / "benchmarks" / "overlap.py")
 overlap = importlib.util.module_from_spec(SPEC)
@@ -17,7 +22,7 @@ SPEC.loader.exec_module(overlap)
 TINY = ["--tokens=8", "--hidden=16", "--top-k=2"]
 
 
-def test_overlapping_changes_no_bit(tmp_path, capsys, backend, monkeypatch):
+def test_all_tokens_come_back(tmp_path, capsys, backend, monkeypatch):
     monkeypatch.setattr(overlap, "STEPS", 3)
     file = tmp_path / "overlap.json"
     assert (
@@ -68,6 +73,26 @@ def test_times_and_shares():
     assert overlap.gemm_us(busy) == pytest.approx(2)
 
 
+def test_the_recipe_is_differentiable(make_group, mesh):
+    """Operands of a start and what is pending pass through barriers, integers among them."""
+    shape = dataclasses.replace(SMALL, hidden=128, dtype="float32")
+    group = make_group(mesh, shape)
+
+    def gradients(order, x, topk_idx, topk_weights):
+        def loss(x, topk_weights):
+            inputs = overlap.Inputs(x, topk_idx, topk_weights)
+            y, _ = overlap.shared_expert(order, group, overlap.Work(1, 1), jnp.eye(128), inputs, jnp.ones((1, 128)))
+            return jnp.sum(jnp.tanh(y) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(x, topk_weights)
+
+    inputs = make_inputs(shape, mesh.size, "uneven")
+    found, wanted = (
+        run_spmd(partial(gradients, order), mesh, *inputs) for order in (overlap.overlapped, overlap.sequential)
+    )
+    assert_trees_same_bits(found, wanted)
+
+
 def test_a_trace_with_a_gap_is_no_measurement():
     events = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 1))
     with pytest.raises(SystemExit, match="not a multiple of"):
@@ -99,6 +124,8 @@ def test_measured_lengths_set_the_work(monkeypatch):
     monkeypatch.setattr(
         overlap, "compile_chain", lambda bench, form, order, work: chosen.append(work) or (lambda: (np.ones(2),))
     )
-    row = overlap.measure(None, overlap.FORMS["shared expert"])
+    row = overlap.measure(
+        overlap.Bench(None, overlap.Inputs(np.ones(2), None, None), None, None), overlap.FORMS["shared expert"]
+    )
     assert chosen[1:] == [overlap.Work(2, 3)] * 2
     assert row["hidden"] == pytest.approx(1) and row["gemms_us"] == pytest.approx(100) and row["checked"]
