@@ -9,7 +9,7 @@ namespace jax_ep {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int32_t kPlacesBarrier = kFirstBarrier, kTeamsBarrier = kFirstBarrier + 1;  // and those behind
+constexpr int32_t kTeamsBarrier = kFirstBarrier;  // and those behind
 
 __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
 
@@ -524,16 +524,17 @@ struct Scatter {
     return __reduce_max_sync(kAllLanes, source < peers.num_ranks ? num_arrived(source) : 0);
   }
 
-  // Finds out where the experts' groups lie, from a prefix sum over their sizes, with as many warps as have an expert
-  // per lane; of an old route, from what it kept. Valid behind the next barrier.
+  // Finds out where the experts' groups lie, from a prefix sum over their sizes, with one warp or, if there are more
+  // experts than it has lanes, all; of an old route, from what it kept. Valid behind the next barrier.
   __device__ void place_rows(const Places& p) const {
     if (args.blocks) return;
-    const int32_t experts = experts_per_rank(), warps = min((experts + 31) / 32, plan.block_warps());
+    const int32_t experts = experts_per_rank(), warps = experts <= 32 ? 1 : plan.block_warps();
     if (warp_id() >= warps) return;
     int64_t rows_before = 0;
     int32_t dropped = 0;
 #pragma unroll 1
     for (int32_t base = 0; base < experts; base += warps * 32) {  // all of the warps as often: they meet below
+      if (base > 0) op.sync_workers();                            // they have read the sums before
       const int32_t expert = base + static_cast<int32_t>(threadIdx.x);
       const bool present = expert < experts;
       int32_t need = 0;
@@ -585,7 +586,7 @@ struct Scatter {
     return total;
   }
 
-  // The sum over this and the threads before, of the first `warps` warps; adds the whole sum to `all`.
+  // The sum over this and the threads before, of one warp or all; adds the whole sum to `all`.
   __device__ int64_t sum_through(int64_t value, int32_t warps, int64_t& all) const {
 #pragma unroll
     for (int32_t offset = 1; offset < 32; offset *= 2) {
@@ -597,7 +598,7 @@ struct Scatter {
       return value;
     }
     if (lane_id() == 31) shared.sums[warp_id()] = value;
-    named_barrier(kPlacesBarrier, warps * 32);
+    op.sync_workers();
     int64_t before = 0;
 #pragma unroll 1
     for (int32_t warp = 0; warp < warps; ++warp) {
@@ -605,7 +606,6 @@ struct Scatter {
       all += sum;
       if (warp < warp_id()) before += sum;
     }
-    named_barrier(kPlacesBarrier, warps * 32);
     return before + value;
   }
 
