@@ -61,8 +61,6 @@ struct Rank {
     must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     axis_index.host[0] = rank;
     axis_index.upload();
-    for (int32_t& row : rows.host) row = -1;  // nobody writes those that do not come
-    rows.upload();
   }
   ~Rank() { cudaStreamDestroy(stream); }
 
