@@ -109,9 +109,9 @@ constexpr int32_t log2_ceil(int32_t n) {
   return log;
 }
 
-// Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. The warps of a
-// team that sends are whole blocks, which are small where rows are, if they need not keep to some SMs; of one that
-// receives, with `team_in_block`, they are of one block. `num_chunks` is of a row under way.
+// Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. What a block
+// spends on finding out where its teams' next tokens go, it spends once for all of them. The warps of a team that
+// receives, with `team_in_block`, are of one block. `num_chunks` is of a row under way.
 constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_chunks, int32_t num_sms,
                                   bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
@@ -120,8 +120,8 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
     const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
     shape = {true, 3, num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3, std::min(log_chunks, log_receive), 5};
   } else {
-    const int32_t log_block = num_sms > 0 ? 4 : std::clamp(log_chunks, 2, 4);
-    shape = {false, log_block, log_block, std::clamp(log_chunks - 2, 0, 2), num_tokens <= 256 ? 5 : 4};
+    const int32_t log_send = num_sms > 0 && num_tokens > 256 ? 1 : std::min(log_chunks, 4);
+    shape = {false, 4, log_send, std::clamp(log_chunks - 1, 0, 2), num_tokens <= 256 ? 5 : 4};
   }
   if (team_in_block) shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   return plan_launch(num_tokens, num_tokens * num_ranks, shape, num_sms);

@@ -16,6 +16,9 @@ __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threa
 struct Shared {
   State state;
   float products[kMaxBlockWarps][kMaxTopK];
+  // Of the tokens that a block's teams send at once, and of those that they sent before: the experts, and their ranks.
+  int32_t experts[2][kMaxBlockWarps][kMaxTopK];
+  uint32_t ranks[2][kMaxBlockWarps];
   int64_t sums[kMaxBlockWarps];
   int32_t dropped;
 };
@@ -212,45 +215,43 @@ struct Scatter {
     // For k = lane; `position` and `weight` are known to the team's first warp, which writes the headers.
     int32_t expert, position;  // expert: -1 for none
     float weight;
+    uint32_t ranks;  // that it goes to, of a new route
   };
 
-  // A done whose start has sent the rows only makes the route anew. The next token's row is on its way while one is
-  // counted and sent; the first is cast while the block is `entering`.
+  // A block's teams send as many tokens at once, which follow one another. A done whose start has sent the rows only
+  // makes the route anew. The next token's row is on its way while one is counted and sent; the first is cast while the
+  // block is `entering`.
   __device__ void send(bool entering) const {
     const Lookup lookup = this->lookup();
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
+    if (team.index >= team.num_teams) return;
+    const int32_t place = warp_id() >> plan.log_send_warps;  // of the team in the block
     int32_t token = team.index, counted = 0;
-    if (team.index >= team.num_teams || token >= args.num_tokens) return;
     Route route = load_route(token, team);
     Batch batch = load(token, team.warp);
     clear(lookup);
 #pragma unroll 1
-    while (true) {
+    for (int32_t turn = 0; token - place < args.num_tokens; ++turn) {
       const int32_t next = token + team.num_teams;
-      Route next_route = {};
-      Batch next_batch = {};
-      if (next < args.num_tokens) {
-        next_route = load_route(next, team);
-        next_batch = load(next, team.warp);
-      }
-      Packed packed = {};
-      if (team.warp < parts()) packed = pack(batch, team.warp);
+      const Route next_route = load_route(next, team);
+      const Batch next_batch = load(next, team.warp);
+      const Packed packed = pack(batch, team.warp);
       if (new_route()) {
-        if (team.warp == 0) route.position = count_earlier(route.expert, lane_id());
-        count_tokens(lookup, counted, token, entering);
-        place_route(lookup, route, team);
+        const Companions companions = {place, shared.experts[turn % 2], shared.ranks[turn % 2]};
+        begin_route(route, companions, team);
+        count_tokens(lookup, counted, token - place, entering);
+        place_route(lookup, route, companions, team);
       } else if (entering) {
         op.await_entry();
       }
       entering = false;
-      counted = token;
+      counted = token - place;
       op.stamp(2);
-      if (args.place && team.warp == 0 && lane_id() < peers.num_ranks) {
+      if (args.place && team.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
         args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
       }
       if (op.state.sends && !op.state.failed) send_row(token, packed, route, team);
       op.stamp(3);
-      if (next >= args.num_tokens) return;
       token = next;
       route = next_route;
       batch = next_batch;
@@ -260,19 +261,25 @@ struct Scatter {
   // Batches of a row.
   __device__ int32_t parts() const { return (chunks() + kSendBatch - 1) / kSendBatch; }
 
-  // `packed`: what this warp sends first.
+  // `packed`: what this warp sends first. What comes next is asked for before, as a load waits for the stores before it
+  // to get on their way.
   __device__ void send_row(int32_t token, Packed packed, const Route& route, const Team& team) const {
     RowPlace row = {};  // on this lane's rank
     if (route.index >= 0) row = RowPlace(op, lane_id(), peers.rank, route.index);
 #pragma unroll 1
     for (int32_t part = team.warp; part < parts(); part += team.num_warps) {
-      if (part != team.warp) packed = pack(load(token, part), part);
+      const int32_t next = part + team.num_warps;
+      Batch ahead = {};
+      if (next < parts()) ahead = load(token, next);
       send_batch(packed, part, route, row);
+      if (next < parts()) packed = pack(ahead, next);
     }
   }
 
+  // Of a token that there is not, one that goes nowhere.
   __device__ Route load_route(int32_t token, const Team& team) const {
     Route route = {-1, -1, 0, 1.0f};
+    if (token >= args.num_tokens) return route;
     if (new_route()) {
       if (lane_id() >= args.top_k) return route;
       const int64_t pair = int64_t{token} * args.top_k + lane_id();
@@ -284,13 +291,38 @@ struct Scatter {
     return route;
   }
 
-  __device__ void place_route(const Lookup& lookup, Route& route, const Team& team) const {
+  // The tokens of a block's teams.
+  struct Companions {
+    int32_t place;  // of this team among them
+    int32_t (*experts)[kMaxTopK];
+    uint32_t* ranks;
+  };
+
+  // Tells the block's other teams, behind the next barrier, where the token goes.
+  __device__ void begin_route(Route& route, const Companions& companions, const Team& team) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
-    if (present && team.warp == 0) route.position += lookup.experts[route.expert];
-    const uint32_t rank = present ? 1u << peers.by_experts.quotient(route.expert) : 0;
-    const uint32_t ranks = __reduce_or_sync(kAllLanes, rank);
-    if (ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
+    route.ranks = __reduce_or_sync(kAllLanes, present ? 1u << peers.by_experts.quotient(route.expert) : 0);
+    if (team.warp != 0) return;
+    route.position = count_earlier(route.expert, lane_id());
+    if (team.num_warps >= plan.block_warps()) return;
+    if (lane_id() < args.top_k) companions.experts[companions.place][lane_id()] = route.expert;
+    if (lane_id() == 0) companions.ranks[companions.place] = route.ranks;
+  }
+
+  // Adds those before the token: of `lookup`, and the block's.
+  __device__ void place_route(const Lookup& lookup, Route& route, const Companions& companions,
+                              const Team& team) const {
+    if (route.ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
+    if (team.warp == 0 && route.expert >= 0) route.position += lookup.experts[route.expert];
+#pragma unroll 1
+    for (int32_t before = 0; before < companions.place; ++before) {
+      if (route.index >= 0) route.index += companions.ranks[before] >> lane_id() & 1;
+#pragma unroll 1
+      for (int32_t k = 0; team.warp == 0 && k < args.top_k; ++k) {
+        route.position += companions.experts[before][k] == route.expert;
+      }
+    }
   }
 
   __device__ Batch load(int32_t token, int32_t part) const {
@@ -299,7 +331,7 @@ struct Scatter {
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
       const int32_t chunk = part * kSendBatch + i;
-      if (!has_unit(chunk)) continue;
+      if (token >= args.num_tokens || !has_unit(chunk)) continue;
 #pragma unroll
       for (int v = 0; v < kUnitsRead; ++v) {
         batch.units[i][v] = __ldg(row + (chunk * kChunkUnits + lane_id()) * kUnitsRead + v);

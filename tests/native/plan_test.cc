@@ -48,7 +48,6 @@ void test_plans() {
           for (bool team_in_block : {false, true}) {
             const LaunchPlan plan = plan_scatter(tokens, ranks, chunks, num_sms, team_in_block);
             expect_sound(plan, num_sms);
-            EXPECT_EQ(plan.log_send_warps >= plan.log_block_warps, true);
             if (team_in_block) EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
           }
           expect_sound(plan_gather(tokens, ranks, chunks, num_sms), num_sms);
@@ -67,8 +66,8 @@ void test_few_tokens_take_few_blocks() {
 
 // Rows of 4 chunks keep as many warps busy as rows of 16.
 void test_small_rows_take_small_teams() {
-  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).block_warps(), 4);
-  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).num_senders, 1 + 128);
+  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).log_send_warps, 2);
+  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).num_senders, 1 + 128 / 4);
   EXPECT_EQ(plan_scatter(128, 4, 4, 24, false).num_blocks, 24);
   EXPECT_EQ(plan_gather(128, 4, 8, 0).log_send_warps, 2);
 }
