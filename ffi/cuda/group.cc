@@ -64,6 +64,7 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
 }
 
 void Group::open() {
+  const Span span("jax_ep.Group: open");
   for (size_t line = 0; line < config_.devices.size(); ++line) {
     for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
       const int32_t ordinal = config_.devices[line][rank];
@@ -78,7 +79,10 @@ void Group::open() {
   for (Member& member : members_) open_member(member);
 
   std::vector<ProcessHandle> others;
-  if (config_.sharing != Sharing::kNone) others = config_.exchange(handle());
+  if (config_.sharing != Sharing::kNone) {
+    const Span exchange("jax_ep.Group: exchange with other processes");
+    others = config_.exchange(handle());
+  }
   for (const ProcessHandle& other : others) {
     const size_t count = other.ranks.size();
     records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
@@ -159,6 +163,7 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
 void Group::close() {
   if (closed_) return;
   closed_ = true;
+  const Span span("jax_ep.Group: close");
   for (const Member& member : members_) {
     const OnDevice device(member.ordinal);
     if (Control* control = member.peers.control) {
@@ -200,8 +205,7 @@ std::vector<RankStats> Group::stats() const {
     for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
       const PeerCounters& here = own.peer[rank];
       const PeerCounters there = download(&member.table.control[rank]->counters.peer[member.peers.rank]);
-      stats.peers.push_back(
-          {sum(there.arrived, here.returned), sum(here.arrived, there.returned), here.waited_ns});
+      stats.peers.push_back({sum(there.arrived, here.returned), sum(here.arrived, there.returned), here.waited_ns});
     }
   }
   return all;
