@@ -73,6 +73,31 @@ struct ArenaLayout {
   constexpr int64_t marks_offset(int32_t number) const { return marks_begin + int64_t{number} * marks_per_row * 8; }
 };
 
+enum class OpKind : uint32_t {
+  kDispatch,
+  kDispatchLike,
+  kDispatchBack,
+  kCombine,
+  kCombineBack,
+  kAllToAll,
+  kAllToAllBack
+};
+inline constexpr int kNumOpKinds = 7;
+
+// What a rank has done since its group was opened, for the host to look at. The experts' side of an operation knows how
+// many rows there are, where the tokens' side would have to count; so it counts for both.
+struct RowCounters {
+  unsigned long long rows, bytes;
+};
+struct PeerCounters {
+  RowCounters arrived, returned;  // rows from the peer to experts here, and back
+  unsigned long long waited_ns;   // for the peer to begin what this rank had begun
+};
+struct Counters {
+  unsigned long long operations[kNumOpKinds], dropped;
+  PeerCounters peer[kMaxRanks];
+};
+
 // Control memory of one rank; the counts of arriving rows follow it. It outlives the group, so that an executable that
 // still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
 struct Control {
@@ -92,6 +117,7 @@ struct Control {
   uint32_t finished[kMaxSlots][kMaxRanks];
   unsigned long long op[kMaxSlots][kMaxRanks];        // {epoch, hash of the call} of each rank
   unsigned long long num_rows[kMaxSlots][kMaxRanks];  // {epoch, rows that each rank sends here}
+  Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
 inline constexpr uint32_t kNewestIsWhole = 1u << 31;
@@ -118,15 +144,6 @@ enum class FailureReason : uint32_t {
   kWrongRank,  // XLA runs another rank on this device than the group's mesh says
   kSlotTaken,  // the operation that had the slot before was started and never done
   kNotStarted  // a done without a start of its own, or out of turn
-};
-enum class OpKind : uint32_t {
-  kDispatch,
-  kDispatchLike,
-  kDispatchBack,
-  kCombine,
-  kCombineBack,
-  kAllToAll,
-  kAllToAllBack
 };
 
 // An operation runs in one launch or in two, start and done.

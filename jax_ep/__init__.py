@@ -16,6 +16,7 @@ from jax_ep._dispatch import dequantize, dispatch, dispatch_done, dispatch_like,
 from jax_ep._dispatch_layout import DispatchLayout, dispatch_layout
 from jax_ep._errors import Error, PeerTimeoutError, SplitCallError
 from jax_ep._group import Group
+from jax_ep._stats import GroupStats
 from jax_ep._types import AllToAll, Dispatched
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Dispatched",
     "Error",
     "Group",
+    "GroupStats",
     "PeerTimeoutError",
     "SplitCallError",
     "all_to_all",

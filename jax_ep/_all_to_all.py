@@ -12,6 +12,7 @@ from jax_ep._group import Group, check_usable
 from jax_ep._types import AllToAll
 
 
+@_compat.named
 def all_to_all(x: jax.Array, splits: jax.Array, *, group: Group, wire: str | None = None) -> AllToAll:
     """Sends rows that are already sorted by expert. Differentiable, in reverse mode, in x.
 
@@ -37,6 +38,7 @@ def all_to_all(x: jax.Array, splits: jax.Array, *, group: Group, wire: str | Non
     return _all_to_all((group, wire), *_compat.vary((x, splits), [group.axis_name]))
 
 
+@_compat.named
 def all_to_all_back(y: jax.Array, splits: jax.Array, *, group: Group) -> jax.Array:
     """Returns rows to where `all_to_all` took them from: its inverse, and its gradient.
 

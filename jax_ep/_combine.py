@@ -12,6 +12,7 @@ from jax_ep._group import check_usable
 from jax_ep._types import Dispatched, Pending, Route
 
 
+@_compat.named
 def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
 
@@ -35,6 +36,7 @@ def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike |
     return _combine(out_dtype, *operands, None)
 
 
+@_compat.named
 def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> Pending:
     """Starts a `combine`, with its arguments and errors, and waits for no peer.
 
@@ -45,6 +47,7 @@ def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DType
     return Pending((*operands, _start(None, *operands)), "combine", recv.group, out_dtype)
 
 
+@_compat.named
 def combine_done(pending: Pending) -> jax.Array:
     """Ends what `combine_start` began: the same result as `combine`.
 

@@ -20,6 +20,7 @@ from jax_ep._types import AllToAll, DispatchCall, Dispatched, Pending, Route
 _MAX_ROWS = 2**31 - 1  # rows are numbered in int32
 
 
+@_compat.named
 def dispatch(
     x: Any,
     topk_idx: jax.Array,
@@ -70,6 +71,7 @@ def dispatch(
     return _dispatch(call, *operands, None)
 
 
+@_compat.named
 def dispatch_start(
     x: Any,
     topk_idx: jax.Array,
@@ -96,6 +98,7 @@ def dispatch_start(
     return Pending((*operands, _start(call, *operands)), "dispatch", group, call)
 
 
+@_compat.named
 def dispatch_done(pending: Pending) -> Dispatched:
     """Ends what `dispatch_start` began: the same result as `dispatch`.
 
@@ -107,6 +110,7 @@ def dispatch_done(pending: Pending) -> Dispatched:
     return _dispatch(pending.static, *pending.take())
 
 
+@_compat.named
 def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
     """Sends another tensor along the route of an earlier dispatch; no ids and no counts are sent again.
 
@@ -137,6 +141,7 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
     return _dispatch_like(*_compat.vary((x, route), [group.axis_name]))
 
 
+@_compat.named
 def dequantize(recv: Dispatched | AllToAll) -> jax.Array:
     """The received rows in group.dtype: recv.x * recv.scales in float32, rounded once.
 

@@ -25,6 +25,7 @@ class DispatchLayout(NamedTuple):
     """[T, R] bool: whether the token has an expert on the rank."""
 
 
+@_compat.named
 def dispatch_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num_nodes: int = 1) -> DispatchLayout:
     """Counts the tokens that a routing sends to each rank, node and expert.
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _backends, _checks
+from jax_ep import _backends, _checks, _processes
+from jax_ep._stats import GroupStats
 
 _MAX_TOP_K = 32
 
@@ -124,6 +125,21 @@ class Group:
             Error: ranks were in different calls, or on other devices than those of the mesh.
         """
         self._impl.check()
+
+    def stats(self) -> GroupStats:
+        """What this process's ranks have done since the group was opened, and how long they waited for which rank.
+
+        Devices count as they work, at no cost to it. This reads their counters and waits for no operation, so that one
+        under way is counted in part or not at all; it works on a closed group, too.
+        """
+        here = [
+            (rank, str(device))
+            for line in _processes.lines(self.mesh, self.axis_name)
+            for rank, device in enumerate(line)
+            if device.process_index == jax.process_index()
+        ]
+        ranks, devices = zip(*here, strict=True)
+        return GroupStats(ranks, devices, **self._impl.stats())
 
     def _backend_for(self, num_tokens: int) -> _backends.Backend:
         """What moves `num_tokens` tokens per rank. Where there are none, no rank need wait for another."""

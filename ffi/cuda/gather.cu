@@ -194,11 +194,14 @@ struct Gather {
     if (entering) op.await_entry();
     op.stamp(1);
     if (op.state.failed) return;
+    if (blockIdx.x == plan.first_receiver && op.is_last_worker_warp()) {
+      const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
+      op.meet_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
+    }
 #pragma unroll 1
     for (int32_t token = team.index; takes_tokens && token < args.num_tokens; token += team.num_teams) {
       receive_token(token, team);
     }
-    if (blockIdx.x == plan.first_receiver && threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
   }
 
   __device__ void receive_token(int32_t token, const Team& team) const {

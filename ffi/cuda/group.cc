@@ -29,6 +29,15 @@ void upload(void* device, const T& value) {
   check(cudaMemcpy(device, &value, sizeof(value), cudaMemcpyHostToDevice), "cudaMemcpy");
 }
 
+template <typename T>
+T download(const T* device) {
+  T value;
+  check(cudaMemcpy(&value, device, sizeof(value), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return value;
+}
+
+RowCounters sum(const RowCounters& a, const RowCounters& b) { return {a.rows + b.rows, a.bytes + b.bytes}; }
+
 Control* control_at(uint8_t* data) { return reinterpret_cast<Control*>(data); }
 
 }  // namespace
@@ -55,6 +64,7 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
 }
 
 void Group::open() {
+  const Span span("jax_ep.Group: open");
   for (size_t line = 0; line < config_.devices.size(); ++line) {
     for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
       const int32_t ordinal = config_.devices[line][rank];
@@ -69,15 +79,18 @@ void Group::open() {
   for (Member& member : members_) open_member(member);
 
   std::vector<ProcessHandle> others;
-  if (config_.sharing != Sharing::kNone) others = config_.exchange(handle());
+  if (config_.sharing != Sharing::kNone) {
+    const Span exchange("jax_ep.Group: exchange with other processes");
+    others = config_.exchange(handle());
+  }
   for (const ProcessHandle& other : others) {
     const size_t count = other.ranks.size();
     records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
   }
   for (Member& member : members_) {
-    const PeerTable table = map_peers(member, others);
+    member.table = map_peers(member, others);
     const OnDevice device(member.ordinal);
-    upload(const_cast<PeerTable*>(member.peers.table), table);
+    upload(const_cast<PeerTable*>(member.peers.table), member.table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
   }
 }
@@ -150,6 +163,7 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
 void Group::close() {
   if (closed_) return;
   closed_ = true;
+  const Span span("jax_ep.Group: close");
   for (const Member& member : members_) {
     const OnDevice device(member.ordinal);
     if (Control* control = member.peers.control) {
@@ -178,6 +192,23 @@ std::optional<FailureRecord> Group::failure() const {
     }
   }
   return std::nullopt;
+}
+
+std::vector<RankStats> Group::stats() const {
+  std::vector<RankStats> all;
+  for (const Member& member : members_) {
+    const OnDevice device(member.ordinal);
+    const Counters own = download(&member.peers.control->counters);
+    RankStats& stats = all.emplace_back();
+    stats.operations.assign(std::begin(own.operations), std::end(own.operations));
+    stats.dropped = own.dropped;
+    for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
+      const PeerCounters& here = own.peer[rank];
+      const PeerCounters there = download(&member.table.control[rank]->counters.peer[member.peers.rank]);
+      stats.peers.push_back({sum(there.arrived, here.returned), sum(here.arrived, there.returned), here.waited_ns});
+    }
+  }
+  return all;
 }
 
 const Member* Group::member_on(int32_t ordinal) const {

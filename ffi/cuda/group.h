@@ -45,6 +45,17 @@ struct GroupConfig {
 };
 inline constexpr int32_t kElsewhere = -1;
 
+// What a rank has done since the group was opened.
+struct PeerStats {
+  RowCounters sent, received;
+  uint64_t waited_ns;
+};
+struct RankStats {
+  std::vector<uint64_t> operations;  // by OpKind
+  uint64_t dropped;
+  std::vector<PeerStats> peers;  // by rank, itself among them
+};
+
 // What a launch needs to know of the device it runs on.
 struct Member {
   int32_t ordinal, line;
@@ -53,6 +64,7 @@ struct Member {
   LastingMemory control;                    // the table of pointers follows it
   std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
   std::vector<DeviceMemory> peer_controls;  // the same
+  PeerTable table = {};                     // the host's copy
 };
 
 class Group {
@@ -72,6 +84,8 @@ class Group {
   int32_t num_sms() const { return config_.num_sms; }
   int64_t bytes_per_device() const;
   std::optional<FailureRecord> failure() const;
+  // Of this process's ranks, in the order of members(). Waits for no kernel, and works after close().
+  std::vector<RankStats> stats() const;
   const std::vector<Member>& members() const { return members_; }
   const Member* member_on(int32_t ordinal) const;
 

@@ -91,6 +91,11 @@ __device__ __forceinline__ void count_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// Adds, and waits for no answer.
+__device__ __forceinline__ void add(unsigned long long* p, unsigned long long v) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
 // Has the compiler load a value that nobody needs.
 __device__ __forceinline__ void use(uint32_t v) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9e3779b9;\n@never nanosleep.u32 0;\n}" ::"r"(v));

@@ -57,6 +57,25 @@ nb::object group_failure(int64_t id) {
                         failure->seen);
 }
 
+// Of each of this process's ranks: (operations by OpKind, dropped rows, of each rank: (rows sent, bytes sent, rows
+// received, bytes received, nanoseconds waited)).
+nb::list group_stats(int64_t id) {
+  std::vector<RankStats> all;
+  {
+    const nb::gil_scoped_release no_gil;
+    all = find_group(id)->stats();
+  }
+  nb::list ranks;
+  for (const RankStats& rank : all) {
+    nb::list peers;
+    for (const auto& [sent, received, waited_ns] : rank.peers) {
+      peers.append(nb::make_tuple(sent.rows, sent.bytes, received.rows, received.bytes, waited_ns));
+    }
+    ranks.append(nb::make_tuple(rank.operations, rank.dropped, peers));
+  }
+  return ranks;
+}
+
 // What Python passes between processes: plain bytes for the key-value store, and file descriptors.
 using Parcel = std::pair<nb::bytes, std::vector<int>>;
 
@@ -123,6 +142,7 @@ NB_MODULE(_cuda, m) {
   m.def("device_uuid", device_uuid);
   m.def("group_bytes", [](int64_t id) { return find_group(id)->bytes_per_device(); });
   m.def("group_failure", group_failure);
+  m.def("group_stats", group_stats);
   m.def("link_floor", link_floor, nb::arg("devices"), nb::arg("rows"), nb::arg("row_bytes"),
         nb::call_guard<nb::gil_scoped_release>());
 }

@@ -403,10 +403,41 @@ struct Operation {
     return static_cast<int32_t>(expect_word(peer, word));
   }
 
-  // Waits for the peer's announcement; a peer in another operation is an error.
-  __device__ __forceinline__ void expect_same_call(int32_t peer) const {
-    const uint32_t seen = expect_word(peer, &own().op[state.slot][peer]);
-    if (!state.failed && seen != call.hash) fail(*this, FailureReason::kOtherOp, peer, call.hash, seen);
+  // Whether this warp of the first receiver is to meet_peers(): it has the least else to do.
+  __device__ __forceinline__ bool is_last_worker_warp() const {
+    return static_cast<int32_t>(threadIdx.x / 32) == num_workers / 32 - 1;
+  }
+
+  // Waits for the announcements of all ranks, with a warp, a lane for each; a rank in another operation is an error.
+  // Counts the operation, how long each rank was waited for, and the rows that come from it (or go back to it), as many
+  // as `num_rows` says or, if it is null, the rank.
+  __device__ __noinline__ static void meet_peers(Operation op, RowCounters PeerCounters::* direction,
+                                                 const int32_t* num_rows, int32_t row_bytes) {
+    const int32_t peer = threadIdx.x % 32;
+    Counters& counters = op.own().counters;
+    if (peer < op.peers.num_ranks) {
+      const unsigned long long* const announced = &op.own().op[op.state.slot][peer];
+      const uint64_t begun = globaltimer_ns();
+      uint64_t looked = begun;  // the time behind the loop would be that of the warp's last lane
+      unsigned long long seen = 0;
+      const bool came = op.wait_for(peer, op.state.epoch, [&] {
+        looked = globaltimer_ns();
+        seen = load_relaxed(announced);
+        return static_cast<uint32_t>(seen >> 32);
+      });
+      const uint32_t hash = static_cast<uint32_t>(seen);
+      if (came && hash != op.call.hash) fail(op, FailureReason::kOtherOp, peer, op.call.hash, hash);
+      add(&counters.peer[peer].waited_ns, looked - begun);
+    }
+    __syncwarp();
+    if (op.state.failed) return;
+    if (peer == 0) add(&counters.operations[static_cast<uint32_t>(op.call.op)], 1);
+    if (peer >= op.peers.num_ranks) return;
+    const int32_t rows =
+        num_rows ? __ldg(num_rows + peer) : op.expect_number(peer, &op.own().num_rows[op.state.slot][peer]);
+    RowCounters& counted = counters.peer[peer].*direction;
+    add(&counted.rows, rows);
+    add(&counted.bytes, int64_t{rows} * row_bytes);
   }
 };
 

@@ -1,8 +1,12 @@
-// What host code needs of CUDA: errors as exceptions, functions of the driver, and the current device.
+// What host code needs of CUDA: errors as exceptions, functions of the driver, the current device, and spans of time
+// for profilers.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#if __has_include(<nvtx3/nvToolsExt.h>)  // small installations of CUDA lack it
+#include <nvtx3/nvToolsExt.h>
+#endif
 
 #include <cstdint>
 #include <stdexcept>
@@ -42,6 +46,18 @@ class OnDevice {
 
  private:
   CUcontext former_ = nullptr;
+};
+
+// What the host does while it lives, as Nsight Systems shows it. Without such a tool it is a load and a branch.
+class Span {
+ public:
+#ifdef NVTX_VERSION
+  explicit Span(const char* name) { nvtxRangePushA(name); }
+  ~Span() { nvtxRangePop(); }
+#else
+  explicit Span(const char*) {}
+#endif
+  Span(const Span&) = delete;
 };
 
 }  // namespace jax_ep

@@ -70,6 +70,10 @@ struct Scatter {
                            : static_cast<int32_t>(args.row_bytes);
   }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes()); }
+  // With its header and its scales.
+  __device__ int32_t bytes_under_way() const {
+    return payload_bytes() + kUnitBytes * ((new_route() ? args.top_k : 0) + (args.num_scales ? chunks() : 0));
+  }
   // Whether this lane has a unit in a chunk.
   __device__ bool has_unit(int32_t chunk) const {
     return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes();
@@ -429,6 +433,10 @@ struct Scatter {
     Arriving arriving = {};
     if (item < num_candidates && !op.state.failed)
       arriving = look_for_row(item, team);  // after close(), there is no row
+    if (blockIdx.x == plan.first_receiver && op.is_last_worker_warp()) {
+      const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
+      op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
+    }
     place_rows(places);
     if (arriving.comes) await_row(arriving, team);
     op.stamp(8);
@@ -574,9 +582,7 @@ struct Scatter {
     return before + value;
   }
 
-  // Also sees to it that all ranks are in the same operation.
   __device__ void write_counts(const Places& p) const {
-    if (threadIdx.x < peers.num_ranks) op.expect_same_call(threadIdx.x);
 #pragma unroll 1
     for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += op.num_workers) {
       const int32_t source = peers.by_experts.quotient(i);
@@ -589,7 +595,9 @@ struct Scatter {
       args.group_sizes[expert] = p.group_sizes[expert];
     }
     if (threadIdx.x < peers.num_ranks) args.num_arrived[threadIdx.x] = num_arrived(threadIdx.x);
-    if (threadIdx.x == 0) *args.num_dropped = shared.dropped;
+    if (threadIdx.x != 0) return;
+    *args.num_dropped = shared.dropped;
+    if (shared.dropped) add(&op.own().counters.dropped, shared.dropped);
   }
 
   __device__ void deliver_row(Arriving& arriving, const Places& places, const Team& team) const {

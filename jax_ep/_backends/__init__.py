@@ -31,6 +31,10 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raises what went wrong on a device, if anything did."""
 
+    def stats(self) -> dict[str, Any]:
+        """The counters of `GroupStats` that it knows, of this process's ranks in the order of `_processes.lines`."""
+        ...
+
     def dispatch_start(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None
     ) -> jax.Array | None:

@@ -174,6 +174,19 @@ class CudaBackend:
             "mesh=group.mesh to jax.shard_map"
         )
 
+    def stats(self) -> dict[str, Any]:
+        operations, dropped, peers = zip(*self._native.group_stats(self._id), strict=True)
+        rows_sent, bytes_sent, rows_received, bytes_received, ns_waited = np.moveaxis(np.array(peers, np.int64), -1, 0)
+        return {
+            "operations": dict(zip(_OPS, np.array(operations, np.int64).T, strict=True)),
+            "rows_dropped": np.array(dropped, np.int64),
+            "rows_sent": rows_sent,
+            "rows_received": rows_received,
+            "bytes_sent": bytes_sent,
+            "bytes_received": bytes_received,
+            "seconds_waited": ns_waited / 1e9,
+        }
+
     def dispatch_start(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None
     ) -> jax.Array:

@@ -42,6 +42,9 @@ class ReferenceBackend:
     def check(self) -> None:
         """Nothing fails here that JAX does not report."""
 
+    def stats(self) -> dict[str, Any]:
+        return {}  # to count what XLA runs would take a call of the host in each operation
+
     def dispatch_start(self, call: DispatchCall, *operands: Any) -> None:
         """The whole operation runs in its done."""
 

@@ -234,6 +234,41 @@ void check_rank(Rank& rank, float tolerance) {
   EXPECT_EQ(rank.num_dropped.download()[0], 0);
 }
 
+// Whether the group's counters are those of one operation of each kind that exchange() begins with.
+void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& ranks, int32_t cast) {
+  const auto tokens_to = [&](size_t source, size_t target) {
+    uint64_t tokens = 0;
+    for (int32_t token = 0; token < kTokens; ++token) {
+      bool is_sent = false;
+      for (int32_t k = 0; k < kTopK; ++k) {
+        const int32_t expert = ranks[source]->ids.host[token * kTopK + k];
+        is_sent |= is_expert(expert, ranks[source]->experts) &&
+                   rank_of_expert(expert, experts_per_rank) == static_cast<int32_t>(target);
+      }
+      tokens += is_sent;
+    }
+    return tokens;
+  };
+  constexpr uint64_t kHeader = kTopK * kUnitBytes;
+  const uint64_t dispatched = kHeader + (cast ? kHidden + kUnitBytes * num_chunks(kHidden) : kRowBytes);
+  const uint64_t bytes_out = dispatched + 2 * kRowBytes, bytes_back = 2 * kRowBytes + kHeader;
+  const std::vector<uint64_t> one_each = {1, 1, 1, 1, 1, 0, 0};  // no all_to_all
+  const std::vector<RankStats> stats = group.stats();
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    EXPECT_EQ(stats[rank].operations, one_each);
+    EXPECT_EQ(stats[rank].dropped, uint64_t{0});
+    for (size_t peer = 0; peer < ranks.size(); ++peer) {
+      const uint64_t out = tokens_to(rank, peer), back = tokens_to(peer, rank);
+      const PeerStats& with_peer = stats[rank].peers[peer];
+      EXPECT_EQ(with_peer.sent.rows, 3 * out + 2 * back);
+      EXPECT_EQ(with_peer.sent.bytes, bytes_out * out + bytes_back * back);
+      EXPECT_EQ(with_peer.received.rows, 3 * back + 2 * out);
+      EXPECT_EQ(with_peer.received.bytes, bytes_out * back + bytes_back * out);
+      EXPECT_EQ(with_peer.waited_ns < uint64_t{60'000'000'000}, true);
+    }
+  }
+}
+
 // On `num_blocks` thread blocks of each rank, 0 for as many as plan.h likes: few enough for all ranks to be on the GPU
 // at once.
 void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repeats) {
@@ -271,6 +306,7 @@ void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repea
     EXPECT_EQ(group.failure().has_value(), false);
     const float tolerance = cast ? 0.3f : 1e-5f;
     for (auto& rank : ranks) check_rank(*rank, tolerance);
+    if (round == 0) check_stats(group, ranks, cast);
 
     // The same in halves, with another operation between a start and its done, and two starts under way.
     for (auto& rank : ranks) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));

@@ -1,10 +1,12 @@
 #include "ffi/layout.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 #include "check.h"
+#include "ffi/arena.h"
 
 using namespace jax_ep;
 
@@ -69,11 +71,23 @@ void test_expert_places() {
   EXPECT_EQ(place_group(Layout::kExpert, 64, 0, 0, int64_t{1} << 31, 1).first_row, int64_t{1} << 37);
 }
 
+// Atomics need their counters aligned, and no word that a peer writes may lie among them.
+void test_counters() {
+  constexpr size_t begin = offsetof(Control, counters), end = begin + sizeof(Counters);
+  EXPECT_EQ(begin % 8, size_t{0});
+  EXPECT_EQ(begin >= offsetof(Control, num_rows) + sizeof(Control::num_rows), true);
+  EXPECT_EQ(sizeof(Counters), 8 * (kNumOpKinds + 1 + 5 * size_t{kMaxRanks}));
+  EXPECT_EQ(static_cast<size_t>(counts_offset(0, 0, 8, 32)) >= end, true);
+  EXPECT_EQ(counts_offset(0, 0, 8, 32) % 8, 0);
+  EXPECT_EQ(static_cast<int>(OpKind::kAllToAllBack), kNumOpKinds - 1);
+}
+
 int main() {
   test_experts();
   test_sizes();
   test_default_capacity();
   test_ragged_places();
   test_expert_places();
+  test_counters();
   return check::exit_status();
 }

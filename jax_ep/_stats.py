@@ -1,0 +1,83 @@
+"""What the ranks of a group have done, as `Group.stats` tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupStats:
+    """What this process's ranks have done since their group was opened. L ranks here, R ranks in the group.
+
+    A row is one token on its way to, or back from, one rank, however many of its experts are there. Its bytes are those
+    of its payload, scales and headers as they travel; the words that announce an operation are not counted. Entry
+    [i, r] of an array [L, R] is about `ranks[i]` and rank r, which may be the same: those rows stay on the device. On
+    the reference backend, which leaves everything to XLA, what is not known is None: all but `ranks` and `devices`.
+
+    Attributes:
+        ranks: L numbers, of this process's ranks in their expert-parallel group.
+        devices: L names of their devices.
+        operations: for each kind of operation [L] int64, how many of them have begun on all ranks; one in halves counts
+            when it is done.
+        rows_dropped: [L] int64, the sum of `num_dropped`.
+        rows_sent, rows_received: [L, R] int64.
+        bytes_sent, bytes_received: [L, R] int64.
+        seconds_waited: [L, R] float64, from when ranks[i] was in an operation until rank r was.
+    """
+
+    ranks: tuple[int, ...]
+    devices: tuple[str, ...]
+    operations: dict[str, np.ndarray] | None = None
+    rows_dropped: np.ndarray | None = None
+    rows_sent: np.ndarray | None = None
+    rows_received: np.ndarray | None = None
+    bytes_sent: np.ndarray | None = None
+    bytes_received: np.ndarray | None = None
+    seconds_waited: np.ndarray | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and None, as `json.dumps` takes them.
+
+        Returns:
+            {"ranks": a dict of "rank", "device" and the counters for each rank here, "total": the counters' sums}. A
+            counter [L, R] is a list of R numbers there, a counter [L] a number.
+        """
+        counters = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]}
+
+        def told(numbers: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+            return {
+                name: jax.tree.map(lambda counter: numbers(counter).tolist(), counter)
+                for name, counter in counters.items()
+            }
+
+        ranks = [
+            {"rank": rank, "device": device, **told(operator.itemgetter(i))}
+            for i, (rank, device) in enumerate(zip(self.ranks, self.devices, strict=True))
+        ]
+        return {"ranks": ranks, "total": told(partial(np.sum, axis=0))}
+
+    def __str__(self) -> str:
+        """A line for each rank here, and one for all of them."""
+        if self.operations is None:
+            return f"ranks {', '.join(map(str, self.ranks))}: the reference backend counts nothing"
+        told = self.to_dict()
+        num_ranks = len(told["total"]["seconds_waited"])
+        titles = ["rank", "device", "operations", "rows sent", "received", "dropped", "MB sent", "received"]
+        lines = [[*titles, *(f"s for {rank}" for rank in range(num_ranks))]]
+        for line in [*told["ranks"], {"rank": "all", "device": "", **told["total"]}]:
+            counts = (
+                sum(line["operations"].values()), sum(line["rows_sent"]), sum(line["rows_received"]),
+                line["rows_dropped"],
+            )  # fmt: skip
+            megabytes = (f"{sum(line[name]) / 1e6:.1f}" for name in ("bytes_sent", "bytes_received"))
+            waited = (f"{seconds:.4f}" for seconds in line["seconds_waited"])
+            lines.append([str(line["rank"]), line["device"], *map(str, counts), *megabytes, *waited])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
