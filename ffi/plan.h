@@ -11,10 +11,17 @@ namespace jax_ep {
 inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
 inline constexpr int32_t kDefaultSms = 128;
 
-// Of a kernel's two forms, that for few rows has small blocks, on many SMs, and little code, since what counts is how
-// soon the next instruction is there. It has a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh).
-inline constexpr int32_t kFewBlockWarps = 8;
-constexpr int32_t most_threads(bool few) { return 32 * (few ? kFewBlockWarps + 1 : kMaxBlockWarps); }
+// The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
+// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). On few SMs:
+// a warp has more of a row under way, since there are few warps.
+enum class Form : int32_t { kFewRows, kFewSms, kUsual };
+inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewSms, Form::kUsual};
+inline constexpr int32_t kFewRowsBlockWarps = 8;
+constexpr bool has_control_warp(Form form) { return form == Form::kFewRows; }
+constexpr int32_t most_threads(Form form) {
+  return 32 * (form == Form::kFewRows ? kFewRowsBlockWarps + 1 : kMaxBlockWarps);
+}
+constexpr int32_t least_blocks_per_sm(Form form) { return form == Form::kFewRows ? 2 : 1; }
 
 // A thread block sends, or receives. Senders come first, as blocks are started in their order, and wait for no peer's
 // rows: what a receiver waits for is always on its way. Only a launch of one block does both, one after the other.
@@ -25,12 +32,12 @@ struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
   int32_t num_blocks;
-  bool few;
+  Form form;
   int32_t log_block_warps;
   int32_t log_send_warps, log_receive_warps;  // of the warps that share a row, a team, which need not be of one block
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
-  constexpr int32_t block_threads() const { return 32 * (block_warps() + few); }
+  constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(form)); }
 
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
   // Blocks that move rows, and a block's number among them; negative if it does other things.
@@ -60,7 +67,7 @@ struct Team {
 
 // What a launch would like to be.
 struct Shape {
-  bool few;
+  Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
   int32_t receive_eighths;  // of the blocks, at most, receive
 };
@@ -76,7 +83,7 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
     return {1,
             0,
             1,
-            shape.few,
+            shape.form,
             log_block,
             std::min(shape.log_send_warps, log_block),
             std::min(shape.log_receive_warps, log_block)};
@@ -94,18 +101,27 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
   return {senders,
           senders,
           senders + receivers,
-          shape.few,
+          shape.form,
           log_block,
           fitting(shape.log_send_warps, std::max(senders - 1, 1)),
           fitting(shape.log_receive_warps, std::max(receivers - 1, 1))};
 }
 
 // Few tokens: many warps on a row, for its latency. Many: more rows under way.
-constexpr bool is_few(int64_t num_tokens, int32_t num_sms) { return num_tokens <= 32 && num_sms == 0; }
+constexpr Form form_for(int64_t num_tokens, int32_t num_sms) {
+  return num_sms > 0 ? Form::kFewSms : num_tokens <= 32 ? Form::kFewRows : Form::kUsual;
+}
 
 constexpr int32_t log2_ceil(int32_t n) {
   int32_t log = 0;
   while (1 << log < n) ++log;
+  return log;
+}
+
+// Warps on a row, such that `warps` are busy with `rows` but no more than `most` with one.
+constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
+  int32_t log = 0;
+  while (log < most && rows << (log + 1) <= warps) ++log;
   return log;
 }
 
@@ -116,24 +132,49 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
                                   bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
   Shape shape = {};
-  if (is_few(num_tokens, num_sms)) {
-    const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
-    shape = {true, 3, num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3, std::min(log_chunks, log_receive), 5};
-  } else {
-    const int32_t log_send = num_sms > 0 && num_tokens > 256 ? 1 : std::min(log_chunks, 4);
-    shape = {false, 4, log_send, std::clamp(log_chunks - 1, 0, 2), num_tokens <= 256 ? 5 : 4};
+  switch (form_for(num_tokens, num_sms)) {
+    case Form::kFewRows: {
+      const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
+      const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
+      shape = {Form::kFewRows, 3, log_send, std::min(log_chunks, log_receive), 5};
+      break;
+    }
+    case Form::kFewSms: {
+      const int32_t warps = num_sms * kMaxBlockWarps / 2, most = std::max(log_chunks - 1, 0);
+      shape = {Form::kFewSms, 4, log_team(num_tokens, warps, most), log_team(num_tokens * num_ranks, warps, most), 5};
+      break;
+    }
+    case Form::kUsual: {
+      const int32_t eighths = num_tokens <= 256 ? 5 : 4;
+      shape = {Form::kUsual, 4, std::min(log_chunks, 4), std::clamp(log_chunks - 1, 0, 2), eighths};
+      break;
+    }
   }
   if (team_in_block) shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   return plan_launch(num_tokens, num_tokens * num_ranks, shape, num_sms);
 }
 
-// The rows of all ranks' tokens are summed and go back; tokens come in.
-constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t num_chunks, int32_t num_sms) {
-  Shape shape = is_few(num_tokens, num_sms) ? Shape{true, num_tokens <= 2 ? 2 : 3, num_tokens <= 16 ? 4 : 3, 5, 5}
-                : num_tokens <= 256         ? Shape{false, 4, 4, 4, 4}
-                                            : Shape{false, 4, 4, 2, 3};
-  const int32_t log_chunks = log2_ceil(num_chunks);
-  shape.log_send_warps = std::clamp(log_chunks - 1, 0, shape.log_send_warps);  // a warp sums two chunks at once
+// The rows of all ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing is
+// uniform; tokens come in.
+constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
+                                 int32_t num_sms) {
+  const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
+  Shape shape = {};
+  switch (form_for(num_tokens, num_sms)) {
+    case Form::kFewRows:
+      shape = {Form::kFewRows, num_tokens <= 2 ? 2 : 3, std::min(num_tokens <= 16 ? 4 : 3, most), 5, 5};
+      break;
+    case Form::kFewSms: {
+      const int32_t warps = num_sms * kMaxBlockWarps / 2;
+      shape = {Form::kFewSms, 4, log_team(num_tokens * num_ranks, warps, most), log_team(num_tokens, warps, most), 3};
+      break;
+    }
+    case Form::kUsual: {
+      const int32_t eighths = top_k >= 4 * num_ranks ? 2 : num_tokens <= 256 ? 4 : 3;
+      shape = {Form::kUsual, 4, std::min(4, most), num_tokens <= 256 ? 4 : 2, eighths};
+      break;
+    }
+  }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
   return plan_launch(num_tokens * num_ranks, num_tokens, shape, num_sms);
 }

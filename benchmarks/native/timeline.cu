@@ -233,12 +233,13 @@ int main(int argc, char** argv) {
     plan.log_block_warps = log_of(arg(first + 2, plan.block_warps()));
     plan.log_send_warps = log_of(arg(first + 3, 1 << plan.log_send_warps));
     plan.log_receive_warps = log_of(arg(first + 4, 1 << plan.log_receive_warps));
-    plan.few = plan.block_warps() <= kFewBlockWarps;
+    if (plan.block_warps() <= kFewRowsBlockWarps) plan.form = Form::kFewRows;
+    if (setting("FORM", -1) >= 0) plan.form = static_cast<Form>(setting("FORM", 0));
     return plan;
   };
   const LaunchPlan out =
       adjusted(plan_scatter(tokens, num_ranks, num_chunks(cast ? kHidden : kRowBytes), kNumSms, false), 3);
-  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, num_chunks(kRowBytes), kNumSms), 8);
+  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, kTopK, num_chunks(kRowBytes), kNumSms), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
   Group group({kExperts, kTopK, tokens, kRowBytes, kNumSms, 5.0, {devices}});

@@ -7,8 +7,6 @@ namespace jax_ep {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int kRowsAtOnce = 4;   // of a token's rows here, that a lane loads before it adds them
-constexpr int kSumsAtOnce = 2;   // chunks of a row that a warp sums at once
 constexpr int kRanksAtOnce = 4;  // of the ranks' sums
 
 __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
@@ -31,8 +29,10 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
 }
 
 // One launch of one rank. `row_warps` warps share a row that is summed, by chunks.
-template <typename X>
+template <typename X, Form kForm>
 struct Gather {
+  // Of a token's rows here, how many a lane loads before it adds them, and chunks of a row that a warp sums at once.
+  static constexpr int kRowsAtOnce = kForm == Form::kFewSms ? 2 : 4, kSumsAtOnce = kForm == Form::kFewSms ? 4 : 2;
   static constexpr int kSize = Vector<X>::kSize;
 
   const Peers& peers;
@@ -290,14 +290,14 @@ struct Gather {
   }
 };
 
-template <typename X, bool kFew>
-__global__ void __launch_bounds__(most_threads(kFew), kFew ? 2 : 1)
+template <typename X, Form kForm>
+__global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm))
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;
   const void* result = args.half == Half::kStart ? args.ticket : args.out ? args.out : args.topk_weights;
-  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (kFew ? 32 : 0);
-  const Gather<X> gather = {peers, args, plan, {peers, args, result, state, num_workers}};
+  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
+  const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;
@@ -315,8 +315,15 @@ __global__ void __launch_bounds__(most_threads(kFew), kFew ? 2 : 1)
 }
 
 template <typename X>
-auto kernel_of(bool few) {
-  return few ? gather_kernel<X, true> : gather_kernel<X, false>;
+auto kernel_of(Form form) {
+  switch (form) {
+    case Form::kFewRows:
+      return gather_kernel<X, Form::kFewRows>;
+    case Form::kFewSms:
+      return gather_kernel<X, Form::kFewSms>;
+    default:
+      return gather_kernel<X, Form::kUsual>;
+  }
 }
 
 }  // namespace
@@ -325,7 +332,7 @@ cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementTyp
                           cudaStream_t stream) {
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
   with_element_type(type, [&](auto element) {
-    const auto kernel = kernel_of<decltype(element)>(plan.few);
+    const auto kernel = kernel_of<decltype(element)>(plan.form);
     kernel<<<num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);
   });
   return cudaGetLastError();
@@ -335,8 +342,8 @@ cudaError_t load_gather() {
   cudaError_t status = cudaSuccess;
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     with_element_type(type, [&](auto element) {
-      for (bool few : {false, true}) {
-        if (status == cudaSuccess) status = load_kernel(kernel_of<decltype(element)>(few), 0);
+      for (Form form : kForms) {
+        if (status == cudaSuccess) status = load_kernel(kernel_of<decltype(element)>(form), 0);
       }
     });
   }

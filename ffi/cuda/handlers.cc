@@ -121,7 +121,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const auto member = member_for(op, group, ordinal, args.num_tokens, args.row_bytes);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
-  const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks,
+  const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, args.top_k,
                                       num_chunks(static_cast<int32_t>(args.row_bytes)), find_group(group)->num_sms());
   return launched(op, launch_gather(peers, args, type, plan, stream));
 }

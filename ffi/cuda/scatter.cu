@@ -45,9 +45,10 @@ struct Places {
 };
 
 // One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
-template <typename X, bool kCasts, Arrival kArrival, bool kFew>
+template <typename X, bool kCasts, Arrival kArrival, Form kForm>
 struct Scatter {
   // Chunks that a warp has under way.
+  static constexpr bool kFew = kForm == Form::kFewRows;
   static constexpr int kSendBatch = kFew || kCasts ? 1 : 2;
   static constexpr int kReceiveBatch = kFew ? 1 : kArrival == Arrival::kDequantize ? 2 : 4;
   static constexpr int kUnroll = kFew ? 1 : 2;
@@ -851,15 +852,15 @@ struct Scatter {
   }
 };
 
-template <typename X, bool kCasts, Arrival kArrival, bool kFew>
-__global__ void __launch_bounds__(most_threads(kFew), kFew ? 2 : 1)
+template <typename X, bool kCasts, Arrival kArrival, Form kForm>
+__global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm))
     scatter_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ScatterArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   extern __shared__ __align__(16) uint8_t scratch[];
   __shared__ Shared shared;
   const void* result = args.half == Half::kStart ? args.ticket : args.out;
-  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (kFew ? 32 : 0);
-  const Scatter<X, kCasts, kArrival, kFew> scatter = {
+  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
+  const Scatter<X, kCasts, kArrival, kForm> scatter = {
       peers, args, plan, {peers, args, result, shared.state, num_workers}, shared, scratch};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
@@ -882,26 +883,27 @@ using Kernel = void (*)(Peers, ScatterArgs, LaunchPlan);
 
 // A kernel of its own for whatever is done to the elements of a row: each is small, and an instruction costs a kernel
 // of a few microseconds most when it is fetched.
-template <bool kFew>
+template <Form kForm>
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
-  Kernel kernel = scatter_kernel<float, false, Arrival::kCopy, kFew>;  // of any element
+  Kernel kernel = scatter_kernel<float, false, Arrival::kCopy, kForm>;  // of any element
   if (!casts && arrival == Arrival::kCopy) return kernel;
   with_element_type(type, [&](auto element) {
     using X = decltype(element);
     if (arrival == Arrival::kCombineBack) {
-      kernel = scatter_kernel<X, false, Arrival::kCombineBack, kFew>;
+      kernel = scatter_kernel<X, false, Arrival::kCombineBack, kForm>;
     } else if (arrival == Arrival::kCopy) {
-      kernel = scatter_kernel<X, true, Arrival::kCopy, kFew>;
+      kernel = scatter_kernel<X, true, Arrival::kCopy, kForm>;
     } else {
-      kernel = casts ? scatter_kernel<X, true, Arrival::kDequantize, kFew>
-                     : scatter_kernel<X, false, Arrival::kDequantize, kFew>;
+      kernel = casts ? scatter_kernel<X, true, Arrival::kDequantize, kForm>
+                     : scatter_kernel<X, false, Arrival::kDequantize, kForm>;
     }
   });
   return kernel;
 }
 
-Kernel kernel_of(ElementType type, bool casts, Arrival arrival, bool few) {
-  return few ? kernel_of<true>(type, casts, arrival) : kernel_of<false>(type, casts, arrival);
+Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
+  return form == Form::kFewRows ? kernel_of<Form::kFewRows>(type, casts, arrival)
+                                : kernel_of<Form::kUsual>(type, casts, arrival);  // also on few SMs
 }
 
 }  // namespace
@@ -910,7 +912,7 @@ cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementT
                            cudaStream_t stream) {
   const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank);
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
-  const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.few);
+  const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);
   kernel<<<num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
   return cudaGetLastError();
 }
@@ -920,8 +922,8 @@ cudaError_t load_scatter() {
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     for (Arrival arrival : {Arrival::kCopy, Arrival::kDequantize, Arrival::kCombineBack}) {
       for (bool casts : {false, true}) {
-        for (bool few : {false, true}) {
-          if (status == cudaSuccess) status = load_kernel(kernel_of(type, casts, arrival, few), kMaxScratch);
+        for (Form form : kForms) {
+          if (status == cudaSuccess) status = load_kernel(kernel_of(type, casts, arrival, form), kMaxScratch);
         }
       }
     }

@@ -269,12 +269,24 @@ void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& r
   }
 }
 
-// On `num_blocks` thread blocks of each rank, 0 for as many as plan.h likes: few enough for all ranks to be on the GPU
-// at once.
-void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repeats) {
+// Thread blocks of each rank, few enough for all ranks to be on the GPU at once, and the kernels' form; 0 for what
+// plan.h likes.
+struct Blocks {
+  int32_t number;
+  Form form;
+
+  LaunchPlan adjust(LaunchPlan plan) const {
+    if (number != 0) plan.form = form;
+    return plan;
+  }
+};
+
+void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
+  const int32_t num_blocks = blocks.number;
   const std::vector<int32_t> devices(num_ranks, 0);
   Group group({num_ranks * experts_per_rank, kTopK, kTokens, kRowBytes, num_blocks, 60.0, {devices}});
-  const LaunchPlan gather_plan = plan_gather(kTokens, num_ranks, num_chunks(kRowBytes), num_blocks);
+  const LaunchPlan gather_plan =
+      blocks.adjust(plan_gather(kTokens, num_ranks, kTopK, num_chunks(kRowBytes), num_blocks));
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t rank = 0; rank < num_ranks; ++rank) ranks.push_back(std::make_unique<Rank>(num_ranks, rank));
   const auto on_all = [&](auto launch) {
@@ -285,7 +297,7 @@ void exchange(int32_t num_ranks, int32_t cast, int32_t num_blocks, int32_t repea
       const ScatterArgs call = args(rank);
       const LaunchPlan plan = plan_scatter(kTokens, num_ranks, num_chunks(call.num_scales ? kHidden : kRowBytes),
                                            num_blocks, call.arrival == Arrival::kCombineBack);
-      return launch_scatter(peers, call, ElementType::kFloat32, plan, rank.stream);
+      return launch_scatter(peers, call, ElementType::kFloat32, blocks.adjust(plan), rank.stream);
     });
   };
   const auto gather = [&](auto args) {
@@ -371,7 +383,7 @@ void more_blocks_than_fit() {
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   LaunchPlan scatter_plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false),
-             gather_plan = plan_gather(kTokens, 1, num_chunks(kRowBytes), 0);
+             gather_plan = plan_gather(kTokens, 1, kTopK, num_chunks(kRowBytes), 0);
   for (LaunchPlan* plan : {&scatter_plan, &gather_plan}) plan->num_blocks = plan->num_senders + kBlocks;
   Rank rank(1, 0);
   std::mt19937 random(0);
@@ -389,11 +401,15 @@ void more_blocks_than_fit() {
 int main(int argc, char** argv) {
   const int32_t most_ranks = argc > 1 ? std::atoi(argv[1]) : 8;
   const bool is_quick = argc > 2;  // for the sanitizers, under which a kernel takes long
+  const Blocks any = {0, Form::kFewRows};
+  const std::vector<Blocks> quick = {any, {1, Form::kFewSms}, {5, Form::kFewSms}, {5, Form::kUsual}};
+  const std::vector<Blocks> all = {
+      any, {1, Form::kUsual}, {2, Form::kFewSms}, {5, Form::kFewSms}, {5, Form::kUsual}, {16, Form::kUsual}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
     for (int32_t cast = 0; cast <= 2; ++cast) {
-      for (int32_t num_blocks : is_quick ? std::vector{0, 1, 5} : std::vector{0, 1, 2, 5, 16}) {
-        if (num_blocks == 0 && num_ranks > 2) continue;
-        exchange(num_ranks, cast, num_blocks, is_quick ? 1 : kRepeats);
+      for (Blocks blocks : is_quick ? quick : all) {
+        if (blocks.number == 0 && num_ranks > 2) continue;
+        exchange(num_ranks, cast, blocks, is_quick ? 1 : kRepeats);
       }
     }
     std::cerr << num_ranks << " ranks: " << check::failures << " failures\n";
@@ -402,7 +418,7 @@ int main(int argc, char** argv) {
   for (int32_t odd_number :
        is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {  // for a block's threads
     experts_per_rank = odd_number;
-    for (int32_t num_blocks : {0, 5}) exchange(std::min(most_ranks, 2), 0, num_blocks, 1);
+    for (Blocks blocks : {any, Blocks{5, Form::kUsual}}) exchange(std::min(most_ranks, 2), 0, blocks, 1);
   }
   std::cerr << "odd numbers of experts: " << check::failures << " failures\n";
   return check::exit_status();

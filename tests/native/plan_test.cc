@@ -25,7 +25,7 @@ void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps)
 void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
   const int32_t most_warps = (num_sms > 0 ? num_sms : kDefaultSms) * kMaxBlockWarps;
   EXPECT_EQ(plan.num_blocks * plan.block_warps() <= most_warps, true);
-  EXPECT_EQ(plan.block_threads() <= most_threads(plan.few), true);
+  EXPECT_EQ(plan.block_threads() <= most_threads(plan.form), true);
   EXPECT_EQ(plan.num_senders < kTicketWords, true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
@@ -50,7 +50,7 @@ void test_plans() {
             expect_sound(plan, num_sms);
             if (team_in_block) EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
           }
-          expect_sound(plan_gather(tokens, ranks, chunks, num_sms), num_sms);
+          expect_sound(plan_gather(tokens, ranks, 8, chunks, num_sms), num_sms);
         }
       }
     }
@@ -61,7 +61,7 @@ void test_few_tokens_take_few_blocks() {
   // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
   EXPECT_EQ(plan_scatter(1, 4, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
   EXPECT_EQ(plan_scatter(4096, 4, 28, 0, false).num_blocks, kDefaultSms);
-  EXPECT_EQ(plan_gather(4096, 4, 28, 24).num_blocks, 24);
+  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_blocks, 24);
 }
 
 // Rows of 4 chunks keep as many warps busy as rows of 16.
@@ -69,7 +69,7 @@ void test_small_rows_take_small_teams() {
   EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).log_send_warps, 2);
   EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).num_senders, 1 + 128 / 4);
   EXPECT_EQ(plan_scatter(128, 4, 4, 24, false).num_blocks, 24);
-  EXPECT_EQ(plan_gather(128, 4, 8, 0).log_send_warps, 2);
+  EXPECT_EQ(plan_gather(128, 4, 8, 8, 0).log_send_warps, 2);
 }
 
 void test_arena() {
