@@ -145,8 +145,8 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       break;
     }
     case Form::kUsual: {
-      const int32_t eighths = num_tokens <= 256 ? 5 : 4;
-      shape = {Form::kUsual, 4, std::min(log_chunks, 4), std::clamp(log_chunks - 1, 0, 2), eighths};
+      const int32_t eighths = num_tokens <= 256 && log_chunks > 3 ? 5 : 4;
+      shape = {Form::kUsual, 4, std::min(log_chunks, 4), std::clamp(log_chunks - 2, 0, 2), eighths};
       break;
     }
   }
@@ -170,7 +170,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       break;
     }
     case Form::kUsual: {
-      const int32_t eighths = top_k >= 4 * num_ranks ? 2 : num_tokens <= 256 ? 4 : 3;
+      const int32_t eighths = num_tokens <= 256 && top_k < 4 * num_ranks ? 4 : 3;
       shape = {Form::kUsual, 4, std::min(4, most), num_tokens <= 256 ? 4 : 2, eighths};
       break;
     }
