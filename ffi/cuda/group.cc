@@ -6,6 +6,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/gather.h"
@@ -75,7 +76,7 @@ void Group::open() {
     records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
   }
   for (Member& member : members_) {
-    const PeerTable table = map_peers(member, others);
+    const NetworkTable table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}};
     const OnDevice device(member.ordinal);
     upload(const_cast<PeerTable*>(member.peers.table), table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
@@ -95,14 +96,35 @@ void Group::open_member(Member& member) {
   const size_t index = &member - members_.data();
   peers.failure = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal)) + index;
 
-  member.arena = DeviceMemory::allocate(layout_.bytes, member.ordinal, config_.sharing);
-  check(cudaMemset(member.arena.data(), kEmptyByte, layout_.bytes), "cudaMemset");
-  const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.experts_per_rank), alignof(PeerTable));
-  member.control = allocate_lasting(table_offset + sizeof(PeerTable), member.ordinal, config_.sharing);
-  peers.control = control_at(member.control.data());
-  peers.table = reinterpret_cast<const PeerTable*>(member.control.data() + table_offset);
+  const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.experts_per_rank), alignof(NetworkTable));
+  const int64_t lasting_bytes = table_offset + sizeof(NetworkTable);
+  uint8_t *arena, *control;
+  if (config_.network) {
+    arena = allocate_symmetric(NetworkLayout(layout_).bytes, member.ordinal);
+    control = allocate_symmetric(lasting_bytes, member.ordinal);
+    member.symmetric_arena = arena;
+  } else {
+    member.arena = DeviceMemory::allocate(layout_.bytes, member.ordinal, config_.sharing);
+    member.control = allocate_lasting(lasting_bytes, member.ordinal, config_.sharing);
+    arena = member.arena.data();
+    control = member.control.data();
+  }
+  check(cudaMemset(arena, kEmptyByte, layout_.bytes), "cudaMemset");
+  peers.control = control_at(control);
+  peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
-  for (auto load : {load_scatter, load_gather, load_dispatch_layout}) check(load(), "loading the kernels");
+  const auto load_own = [] {
+    const cudaError_t status = load_scatter();
+    return status == cudaSuccess ? load_gather() : status;
+  };
+  check(config_.network ? config_.network->load() : load_own(), "loading the kernels");
+  check(load_dispatch_layout(), "loading the kernels");
+}
+
+uint8_t* Group::allocate_symmetric(int64_t bytes, int32_t ordinal) const {
+  uint8_t* const memory = config_.network->allocate(bytes);
+  if (memory == nullptr) throw_full(bytes, ordinal, "nvshmem_calloc");
+  return memory;
 }
 
 ProcessHandle Group::handle() const {
@@ -147,6 +169,25 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
   return table;
 }
 
+// The pointers to near ranks, and the PEs of far ones.
+NetworkTable Group::find_peers(const Member& member) const {
+  const Network& network = *config_.network;
+  const std::vector<int32_t>& pes = config_.pes.at(member.line);
+  const int32_t self = member.peers.rank, node_size = config_.node_size;
+  auto* const own_control = reinterpret_cast<uint8_t*>(member.peers.control);
+  NetworkTable table = {};
+  for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
+    const bool is_hidden = node_size != 0 && rank / node_size != self / node_size;
+    uint8_t* const arena = is_hidden ? nullptr : network.pointer_to(member.symmetric_arena, pes.at(rank));
+    uint8_t* const control = is_hidden ? nullptr : network.pointer_to(own_control, pes.at(rank));
+    const bool is_near = arena != nullptr && control != nullptr;
+    table.pe[rank] = is_near ? kNear : pes.at(rank);
+    table.arena[rank] = is_near ? arena : member.symmetric_arena;
+    table.control[rank] = control_at(is_near ? control : own_control);
+  }
+  return table;
+}
+
 void Group::close() {
   if (closed_) return;
   closed_ = true;
@@ -161,14 +202,30 @@ void Group::close() {
     cudaDeviceSynchronize();
   }
   for (Member& member : members_) member.peer_arenas.clear();
-  if (config_.sharing != Sharing::kIpc) free_arenas();
+  if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();
 }
 
 void Group::free_arenas() {
-  for (Member& member : members_) member.arena.free();
+  for (Member& member : members_) {
+    member.arena.free();
+    if (member.symmetric_arena) config_.network->free(std::exchange(member.symmetric_arena, nullptr));
+  }
 }
 
-int64_t Group::bytes_per_device() const { return layout_.bytes + control_bytes(layout_.num_ranks, experts_per_rank()); }
+int64_t Group::bytes_per_device() const {
+  const int64_t arena_bytes = config_.network ? NetworkLayout(layout_).bytes : layout_.bytes;
+  return arena_bytes + control_bytes(layout_.num_ranks, experts_per_rank());
+}
+
+Traffic Group::traffic() const {
+  const Member& member = members_.at(0);
+  const OnDevice device(member.ordinal);
+  Traffic traffic = {};
+  check(cudaMemcpy(&traffic, member.symmetric_arena + NetworkLayout(layout_).traffic_begin, sizeof(traffic),
+                   cudaMemcpyDeviceToHost),
+        "cudaMemcpy");
+  return traffic;
+}
 
 std::optional<FailureRecord> Group::failure() const {
   for (const Records& records : records_) {

@@ -140,8 +140,8 @@ struct Operation {
     }
   }
 
-  __device__ __forceinline__ void record_failure(FailureReason reason, int32_t rank, int32_t peer,
-                                                 uint32_t expected, uint32_t seen) const {
+  __device__ __forceinline__ void record_failure(FailureReason reason, int32_t rank, int32_t peer, uint32_t expected,
+                                                 uint32_t seen) const {
     FailureRecord& record = *peers.failure;
     record.reason = static_cast<uint32_t>(reason);
     record.op = static_cast<uint32_t>(call.op);
@@ -434,8 +434,8 @@ struct Operation {
   }
 };
 
-// A barrier of a team whose warps are of one block, that says whether the predicate holds for any thread. Teams have the
-// barriers from `first_barrier` on; there are not barriers for as many teams as have one warp.
+// A barrier of a team whose warps are of one block, that says whether the predicate holds for any thread. Teams have
+// the barriers from `first_barrier` on; there are not barriers for as many teams as have one warp.
 __device__ __forceinline__ bool any_of_team(const Team& team, int32_t first_barrier, bool predicate) {
   if (team.num_warps == 1) return __any_sync(0xffffffffu, predicate);
   const int32_t number = static_cast<int32_t>(threadIdx.x / 32) / team.num_warps;
