@@ -83,7 +83,7 @@ def _finish(ordinal: int) -> None:
     """Ends NVSHMEM, which all processes must do together. If they do not, it ends with the process."""
     try:
         all_end = _compat.barrier("jax_ep/network/end", _started, _LAST_CALL_S)
-    except (RuntimeError, jax.errors.JaxRuntimeError):  # jax.distributed has ended, or another process
+    except RuntimeError:  # jax.distributed has ended, or another process
         return
     if all_end:
         _module().finish(ordinal)
