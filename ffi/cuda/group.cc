@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "ffi/cuda/dispatch_layout.h"
-#include "ffi/cuda/gather.h"
 #include "ffi/cuda/runtime.h"
 #include "ffi/cuda/scatter.h"
 
@@ -113,12 +112,9 @@ void Group::open_member(Member& member) {
   peers.control = control_at(control);
   peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
-  const auto load_own = [] {
-    const cudaError_t status = load_scatter();
-    return status == cudaSuccess ? load_gather() : status;
-  };
-  check(config_.network ? config_.network->load() : load_own(), "loading the kernels");
-  check(load_dispatch_layout(), "loading the kernels");
+  for (auto load : {kernels().load_scatter, kernels().load_gather, load_dispatch_layout}) {
+    check(load(), "loading the kernels");
+  }
 }
 
 uint8_t* Group::allocate_symmetric(int64_t bytes, int32_t ordinal) const {

@@ -80,7 +80,7 @@ class Group {
   std::optional<FailureRecord> failure() const;
   const std::vector<Member>& members() const { return members_; }
   const Member* member_on(int32_t ordinal) const;
-  const Network* network() const { return config_.network; }
+  Kernels kernels() const { return config_.network ? config_.network->kernels : kernels_of_this_module(); }
   Traffic traffic() const;  // of the rank here; over a network
 
  private:

@@ -113,9 +113,7 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const Peers& peers = (*member)->peers;
   const LaunchPlan plan = plan_scatter(args.num_tokens, peers.num_ranks, num_chunks(static_cast<int32_t>(payload)),
                                        find_group(group)->num_sms(), args.arrival == Arrival::kCombineBack);
-  const Network* network = find_group(group)->network();
-  const auto launch = network ? network->launch_scatter : launch_scatter;
-  return launched(op, launch(peers, args, type, plan, stream));
+  return launched(op, find_group(group)->kernels().launch_scatter(peers, args, type, plan, stream));
 }
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
@@ -125,9 +123,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const Peers& peers = (*member)->peers;
   const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks,
                                       num_chunks(static_cast<int32_t>(args.row_bytes)), find_group(group)->num_sms());
-  const Network* network = find_group(group)->network();
-  const auto launch = network ? network->launch_gather : launch_gather;
-  return launched(op, launch(peers, args, type, plan, stream));
+  return launched(op, find_group(group)->kernels().launch_gather(peers, args, type, plan, stream));
 }
 
 void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {

@@ -39,13 +39,18 @@ struct NetworkLayout {
         bytes(align_up(traffic_begin + static_cast<int64_t>(sizeof(Traffic)), 256)) {}
 };
 
-// What _nvshmem gives to _cuda.
-struct Network {
-  // The kernels, for groups with far ranks.
-  cudaError_t (*load)();
+// The kernels of a module, which is compiled for far ranks or not.
+struct Kernels {
   decltype(&jax_ep::launch_scatter) launch_scatter;
   decltype(&jax_ep::launch_gather) launch_gather;
+  decltype(&jax_ep::load_scatter) load_scatter;
+  decltype(&jax_ep::load_gather) load_gather;
+};
+inline Kernels kernels_of_this_module() { return {launch_scatter, launch_gather, load_scatter, load_gather}; }
 
+// What _nvshmem gives to _cuda.
+struct Network {
+  Kernels kernels;
   // Zeros on the current device, at the same offset in all processes, which allocate and free together; null if there
   // is no room.
   uint8_t* (*allocate)(int64_t bytes);

@@ -14,15 +14,8 @@ namespace {
 
 namespace nb = nanobind;
 
-cudaError_t load() {
-  const cudaError_t status = load_scatter();
-  return status == cudaSuccess ? load_gather() : status;
-}
-
 const Network kNetwork = {
-    load,
-    launch_scatter,
-    launch_gather,
+    kernels_of_this_module(),
     [](int64_t bytes) { return static_cast<uint8_t*>(nvshmem_calloc(bytes, 1)); },
     [](uint8_t* memory) { nvshmem_free(memory); },
     [](uint8_t* memory, int32_t pe) { return static_cast<uint8_t*>(nvshmem_ptr(memory, pe)); },
