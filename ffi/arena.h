@@ -118,7 +118,7 @@ enum class FailureReason : uint32_t {
   kWrongRank,   // XLA runs another rank on this device than the group's mesh says
   kSlotTaken,   // the operation that had the slot before was started and never done
   kNotStarted,  // a done without a start of its own, or out of turn
-  kElsewhere    // a rank that is on another host, perhaps: the record is there
+  kElsewhere    // in another process, on another host perhaps: the record is there
 };
 enum class OpKind : uint32_t {
   kDispatch,

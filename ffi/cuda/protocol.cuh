@@ -154,7 +154,7 @@ struct Operation {
     *const_cast<volatile uint32_t*>(&record.valid) = 1;
   }
 
-  // Of a rank whose own record this process may not see: it may be on another host.
+  // Of a rank whose own record this process does not see: it may be on another host.
   __device__ __forceinline__ void record_failure_elsewhere() const {
     const uint32_t failed = load_relaxed(&own().failed);
     const bool is_known = *const_cast<const volatile uint32_t*>(&peers.failure->valid) != 0;
