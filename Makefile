@@ -43,7 +43,7 @@ lint: docs
 
 # Without --strict a link that leads nowhere would be a warning.
 docs:
-	$(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv build dist

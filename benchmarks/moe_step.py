@@ -57,7 +57,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jax_ep as ep
 from jax_ep.bench import report
 from jax_ep.bench.cases import Case
-from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange, LaxExchange, LocalExchange
+from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange, LaxExchange, LocalExchange, open_group
 
 WARM_UPS = 2
 IN_A_ROW = 5
@@ -233,16 +233,7 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     needed = needed_capacity_factor(np.asarray(topk_idx).reshape(case.ranks, case.tokens, case.top_k), case)
     if needed > options.capacity_factor:
         raise SystemExit(f"--capacity-factor is {options.capacity_factor}; this routing needs {needed:.3f}")
-    with ep.Group(
-        mesh,
-        AXIS,
-        num_experts=case.experts,
-        top_k=case.top_k,
-        hidden=case.hidden,
-        max_tokens_per_rank=case.tokens,
-        dtype=case.dtype,
-        backend=options.backend,
-    ) as group:
+    with open_group(case, mesh, options.backend) as group:
         exchanges = make_exchanges(case, options.capacity_factor, group)
         compiled = {
             name: compile_step(exchange, compute, case.top_k, mesh, operands) for name, exchange in exchanges.items()

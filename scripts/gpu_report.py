@@ -66,6 +66,9 @@ def main(logs: Path) -> None:
     for path in sorted(logs.glob("*.status")):
         status, seconds = path.read_text().split()
         steps[path.stem] = {"ok": status == "0", "seconds": int(seconds)}
+        if status != "0":
+            log = path.with_suffix(".log").read_text(errors="replace")
+            steps[path.stem]["end_of_log"] = log.splitlines()[-40:]
     devices = jax.devices()
     date = datetime.datetime.now(datetime.UTC)
     result = {

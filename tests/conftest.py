@@ -11,15 +11,13 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ and "host_platform_device_count" 
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import contextlib
-import dataclasses
 
 import hypothesis
 import jax
 import pytest
 
 import jax_ep as ep
-from helpers import make_mesh
-from shapes import np_dtype
+from helpers import make_mesh, open_group
 
 ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
 if ONE_OF_SEVERAL:
@@ -82,11 +80,6 @@ def make_group(backend):
     with contextlib.ExitStack() as groups:
 
         def make(mesh, shape, **overrides):
-            settings = dataclasses.asdict(shape)
-            del settings["name"]
-            settings["max_tokens_per_rank"] = settings.pop("tokens")
-            settings["dtype"] = np_dtype(settings["dtype"])
-            group = ep.Group(mesh, axis_name="ep", **{**settings, "backend": backend, **overrides})
-            return groups.enter_context(group)
+            return groups.enter_context(open_group(mesh, shape, **{"backend": backend, **overrides}))
 
         yield make

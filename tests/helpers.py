@@ -1,17 +1,25 @@
 """Run a function on every device of a mesh, NumPy in and NumPy out, and compare with the oracle."""
 
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jax_ep as ep
 import oracle
-from shapes import np_dtype, random_array
+from shapes import Shape, np_dtype, random_array
 
 COMBINE_BOUND = {"bfloat16": 5e-3, "float16": 6e-4, "float32": 1e-6}
+
+# Options of XLA: what it may put into CUDA graphs. By default it takes no fewer than five commands in a row.
+IN_GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> Mesh:
@@ -23,6 +31,26 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> 
     if not mesh.local_devices:
         pytest.skip("the mesh has no device of this process")
     return mesh
+
+
+def open_group(mesh: Mesh, shape: Shape, **settings) -> ep.Group:
+    """The group of a named shape along the axis "ep"; `settings` go before the shape's."""
+    sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "hidden": shape.hidden}
+    more = {"max_tokens_per_rank": shape.tokens, "dtype": np_dtype(shape.dtype)}
+    return ep.Group(mesh, **sizes | more | settings)
+
+
+def slot_bytes(group: ep.Group) -> int:
+    """Of the CUDA backend's arena: for every rank, as many rows as it may send, with headers and marks."""
+    header = oracle.round_up(16 * group.top_k, 128)
+    payload = group.hidden * group.dtype.itemsize
+    row = oracle.round_up(header + payload, 128) + 8 * (-(-payload // 512) + 1)
+    return group.num_ranks * group.max_tokens_per_rank * row
+
+
+def num_slots(group: ep.Group) -> int:
+    """How many operations of the group may be under way at once: four if their slots fit in 64 MiB, else two."""
+    return 4 if oracle.round_up(4 * slot_bytes(group), 256) <= 64 * 2**20 else 2
 
 
 def spmd(fn: Callable, mesh: Mesh, *, check_vma: bool = True, replicated: tuple[int, ...] = ()) -> Callable:
@@ -53,6 +81,49 @@ def spmd(fn: Callable, mesh: Mesh, *, check_vma: bool = True, replicated: tuple[
 def run_spmd(fn: Callable, mesh: Mesh, *args, **options):
     """`fn` compiled and run once on every device; a pytree of NumPy arrays."""
     return to_numpy(jax.jit(spmd(fn, mesh, **options))(*args))
+
+
+def compiled(fn: Callable, mesh: Mesh, *inputs, options: dict | None = None, check_vma: bool = True) -> Callable:
+    """The executable of `fn` on every device, which runs whatever becomes of the group that `fn` was traced with."""
+    return jax.jit(spmd(fn, mesh, check_vma=check_vma)).lower(*inputs).compile(compiler_options=options)
+
+
+def place(inputs: Sequence[np.ndarray], mesh: Mesh) -> tuple[jax.Array, ...]:
+    """Arrays whose leading axes are those of mesh, each device's part on it."""
+    return jax.device_put(tuple(inputs), NamedSharding(mesh, PartitionSpec(*mesh.axis_names)))
+
+
+def chain(group: ep.Group, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array, layers: int = 3) -> jax.Array:
+    """Two operations per layer, each of which needs the one before; six in all by default."""
+    for layer in range(layers):
+        recv = ep.dispatch(
+            x, topk_idx, topk_weights, group=group, layout=("ragged", "expert")[layer % 2], zero_pad=True
+        )
+        x = ep.combine(recv.x, recv)
+    return x
+
+
+def spin(steps: jax.Array) -> jax.Array:
+    """0, an int32, after as many steps of a loop, which no compiler can foresee: a delay for what is added to it."""
+
+    def step(carry):
+        left, state = carry
+        return left - 1, state * 1664525 + 1013904223
+
+    _, state = lax.while_loop(lambda carry: carry[0] > 0, step, (steps, steps))
+    return jnp.minimum(state & 0x7FFFFFFF, 0)
+
+
+def steps_per_second(mesh: Mesh, spinning: np.ndarray) -> float:
+    """How fast `spin` is on those devices of mesh where `spinning` is 1, and not 0, all at once."""
+    run, steps, elapsed = jax.jit(spmd(spin, mesh)), 1000 * spinning.astype(np.int32), 0.0
+    jax.block_until_ready(run(steps))  # compiles
+    while elapsed < 0.05:
+        steps *= 2
+        begun = time.perf_counter()
+        jax.block_until_ready(run(steps))
+        elapsed = time.perf_counter() - begun
+    return steps.max() / elapsed
 
 
 def to_numpy(tree):

@@ -210,7 +210,7 @@ def test_floor_of_the_link():
 )
 def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
     json_file, picture = tmp_path / "rows.json", tmp_path / "pairs.png"
-    small = f"--tokens=3 --hidden=128 --top-k=2 --experts=16 --chain=2 --backend={backend}"
+    small = f"--tokens=3 --hidden=128 --top-k=2 --experts=16 --chain=3 --backend={backend}"
     assert main([*small.split(), *options.split(), f"--json={json_file}", f"--plot={picture}"]) == 0
     rows = json.loads(json_file.read_text())
     assert len(rows) == num_rows

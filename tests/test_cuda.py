@@ -1,13 +1,11 @@
-"""The CUDA backend where only GPUs can show it: many programs at once, graphs, compiled programs, failures, memory."""
+"""The CUDA backend where only GPUs can show it: many programs at once, graphs, compiled programs, memory."""
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,20 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ep as ep
 import oracle
 from helpers import (
     COMBINE_BOUND,
+    IN_GRAPHS,
+    NO_GRAPHS,
     assert_combined,
     assert_same_bits,
     assert_trees_same_bits,
+    chain,
+    compiled,
+    num_slots,
+    open_group,
+    place,
     run_spmd,
+    slot_bytes,
     spmd,
     to_numpy,
 )
-from shapes import SMALL, Shape, make_inputs, np_dtype, random_array
+from shapes import SMALL, Shape, make_inputs, random_array
 from test_examples import EXAMPLES, TINY
 
 pytestmark = pytest.mark.gpu
@@ -38,10 +43,6 @@ SHAPE = replace(SMALL, hidden=256)
 FLOAT = Shape("float", num_experts=8, top_k=2, hidden=128, tokens=24, dtype="float32")
 LARGE = Shape("large", num_experts=64, top_k=8, hidden=1024, tokens=1024)
 
-# Options of XLA: what it may put into CUDA graphs. By default it takes no fewer than five commands in a row.
-IN_GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
-NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
-
 
 @pytest.fixture(scope="module")
 def mesh(largest_mesh):
@@ -49,26 +50,7 @@ def mesh(largest_mesh):
 
 
 def make_group(mesh, shape=SHAPE, **overrides):
-    settings = {
-        "num_experts": shape.num_experts,
-        "top_k": shape.top_k,
-        "hidden": shape.hidden,
-        "max_tokens_per_rank": shape.tokens,
-        "dtype": np_dtype(shape.dtype),
-        "backend": "cuda",
-        "timeout": 10.0,
-    }
-    return ep.Group(mesh, **settings | overrides)
-
-
-def place(inputs, mesh):
-    """Arrays with a leading axis of ranks, each rank's part on its device."""
-    return jax.device_put(tuple(inputs), NamedSharding(mesh, PartitionSpec(*mesh.axis_names)))
-
-
-def compiled(fn, mesh, *inputs, options=None, check_vma=True):
-    """The executable of `fn` on every device, which runs whatever becomes of the group that `fn` was traced with."""
-    return jax.jit(spmd(fn, mesh, check_vma=check_vma)).lower(*inputs).compile(compiler_options=options)
+    return open_group(mesh, shape, **{"backend": "cuda", "timeout": 10.0, **overrides})
 
 
 def promised(recv):
@@ -76,22 +58,10 @@ def promised(recv):
     return recv.x, recv.counts, recv.group_sizes, recv.weights, recv.scales, recv.num_dropped
 
 
-def chain(group, x, topk_idx, topk_weights):
-    """Six operations, each of which needs the one before."""
-    for layout in ("ragged", "expert", "ragged"):
-        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
-        x = ep.combine(recv.x, recv)
-    return x
-
-
 def assert_close(actual, expected, dtype):
     """For sums that another backend makes in another order; a few combines may lie behind them."""
     actual, expected = (np.asarray(a, np.float64) for a in (actual, expected))
     assert np.linalg.norm(actual - expected) <= 4 * COMBINE_BOUND[dtype] * np.linalg.norm(expected)
-
-
-def assert_poison(*arrays):
-    assert all(np.isnan(a.astype(np.float32)).all() for a in arrays)
 
 
 # --- many programs and groups ---------------------------------------------------------------------------------------
@@ -331,163 +301,12 @@ def test_operands_are_waited_for(mesh):
             assert_trees_same_bits(to_numpy(result), one_by_one[-1])
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def inputs(mesh):
-    return place(make_inputs(SHAPE, mesh.size), mesh)
-
-
-@pytest.mark.parametrize("options", [IN_GRAPHS, NO_GRAPHS], ids=["in_graphs", "no_graphs"])
-def test_a_program_outlives_its_group(mesh, inputs, options):
-    """XLA either asks the handler, which refuses, or replays the launch, which finds the group closed."""
-    with make_group(mesh) as group:
-        program = compiled(partial(chain, group), mesh, *inputs, options=options)
-        expected = to_numpy(program(*inputs))
-    # The first refusal says why; after it, XLA's error about the graph that it could not record may take its place.
-    reasons = ["group is closed", "", ""]
-    for reason in reasons:
-        try:
-            out = to_numpy(program(*inputs))
-        except jax.errors.JaxRuntimeError as error:
-            assert reason in str(error)
-        else:
-            assert_poison(out)
-    with make_group(mesh) as successor:
-        assert_same_bits(run_spmd(partial(chain, successor), mesh, *inputs), expected)
-
-
-def test_an_old_route_outlives_its_group(mesh, inputs):
-    """Its rows would come without a word of the peers: they are not looked for in memory that is gone."""
-    x = inputs[0]
-    with make_group(mesh) as group:
-        recv = run_spmd(partial(ep.dispatch, group=group, layout="ragged"), mesh, *inputs)
-        program = compiled(ep.dispatch_like, mesh, x, recv, options=IN_GRAPHS)
-        expected = to_numpy(program(x, recv))
-    for _ in range(3):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            assert_poison(to_numpy(program(x, recv)))
-    with make_group(mesh) as successor:
-        recv = run_spmd(partial(ep.dispatch, group=successor, layout="ragged"), mesh, *inputs)
-        assert_same_bits(run_spmd(ep.dispatch_like, mesh, x, recv), expected)
-
-
-def assert_given_up(group, mesh, program, inputs):
-    """After a failure nothing waits again: compiled programs give poison at once, and no new one is traced."""
-    begun = time.monotonic()
-    assert_poison(to_numpy(program(*inputs)))
-    assert time.monotonic() - begun < 1
-    with pytest.raises(ep.Error):
-        jax.eval_shape(spmd(partial(chain, group), mesh), *inputs)
-
-
-def halves(group, mesh):
-    """dispatch_start and dispatch_done as programs of their own; what is pending passes between them."""
-
-    def start(*inputs):
-        return ep.dispatch_start(*inputs, group=group, layout="ragged", zero_pad=True)
-
-    def done(pending):
-        recv = ep.dispatch_done(pending)
-        return recv.x, recv.counts, recv.num_dropped
-
-    return jax.jit(spmd(start, mesh)), jax.jit(spmd(done, mesh))
-
-
-def test_halves_in_programs_of_their_own(mesh, inputs):
-    with make_group(mesh) as group:
-        start, done = halves(group, mesh)
-        first, second = start(*inputs), start(*inputs)
-        expected = to_numpy(done(second))
-        assert_trees_same_bits(to_numpy(done(first)), expected)
-        group.check()
-
-        done(first)  # again
-        _, counts, num_dropped = to_numpy(done(start(*inputs)))
-        assert (counts == 0).all()
-        assert (num_dropped == -1).all()
-        with pytest.raises(ep.Error, match="done before"):
-            group.check()
-
-
-def test_a_start_without_done(mesh, inputs):
-    """It holds its slot; whoever needs that slot says so when its time is up."""
-    with make_group(mesh, timeout=2.0) as group:
-        start, _ = halves(group, mesh)
-        program = compiled(partial(chain, group), mesh, *inputs)
-        jax.block_until_ready(start(*inputs))
-        assert_poison(to_numpy(program(*inputs)))
-        with pytest.raises(ep.Error, match="halves are under way"):
-            group.check()
-        assert_given_up(group, mesh, program, inputs)
-
-
-def test_ranks_in_different_calls(mesh, inputs):
-    def dispatch(layout, capacity, *inputs):
-        recv = ep.dispatch(*inputs, group=group, layout=layout, capacity=capacity)
-        return recv.x.reshape(-1, group.hidden), recv.weights.reshape(-1), recv.counts, recv.num_dropped
-
-    def at_odds(*inputs):
-        ragged = partial(dispatch, "ragged", 32 * group.experts_per_rank)
-        return lax.cond(lax.axis_index("ep") == 0, ragged, partial(dispatch, "expert", 32), *inputs)
-
-    with make_group(mesh) as group:
-        program = compiled(partial(chain, group), mesh, *inputs)
-        expected = to_numpy(program(*inputs))
-        rows, weights, counts, num_dropped = run_spmd(at_odds, mesh, *inputs, check_vma=False)
-        assert_poison(rows, weights)
-        assert (counts == 0).all()
-        assert (num_dropped == -1).all()
-        with pytest.raises(ep.Error, match="dispatch: rank .* was in another call than rank"):
-            group.check()
-        assert_given_up(group, mesh, program, inputs)
-    with make_group(mesh) as successor:
-        assert_same_bits(run_spmd(partial(chain, successor), mesh, *inputs), expected)
-
-
-@pytest.mark.parametrize("missing", ["first", "last"])
-def test_a_rank_that_never_comes(mesh, inputs, missing):
-    missing = 0 if missing == "first" else mesh.size - 1
-
-    def without_one(*inputs):
-        def stay_away(x, topk_idx, topk_weights):
-            return jnp.zeros_like(x)
-
-        return lax.cond(lax.axis_index("ep") == missing, stay_away, partial(chain, group), *inputs)
-
-    with make_group(mesh, timeout=2.0) as group:
-        program = compiled(partial(chain, group), mesh, *inputs)
-        expected = to_numpy(program(*inputs))
-        incomplete = compiled(without_one, mesh, *inputs, check_vma=False)
-        begun = time.monotonic()
-        out = to_numpy(incomplete(*inputs))
-        assert group.timeout <= time.monotonic() - begun < group.timeout + 1
-        assert_poison(np.delete(out, missing, axis=0))
-        with pytest.raises(ep.PeerTimeoutError) as error:
-            group.check()
-        assert error.value.op == "dispatch"
-        assert error.value.missing_rank == missing
-        assert error.value.waiting_rank in set(range(mesh.size)) - {missing}
-        assert_given_up(group, mesh, program, inputs)
-    with make_group(mesh) as successor:
-        assert_same_bits(run_spmd(partial(chain, successor), mesh, *inputs), expected)
-
-
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
 def arena_bytes(group):
-    """Of one rank: in each slot, for every rank, as many rows as it may send, with headers and marks.
-
-    There are four slots if they fit in 64 MiB, else two.
-    """
-    header = oracle.round_up(16 * group.top_k, 128)
-    payload = group.hidden * group.dtype.itemsize
-    row = oracle.round_up(header + payload, 128) + 8 * (-(-payload // 512) + 1)
-    slot = group.num_ranks * group.max_tokens_per_rank * row
-    four = oracle.round_up(4 * slot, 256)
-    return four if four <= 64 * 2**20 else oracle.round_up(2 * slot, 256)
+    """Of one rank."""
+    return oracle.round_up(num_slots(group) * slot_bytes(group), 256)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, FLOAT, LARGE], ids=str)

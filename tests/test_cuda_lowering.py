@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep as ep
-from jax_ep import _backends, _native
+from jax_ep import _backends, _compat, _native
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 
@@ -107,6 +107,9 @@ def test_halves_are_calls_of_their_own(group, layout):
     text = lowered(group, body, X, IDS, WEIGHTS)
     assert calls(text) == [f"jax_ep_{op}" for op in ("dispatch_start", "dispatch", "combine_start", "combine")]
     assert len(set(re.findall(r"hash = (\d+)", text))) == 2  # a start and its done are one operation to the peers
+    beside_compute = [line for line in text.splitlines() if '_xla_stream_annotation = "collective"' in line]
+    starts = ["jax_ep_dispatch_start", "jax_ep_combine_start"] if _compat.FFI_EFFECTS_ARE_ALLOWED else []
+    assert [name for line in beside_compute for name in calls(line)] == starts
 
 
 def test_gradients_of_halves(group, layout):

@@ -542,24 +542,34 @@ def traffic():
 
 
 @pytest.mark.gpu
-def test_a_process_that_dies():
-    expect_death_to_be_noticed()
+@pytest.mark.parametrize("when", ["between_operations", "in_a_kernel"])
+def test_a_process_that_dies(when):
+    expect_death_to_be_noticed(when)
 
 
 @pytest.mark.gpu
-def test_a_process_that_dies_over_a_network(node_size):
-    expect_death_to_be_noticed()
+@pytest.mark.parametrize("when", ["between_operations", "in_a_kernel"])
+def test_a_process_that_dies_over_a_network(node_size, when):
+    expect_death_to_be_noticed(when)
 
 
-def expect_death_to_be_noticed():
+def expect_death_to_be_noticed(when):
     """The others find out in time, and nothing hangs."""
     begun = time.monotonic()
-    done = launch(gpus(), sys.executable, __file__, "dies", platform="gpu", timeout=120)
+    done = launch(gpus(), sys.executable, __file__, f"dies_{when}", platform="gpu", timeout=120)
     assert time.monotonic() - begun < 110
     assert done.stdout.count("gave up") == gpus() - 1, done.stdout + done.stderr
 
 
-def dies():
+def dies_between_operations():
+    dies(in_a_kernel=False)
+
+
+def dies_in_a_kernel():
+    dies(in_a_kernel=True)
+
+
+def dies(in_a_kernel):
     mesh = jax.sharding.Mesh(jax.devices()[::-1], ("ep",))  # rank 0 is not process 0, without which nobody can go on
     inputs = make_inputs(SMALL, mesh.size, "uneven")
     x, topk_idx = shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)
@@ -567,7 +577,11 @@ def dies():
     layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
     jax.block_until_ready(layer(x, topk_idx))
     if mesh.devices[0].process_index == jax.process_index():
+        if in_a_kernel:
+            layer(x, topk_idx)  # begins to wait for the others
+            time.sleep(1)
         os._exit(0)  # as if killed, but not so that the launcher ends the others
+    time.sleep(3)  # until it has died
     jax.block_until_ready(layer(x, topk_idx))
     with pytest.raises(ep.Error, match=r"gave up waiting for rank 0|rank \d gave up, and rank \d with it") as error:
         group.check()

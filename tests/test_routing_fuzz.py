@@ -1,4 +1,4 @@
-"""Routing that hypothesis makes up, in and out of range, against the oracle."""
+"""Routing that hypothesis makes up, in and out of range, and a little of what soak.py does, against the oracle."""
 
 import dataclasses
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 import jax_ep as ep
 import oracle
+import soak
 from helpers import assert_combined, assert_dispatched, random_rows, spmd, to_numpy
 from shapes import SMALL, make_inputs
 
@@ -49,3 +50,26 @@ def test_any_routing(case, mesh, data):
     recv, out = to_numpy(program(y, x, topk_idx, topk_weights))
     assert_dispatched(recv, expected)
     assert_combined(out, y, expected.weights, expected.route, dtype=SHAPE.dtype)
+
+
+@pytest.fixture
+def one_process():
+    if jax.process_count() > 1:
+        pytest.skip("a random mesh may have no device of a process")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_groups_and_programs(one_process, backend, seed):
+    assert soak.run_case(seed, jax.devices(), backend) > 0
+
+
+def test_wrong_results_are_found(one_process, backend, monkeypatch):
+    """Or else a soak that finds nothing would say nothing."""
+    monkeypatch.setattr(soak, "to_numpy", lambda results: jax.tree.map(np.zeros_like, to_numpy(results)))
+    _, (wrong,) = soak.attempt(0, lambda: soak.run_case(0, jax.devices(), backend))
+    assert wrong["seed"] == 0
+    assert wrong["error"].startswith("AssertionError")
+
+
+def test_late_ranks_change_no_bit(mesh, backend):
+    assert soak.run_late(mesh, backend, num_operations=40)["operations"] == 40

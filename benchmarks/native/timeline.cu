@@ -4,8 +4,9 @@
 //   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per block, per row sent and per
 //   row received, of dispatch] [of combine]
 //
-// 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are. H = 7168,
-// bfloat16, top-8 of 256 experts, uniform routing.
+// 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; HIDDEN=7168,
+// TOP_K=8, EXPERTS=256, NUM_SMS=0 and SKEWED=0 (1: half of a token's experts are the first rank's) are as the bench's
+// options. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -27,8 +28,15 @@ using namespace jax_ep;
 
 namespace {
 
-constexpr int32_t kHidden = 7168, kTopK = 8, kExperts = 256, kOps = 40, kReplays = 7;
-constexpr int64_t kRowBytes = kHidden * 2;
+int32_t setting(const char* name, int32_t otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::atoi(value) : otherwise;
+}
+
+constexpr int32_t kOps = 40, kReplays = 7;
+const int32_t kHidden = setting("HIDDEN", 7168), kTopK = setting("TOP_K", 8), kExperts = setting("EXPERTS", 256);
+const int32_t kNumSms = setting("NUM_SMS", 0);
+const int64_t kRowBytes = kHidden * 2;
 
 void must(cudaError_t status) {
   if (status == cudaSuccess) return;
@@ -68,8 +76,14 @@ struct Rank {
     std::mt19937 random(rank);
     std::vector<int32_t> host, experts(kExperts);
     for (int32_t e = 0; e < kExperts; ++e) experts[e] = e;
+    const bool is_skewed = setting("SKEWED", 0) != 0;
+    const int32_t num_hot = is_skewed ? std::min(kTopK / 2, kExperts / num_ranks) : 0;
     for (int32_t t = 0; t < tokens; ++t) {
       std::shuffle(experts.begin(), experts.end(), random);
+      if (is_skewed) {
+        std::partition(experts.begin(), experts.end(), [&](int32_t e) { return e < kExperts / num_ranks; });
+        std::rotate(experts.begin(), experts.begin() + kExperts / num_ranks - num_hot, experts.end());
+      }
       host.insert(host.end(), experts.begin(), experts.begin() + kTopK);
     }
     must(cudaMemcpy(ids, host.data(), host.size() * 4, cudaMemcpyHostToDevice));
@@ -209,7 +223,7 @@ int main(int argc, char** argv) {
   };
   int num_devices = 0;
   must(cudaGetDeviceCount(&num_devices));
-  const int32_t num_ranks = std::getenv("RANKS") ? std::atoi(std::getenv("RANKS")) : num_devices;
+  const int32_t num_ranks = setting("RANKS", num_devices);
   const int32_t tokens = arg(1, 128), cast = arg(2, 0);
   const auto log_of = [](int32_t n) { return n < 2 ? 0 : n < 4 ? 1 : n < 8 ? 2 : n < 16 ? 3 : n < 32 ? 4 : 5; };
   const auto adjusted = [&](LaunchPlan plan, int first) {
@@ -222,11 +236,12 @@ int main(int argc, char** argv) {
     plan.few = plan.block_warps() <= kFewBlockWarps;
     return plan;
   };
-  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, num_chunks(cast ? kHidden : kRowBytes), 0, false), 3);
-  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, num_chunks(kRowBytes), 0), 8);
+  const LaunchPlan out =
+      adjusted(plan_scatter(tokens, num_ranks, num_chunks(cast ? kHidden : kRowBytes), kNumSms, false), 3);
+  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, num_chunks(kRowBytes), kNumSms), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
-  Group group({kExperts, kTopK, tokens, kRowBytes, 0, 5.0, {devices}});
+  Group group({kExperts, kTopK, tokens, kRowBytes, kNumSms, 5.0, {devices}});
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t r = 0; r < num_ranks; ++r) {
     must(cudaSetDevice(devices[r]));

@@ -8,7 +8,6 @@ namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kRowsAtOnce = 4;   // of a token's rows here, that a lane loads before it adds them
-constexpr int kSumsAtOnce = 2;   // chunks of a row that a warp sums at once
 constexpr int kRanksAtOnce = 4;  // of the ranks' sums
 
 __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
@@ -31,9 +30,11 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
 }
 
 // One launch of one rank. `row_warps` warps share a row that is summed, by chunks.
-template <typename X>
+template <typename X, bool kFew>
 struct Gather {
   static constexpr int kSize = Vector<X>::kSize;
+  // Chunks of a row that a warp sums at once. With more, many rows would take more registers than there are.
+  static constexpr int kSumsAtOnce = kFew ? 2 : 1;
 
   const Peers& peers;
   const GatherArgs& args;
@@ -60,36 +61,53 @@ struct Gather {
     op.tell_former_finished();
   }
 
-  // The possible rows, interleaving the ranks they go to, beginning behind this rank. The first is summed while the
-  // block enters the operation, if it is still `entering` it.
+  // The possible rows, interleaving the ranks they go to, beginning behind this rank. Where there are many, what is
+  // added next is asked for before what has been added is sent, and which rows it is in, a row earlier: a load waits
+  // for the stores before it to get on their way. The first is summed while the block is `entering`.
   __device__ void send(bool entering) const {
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
-    const uint32_t num_candidates = team.index < team.num_teams ? peers.num_ranks * args.num_tokens : 0;
-    uint32_t item = team.index;
-    SourceRow row = {};
-    Sums sums = {};
-    if (item < num_candidates && !blocks()) {
-      row = source_row(item);
-      sums = partial_sums(row, team.warp, team);
+    const uint32_t num_candidates = team.index < team.num_teams ? peers.num_ranks * most_rows() : 0;
+    if ((kHasNetwork || blocks()) && entering) {  // num_rows_of() waits for the peers
+      op.await_entry();
+      entering = false;
     }
-    if (entering) op.await_entry();
-    op.stamp(1);
-    const bool stops = !op.state.sends || op.state.failed;
-    if (kHasNetwork ? any_of_team(team, kFirstBarrier, stops) : stops) return;
+    // Warps that meet at a barrier for a far rank's rows must agree: they go on to the end, or do not begin.
+    if (kHasNetwork && any_of_team(team, kFirstBarrier, !op.state.sends || op.state.failed)) return;
+    uint32_t item = team.index;  // of `next`
+    SourceRow row = {}, next = {}, ahead = {};
+    if (item < num_candidates) next = source_row(item);
+    if (!kFew && item + team.num_teams < num_candidates) ahead = source_row(item + team.num_teams);
+    int32_t first = team.warp, first_sent = chunks();  // of the chunks that are added, and sent, now
+    bool ends = false;                                 // the row, with these
+    Sums sums = {};
 #pragma unroll 1
-    for (; item < num_candidates; item += team.num_teams) {
-      if (item >= team.num_teams || blocks()) {
-        row = source_row(item);
-        sums = partial_sums(row, team.warp, team);
-      }
-      if (row.present) send_row(row, sums, team);
-      if (is_far(peers, row.peer)) put_staged(row, team);
+    while (true) {
+      Addends addends = {};
+      if (!kFew) addends = load(next, next.rows, first, team);
+      if (row.present) send_chunks(row, sums, first_sent, team);
+      if (ends && is_far(peers, row.peer)) put_staged(row, team);
+      if (next.present) sums = sum(next, addends, first, team);
+      if (entering) op.await_entry();
+      entering = false;
+      op.stamp(1);
+      if (item >= num_candidates || (!kHasNetwork && (!op.state.sends || op.state.failed))) return;
+      row = next;
+      first_sent = first;
+      first += kSumsAtOnce * team.num_warps;
+      ends = !(next.present && first < chunks());
+      if (!ends) continue;
+      first = team.warp;
+      item += team.num_teams;
+      next = {};
+      if (item < num_candidates) next = kFew ? source_row(item) : ahead;
+      if (!kFew && item + team.num_teams < num_candidates) ahead = source_row(item + team.num_teams);
     }
   }
 
-  // Units of the sum over a token's rows here, in the order of k, each rounded once.
+  // Units of the sum over a token's rows here, in the order of k, each rounded once; as they are sent. (Made here, as
+  // what makes them may be a call, for which loads under way would have to be waited for.)
   struct Sums {
-    uint4 unit[kSumsAtOnce];
+    Chunk chunk[kSumsAtOnce];
   };
 
   // A row that goes back: what this lane knows of it.
@@ -98,7 +116,7 @@ struct Gather {
     bool present;
     uint32_t rows;  // the k that have a row here
     int32_t row;    // here, for k = lane
-    float weight;
+    float weight, weight_to_send;
   };
 
   __device__ SourceRow source_row(uint32_t item) const {
@@ -115,9 +133,17 @@ struct Gather {
     }
     source.present = source.index < num_rows_of(source.peer);
     if (!source.present) source.row = -1;
-    source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
     source.rows = __ballot_sync(kAllLanes, source.row >= 0);
+    const bool here = source.row >= 0;
+    source.weight = here && args.row_weights ? __ldg(args.row_weights + source.row) : 1.0f;
+    source.weight_to_send = here && args.weights_to_send ? __ldg(args.weights_to_send + source.row) : 0.0f;
     return source;
+  }
+
+  // Of any rank, at most.
+  __device__ uint32_t most_rows() const {
+    if (blocks()) return args.num_tokens;
+    return __reduce_max_sync(kAllLanes, lane_id() < peers.num_ranks ? __ldg(args.num_arrived + lane_id()) : 0);
   }
 
   // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which
@@ -127,21 +153,16 @@ struct Gather {
     return op.expect_number(peer, &op.own().num_rows[op.state.slot][peer]);
   }
 
-  // `sums`: of the first chunks that this warp sends.
-  __device__ void send_row(const SourceRow& row, Sums sums, const Team& team) const {
+  // Chunks first, first + num_warps, ...
+  __device__ void send_chunks(const SourceRow& row, const Sums& sums, int32_t first, const Team& team) const {
     const RowPlace place(op, row.peer, peers.rank, row.index);
-    if (args.weights_to_send && team.warp == 0 && lane_id() < args.top_k) {
-      send_header(op, place.header(lane_id()), {0, 0, row.row < 0 ? 0 : __ldg(args.weights_to_send + row.row), 0});
+    if (args.weights_to_send && first == 0 && lane_id() < args.top_k) {
+      send_header(op, place.header(lane_id()), {0, 0, row.weight_to_send, 0});
     }
-#pragma unroll 1
-    for (int32_t first = team.warp; first < chunks(); first += kSumsAtOnce * team.num_warps) {
-      if (first != team.warp) sums = partial_sums(row, first, team);
 #pragma unroll
-      for (int i = 0; i < kSumsAtOnce; ++i) {
-        const int32_t chunk = first + i * team.num_warps;
-        const bool present = has_unit(chunk);
-        Chunk::of(sums.unit[i], present).send(op, row.peer, place.unit(op, chunk), place.marks + chunk, present);
-      }
+    for (int i = 0; i < kSumsAtOnce; ++i) {
+      const int32_t chunk = first + i * team.num_warps;
+      sums.chunk[i].send(op, row.peer, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
     }
   }
 
@@ -152,45 +173,58 @@ struct Gather {
     put_row(op, row.peer, row.index, begin, peers.layout.header_bytes - begin + row_bytes());
   }
 
-  // Of chunks first, first + num_warps, ...
-  __device__ Sums partial_sums(const SourceRow& source, int32_t first, const Team& team) const {
-    float total[kSumsAtOnce][kSize] = {};
-#pragma unroll 1
-    for (uint32_t rows = source.rows; rows;) {
-      Vector<X> y[kRowsAtOnce][kSumsAtOnce];
-      uint32_t weighted = rows;
+  // What is added at once.
+  struct Addends {
+    Vector<X> y[kRowsAtOnce][kSumsAtOnce];
+  };
+
+  // Chunks first, first + num_warps, ... of the first few of `rows`.
+  __device__ Addends load(const SourceRow& source, uint32_t rows, int32_t first, const Team& team) const {
+    Addends addends;
 #pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        const int64_t row = __shfl_sync(kAllLanes, source.row, rows ? __ffs(rows) - 1 : 0);
-        const auto* base = static_cast<const uint8_t*>(args.y) + row * args.row_bytes;
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int64_t row = __shfl_sync(kAllLanes, source.row, rows ? __ffs(rows) - 1 : 0);
+      const auto* base = static_cast<const uint8_t*>(args.y) + row * args.row_bytes;
 #pragma unroll
-        for (int c = 0; c < kSumsAtOnce; ++c) {
-          const int32_t chunk = first + c * team.num_warps;
-          y[i][c].bits = uint4{};
-          if (rows && has_unit(chunk)) y[i][c] = load_vector<X>(base, chunk * kChunkUnits + lane_id());
-        }
-        rows &= rows - 1;
+      for (int c = 0; c < kSumsAtOnce; ++c) {
+        const int32_t chunk = first + c * team.num_warps;
+        addends.y[i][c].bits = uint4{};
+        if (rows && has_unit(chunk)) addends.y[i][c] = load_vector<X>(base, chunk * kChunkUnits + lane_id());
       }
-      // Only now, since the weights are asked for when the rows are known: y need not wait for them.
+      rows &= rows - 1;
+    }
+    return addends;
+  }
+
+  __device__ __forceinline__ void add(float (&total)[kSumsAtOnce][kSize], const SourceRow& source, uint32_t& rows,
+                                      const Addends& addends) const {
 #pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        float weight = __shfl_sync(kAllLanes, source.weight, weighted ? __ffs(weighted) - 1 : 0);
-        if (!weighted) weight = 0;
-        weighted &= weighted - 1;
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      float weight = __shfl_sync(kAllLanes, source.weight, rows ? __ffs(rows) - 1 : 0);
+      if (!rows) weight = 0;
+      rows &= rows - 1;
 #pragma unroll
-        for (int c = 0; c < kSumsAtOnce; ++c) {
+      for (int c = 0; c < kSumsAtOnce; ++c) {
 #pragma unroll
-          for (int e = 0; e < kSize; ++e) total[c][e] += weight * to_float(y[i][c].element[e]);
-        }
+        for (int e = 0; e < kSize; ++e) total[c][e] += weight * to_float(addends.y[i][c].element[e]);
       }
     }
+  }
+
+  // `addends`: of the first few rows, where they were asked for before.
+  __device__ Sums sum(const SourceRow& source, const Addends& addends, int32_t first, const Team& team) const {
+    float total[kSumsAtOnce][kSize] = {};
+    uint32_t rows = source.rows;
+    if (!kFew) add(total, source, rows, addends);
+#pragma unroll 1
+    while (rows) add(total, source, rows, load(source, rows, first, team));
     Sums sums;
 #pragma unroll
     for (int c = 0; c < kSumsAtOnce; ++c) {
       Vector<X> sum;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[c][e]);
-      sums.unit[c] = sum.bits;
+      sums.chunk[c] = Chunk::of(sum.bits, has_unit(first + c * team.num_warps));
     }
     return sums;
   }
@@ -306,7 +340,7 @@ __global__ void __launch_bounds__(most_threads(kFew), kFew ? 2 : 1)
   __shared__ State state;
   const void* result = args.half == Half::kStart ? args.ticket : args.out ? args.out : args.topk_weights;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (kFew ? 32 : 0);
-  const Gather<X> gather = {peers, args, plan, {peers, args, result, state, num_workers}};
+  const Gather<X, kFew> gather = {peers, args, plan, {peers, args, result, state, num_workers}};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;

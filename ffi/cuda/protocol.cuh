@@ -363,7 +363,8 @@ struct Operation {
   // The last block tells that the slot has been read. What waits for that may be a start, which does not wait long; of
   // what whole operations have read, the next operation tells.
   __device__ __forceinline__ void leave_done() const {
-    __shared__ bool is_last;
+    if (threadIdx.x >= 32) return;
+    bool is_last = false;
     if (threadIdx.x == 0) {
       is_last = count_in_order(&own().done_left[state.slot], 1) + 1 == gridDim.x;
       if (is_last) {
@@ -371,7 +372,8 @@ struct Operation {
         store_release(&own().finished[state.slot][peers.rank], state.epoch);
       }
     }
-    __syncthreads();
+    is_last = __any_sync(0xffffffffu, is_last);
+    __syncwarp();
     if (is_last && threadIdx.x < peers.num_ranks) tell_finished(state.epoch, threadIdx.x);
   }
 

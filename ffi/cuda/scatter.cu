@@ -9,7 +9,7 @@ namespace jax_ep {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int32_t kPlacesBarrier = kFirstBarrier, kTeamsBarrier = kFirstBarrier + 1;  // and those behind
+constexpr int32_t kTeamsBarrier = kFirstBarrier;  // and those behind
 
 __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
 
@@ -46,7 +46,7 @@ template <typename X, bool kCasts, Arrival kArrival, bool kFew>
 struct Scatter {
   // Chunks that a warp has under way.
   static constexpr int kSendBatch = kFew || kCasts ? 1 : 2;
-  static constexpr int kReceiveBatch = kFew ? 1 : kArrival == Arrival::kDequantize ? 2 : 4;
+  static constexpr int kReceiveBatch = kFew || kArrival == Arrival::kDequantize ? 1 : 2;
   static constexpr int kUnroll = kFew ? 1 : 2;
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
 
@@ -79,7 +79,7 @@ struct Scatter {
     const Lookup lookup = this->lookup();
     clear(lookup);
     if (new_route()) {
-      count_tokens(lookup, 0, args.num_tokens, true);
+      count_tokens(lookup, load_ids(0, args.num_tokens), 0, args.num_tokens, true);
     } else {
       op.await_entry();
       if (args.splits) count_splits(lookup);
@@ -122,28 +122,37 @@ struct Scatter {
     op.sync_workers();
   }
 
-  // Counts tokens [first, last), a warp as many at once as have lanes. Ends with a barrier of the workers, and has one
-  // before it counts, which is await_entry() if the block is `entering`: what can be done without counting comes first.
-  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, bool entering) const {
-    constexpr int kAtOnce = kFew ? 1 : 2;
-    const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
-    const int32_t token = peers.by_top_k.quotient(lane_id()), k = lane_id() - token * args.top_k;
+  // Expert ids of tokens, of which a warp has as many at once as it has lanes for.
+  struct Ids {
+    static constexpr int kAtOnce = kFew ? 1 : 2;
     int32_t expert[kAtOnce];
-    int32_t base = first + warp_id() * tokens;
-    const auto load = [&] {
+  };
+
+  // Of the first of tokens [first, last).
+  __device__ Ids load_ids(int32_t first, int32_t last) const {
+    const int32_t tokens = peers.by_top_k.quotient(32), token = peers.by_top_k.quotient(lane_id());
+    Ids ids;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int32_t at = base + i * stride;
-        expert[i] =
-            token < tokens && at + token < last ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
-      }
-    };
-    load();
-    Pair pairs[kAtOnce];
+    for (int i = 0; i < Ids::kAtOnce; ++i) {
+      const int32_t at = first + (i * plan.block_warps() + warp_id()) * tokens;
+      const bool present = new_route() && token < tokens && at + token < last;
+      ids.expert[i] = present ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
+    }
+    return ids;
+  }
+
+  // Counts tokens [first, last), of which `ids` are the first, a warp as many at once as have lanes. Ends with a
+  // barrier of the workers, and has one before it counts, which is await_entry() if the block is `entering`: what can
+  // be done without counting comes first.
+  __device__ void count_tokens(const Lookup& lookup, Ids ids, int32_t first, int32_t last, bool entering) const {
+    const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
+    const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
+    int32_t base = first + warp_id() * tokens;
+    Pair pairs[Ids::kAtOnce];
     const auto look_at = [&] {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (base + i * stride < last) pairs[i] = pair(expert[i], k);
+      for (int i = 0; i < Ids::kAtOnce; ++i) {
+        if (base + i * stride < last) pairs[i] = pair(ids.expert[i], k);
       }
     };
     look_at();
@@ -156,12 +165,13 @@ struct Scatter {
 #pragma unroll 1
     while (base < last) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < Ids::kAtOnce; ++i) {
         if (base + i * stride < last) count(lookup, pairs[i]);
       }
-      base += kAtOnce * stride;
+      first += Ids::kAtOnce * stride;
+      base += Ids::kAtOnce * stride;
       if (base >= last) break;
-      load();
+      ids = load_ids(first, last);
       look_at();
     }
     op.sync_workers();
@@ -216,8 +226,8 @@ struct Scatter {
     float weight;
   };
 
-  // A done whose start has sent the rows only makes the route anew. The next token's row is on its way while one is
-  // counted and sent; the first is cast while the block is `entering`.
+  // A done whose start has sent the rows only makes the route anew. All that the next token needs is asked for before
+  // one is sent, since a load waits for the stores before it; the first is cast while the block is `entering`.
   __device__ void send(bool entering) const {
     const Lookup lookup = this->lookup();
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
@@ -225,13 +235,16 @@ struct Scatter {
     if (team.index >= team.num_teams || token >= args.num_tokens) return;
     Route route = load_route(token, team);
     Batch batch = load(token, team.warp);
+    Ids ids = load_ids(0, token);
     clear(lookup);
 #pragma unroll 1
     while (true) {
       const int32_t next = token + team.num_teams;
       Route next_route = {};
       Batch next_batch = {};
+      Ids next_ids = {};
       if (next < args.num_tokens) {
+        next_ids = load_ids(token, next);
         next_route = load_route(next, team);
         next_batch = load(next, team.warp);
       }
@@ -239,7 +252,7 @@ struct Scatter {
       if (team.warp < parts()) packed = pack(batch, team.warp);
       if (new_route()) {
         if (team.warp == 0) route.position = count_earlier(route.expert, lane_id());
-        count_tokens(lookup, counted, token, entering);
+        count_tokens(lookup, ids, counted, token, entering);
         place_route(lookup, route, team);
       } else if (entering) {
         op.await_entry();
@@ -258,6 +271,7 @@ struct Scatter {
       token = next;
       route = next_route;
       batch = next_batch;
+      ids = next_ids;
     }
   }
 
@@ -409,27 +423,61 @@ struct Scatter {
     op.stamp(1);
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_rows = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
-    const uint32_t num_candidates = takes_rows ? peers.num_ranks * args.num_tokens : 0;
+    uint32_t num_candidates = takes_rows ? peers.num_ranks * args.num_tokens : 0;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     uint32_t item = team.index;
     Arriving arriving = {};
-    if (item < num_candidates && !op.state.failed)
-      arriving = look_for_row(item, team);  // after close(), there is no row
+    Taken taken = {};
+    if (item < num_candidates && !op.state.failed) {  // after close(), there is no row
+      arriving = look_for_row(item, team, taken);
+    }
     place_rows(places);
-    if (arriving.comes) await_row(arriving, team);
+    if (arriving.comes) await_row(arriving, team, taken);
     op.stamp(8);
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
+    if (!args.blocks) num_candidates = min(num_candidates, peers.num_ranks * most_arrived());
+    const int32_t step = kReceiveBatch * team.num_warps;
+    int32_t first = team.warp;
+    Delivery delivery = {};
+    Padding padding = {};
+    if (!kFew) padding = begin_padding(places);
+    // What comes next is asked for before what has come is written, since a load waits for the stores before it; but in
+    // the short code for few rows.
 #pragma unroll 1
     while (item < num_candidates) {
-      deliver_row(arriving, places, team);
-      item += team.num_teams;
-      if (item >= num_candidates) break;
-      arriving = look_for_row(item, team);
-      if (arriving.comes) await_row(arriving, team);
+      const bool goes_on = arriving.comes && first + step < chunks();
+      if (!goes_on) item += team.num_teams;
+      Arriving next = {};
+      Taken next_taken = {};
+      const auto look = [&] {
+        if (goes_on) {
+          look_at_batch(arriving.place, first + step, team, next_taken);
+        } else if (item < num_candidates) {
+          next = look_for_row(item, team, next_taken);
+        }
+      };
+      if (!kFew) look();
+      if (first == team.warp) delivery = begin_delivery(arriving, places, team);
+      if (arriving.comes) deliver(taken, first, delivery, team);
+      if (kFew) look();
+      taken = next_taken;
+      if (goes_on) {
+        first += step;
+        take_batch(arriving.source, arriving.place, first, team, taken, [] { return true; });
+        continue;
+      }
+      if (kArrival == Arrival::kCombineBack && arriving.comes) sum_products(delivery.row, team);
+      if (!kFew) zero_padding(padding, padding.rows_per_turn);
+      first = team.warp;
+      arriving = next;
+      if (arriving.comes) await_row(arriving, team, taken);
     }
-    if (!args.blocks) pad(places);
+    if (args.blocks) return;
+    if (kFew) padding = begin_padding(places);
+    zero_padding(padding, static_cast<int32_t>(args.num_rows));
+    pad_groups(places);
   }
 
   // A unit of this lane in each of some chunks and, last, the scales of the one with this lane's number.
@@ -443,11 +491,19 @@ struct Scatter {
     bool comes;
     RowPlace place;
     RowHeader header;  // of a new route, for k = lane
-    Taken first;       // this warp's first batch
+    int32_t row;       // of the result, of an old one; its weight, for combine's cotangents
+    float weight;
   };
 
-  // Asks for what there is of it.
-  __device__ Arriving look_for_row(uint32_t item, const Team& team) const {
+  // Where a row that has come goes.
+  struct Delivery {
+    int32_t row;  // of the result, for k = lane; -1 for none
+    float weight;
+    uint32_t targets;  // the k that have one
+  };
+
+  // Asks for what there is of it, and of this warp's first batch.
+  __device__ Arriving look_for_row(uint32_t item, const Team& team, Taken& taken) const {
     Arriving arriving = {};
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
@@ -455,21 +511,30 @@ struct Scatter {
     arriving.comes = arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
     arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
-    if constexpr (kHasNetwork) {
-      if (lane_id() == 0) await_signal(op, arriving.source, arriving.index);
-      __syncwarp();
+    if (is_far(peers, arriving.source)) {  // units may be there in part before the row's signal is
+      for (uint4& unit : taken.units) unit = empty_unit();
+    } else {
+      look_at_batch(arriving.place, team.warp, team, taken);
+      if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
     }
-    look_at_batch(arriving.place, team.warp, team, arriving.first);
-    if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
+    if (!new_route() && !args.blocks) {
+      const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
+      arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
+      if (args.row_weights && arriving.row >= 0) arriving.weight = __ldg(args.row_weights + arriving.row);
+    }
     return arriving;
   }
 
   __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
 
   // Waits for the rest.
-  __device__ void await_row(Arriving& arriving, const Team& team) const {
+  __device__ void await_row(Arriving& arriving, const Team& team, Taken& taken) const {
     const bool has_header = this->has_header();
-    take_batch(arriving.source, arriving.place, team.warp, team, arriving.first,
+    if constexpr (kHasNetwork) {
+      if (lane_id() == 0) await_signal(op, arriving.source, arriving.index);
+      __syncwarp();
+    }
+    take_batch(arriving.source, arriving.place, team.warp, team, taken,
                [&] { return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header); });
     if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
   }
@@ -479,16 +544,23 @@ struct Scatter {
                            : __ldg(args.known_num_arrived + source);
   }
 
-  // Finds out where the experts' groups lie, from a prefix sum over their sizes, with as many warps as have an expert
-  // per lane; of an old route, from what it kept. Valid behind the next barrier.
+  // From any rank.
+  __device__ uint32_t most_arrived() const {
+    const int32_t source = lane_id();
+    return __reduce_max_sync(kAllLanes, source < peers.num_ranks ? num_arrived(source) : 0);
+  }
+
+  // Finds out where the experts' groups lie, from a prefix sum over their sizes, with one warp or, if there are more
+  // experts than it has lanes, all; of an old route, from what it kept. Valid behind the next barrier.
   __device__ void place_rows(const Places& p) const {
     if (args.blocks) return;
-    const int32_t experts = experts_per_rank(), warps = min((experts + 31) / 32, plan.block_warps());
+    const int32_t experts = experts_per_rank(), warps = experts <= 32 ? 1 : plan.block_warps();
     if (warp_id() >= warps) return;
     int64_t rows_before = 0;
     int32_t dropped = 0;
 #pragma unroll 1
     for (int32_t base = 0; base < experts; base += warps * 32) {  // all of the warps as often: they meet below
+      if (base > 0) op.sync_workers();                            // they have read the sums before
       const int32_t expert = base + static_cast<int32_t>(threadIdx.x);
       const bool present = expert < experts;
       int32_t need = 0;
@@ -540,7 +612,7 @@ struct Scatter {
     return total;
   }
 
-  // The sum over this and the threads before, of the first `warps` warps; adds the whole sum to `all`.
+  // The sum over this and the threads before, of one warp or all; adds the whole sum to `all`.
   __device__ int64_t sum_through(int64_t value, int32_t warps, int64_t& all) const {
 #pragma unroll
     for (int32_t offset = 1; offset < 32; offset *= 2) {
@@ -552,7 +624,7 @@ struct Scatter {
       return value;
     }
     if (lane_id() == 31) shared.sums[warp_id()] = value;
-    named_barrier(kPlacesBarrier, warps * 32);
+    op.sync_workers();
     int64_t before = 0;
 #pragma unroll 1
     for (int32_t warp = 0; warp < warps; ++warp) {
@@ -560,7 +632,6 @@ struct Scatter {
       all += sum;
       if (warp < warp_id()) before += sum;
     }
-    named_barrier(kPlacesBarrier, warps * 32);
     return before + value;
   }
 
@@ -582,42 +653,37 @@ struct Scatter {
     if (threadIdx.x == 0) *args.num_dropped = shared.dropped;
   }
 
-  __device__ void deliver_row(Arriving& arriving, const Places& places, const Team& team) const {
+  __device__ Delivery begin_delivery(const Arriving& arriving, const Places& places, const Team& team) const {
+    Delivery delivery = {-1, arriving.weight, 0};
     const int32_t source = arriving.source;
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
     const bool keeps_route = new_route() && team.warp == team.num_warps - 1 && lane_id() < args.top_k;
     if (!arriving.comes) {
-      if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
       if (args.blocks && args.zero_pad && team.warp == 0) zero_row(candidate);
-      return;
+      return delivery;
     }
-    int32_t row = -1;  // of the result, for k = lane
+    int32_t& row = delivery.row;
     if (args.blocks) {
       if (lane_id() == 0) row = static_cast<int32_t>(candidate);
     } else if (lane_id() < args.top_k) {
-      row = new_route() ? new_row(source, arriving.header, places)
-                        : __ldg(args.known_rows + candidate * args.top_k + lane_id());
+      row = new_route() ? new_row(source, arriving.header, places) : arriving.row;
     }
     if (keeps_route) {
       args.rows[candidate * args.top_k + lane_id()] = row;
       if (row >= 0) args.weights[row] = arriving.header.weight;
     }
-    const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
+    delivery.targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(3);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
-#pragma unroll 1
-    for (int32_t first = team.warp; first < chunks(); first += kReceiveBatch * team.num_warps) {
-      if (first != team.warp) {
-        look_at_batch(arriving.place, first, team, arriving.first);
-        take_batch(source, arriving.place, first, team, arriving.first, [] { return true; });
-      }
-      op.stamp(6);
-      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, team);
-      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets, team);
-      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving.first, first, row, targets, team);
-      op.stamp(7);
-    }
-    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, team);
+    return delivery;
+  }
+
+  __device__ void deliver(const Taken& taken, int32_t first, const Delivery& to, const Team& team) const {
+    op.stamp(6);
+    if constexpr (kArrival == Arrival::kCopy) copy(taken, first, to.row, to.targets, team);
+    if constexpr (kArrival == Arrival::kDequantize) dequantize(taken, first, to.row, to.targets, team);
+    if constexpr (kArrival == Arrival::kCombineBack) combine_back(taken, first, to, team);
+    op.stamp(7);
   }
 
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Places& places) const {
@@ -711,39 +777,61 @@ struct Scatter {
     }
   }
 
-  // combine's cotangents: weight * row to each expert's row, and the row's product with y.
-  __device__ void combine_back(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
-                               const Team& team) const {
+  // combine's cotangents: weight * row to each expert's row, and the row's product with y, of which the next row's is
+  // asked for before.
+  __device__ void combine_back(const Taken& taken, int32_t first, const Delivery& to, const Team& team) const {
+    Factors y = load_y(to, to.targets, first, team);
 #pragma unroll 1
-    for (uint32_t left = targets; left; left &= left - 1) {
+    for (uint32_t left = to.targets; left; left &= left - 1) {
       const int32_t k = __ffs(left) - 1;
-      const int64_t target = __shfl_sync(kAllLanes, row, k);
-      const float weight = args.row_weights[target];
+      const Factors next = load_y(to, left & (left - 1), first, team);
+      const int64_t target = __shfl_sync(kAllLanes, to.row, k);
+      const float weight = __shfl_sync(kAllLanes, to.weight, k);
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, team);
-        if (has_unit(chunk)) product += combine_back_unit(taken.units[i], target, chunk, weight);
+        if (has_unit(chunk)) product += combine_back_unit(taken.units[i], y.units[i], target, chunk, weight);
       }
       __syncwarp();
+      y = next;
       if (!args.y) continue;
       product = warp_sum(product);
       if (lane_id() == 0) shared.products[warp_id()][k] += product;
     }
   }
 
-  __device__ float combine_back_unit(const uint4& unit, int64_t row, int32_t chunk, float weight) const {
-    const int32_t i = chunk * kChunkUnits + lane_id();
+  // Of y, what a batch is multiplied with.
+  struct Factors {
+    Vector<X> units[kReceiveBatch];
+  };
+
+  // For the first of `targets`.
+  __device__ Factors load_y(const Delivery& to, uint32_t targets, int32_t first, const Team& team) const {
+    Factors y;
+    const int64_t target = __shfl_sync(kAllLanes, to.row, targets ? __ffs(targets) - 1 : 0);
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) {
+      const int32_t chunk = chunk_of(first, i, team);
+      y.units[i].bits = uint4{};
+      if (targets == 0 || !args.y || !has_unit(chunk)) continue;
+      const auto* row = static_cast<const uint8_t*>(args.y) + target * args.out_row_bytes;
+      y.units[i] = load_vector<X>(row, chunk * kChunkUnits + lane_id());
+    }
+    return y;
+  }
+
+  __device__ float combine_back_unit(const uint4& unit, const Vector<X>& y, int64_t row, int32_t chunk,
+                                     float weight) const {
     Vector<X> g, cotangent;
     g.bits = unit;
-#pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
-    out_row(row)[i] = cotangent.bits;
     float product = 0;
-    if (!args.y) return product;
-    const Vector<X> y = load_vector<X>(static_cast<const uint8_t*>(args.y) + row * args.out_row_bytes, i);
 #pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) product += to_float(g.element[e]) * to_float(y.element[e]);
+    for (int e = 0; e < Vector<X>::kSize; ++e) {
+      cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
+      product += to_float(g.element[e]) * to_float(y.element[e]);
+    }
+    out_row(row)[chunk * kChunkUnits + lane_id()] = cotangent.bits;
     return product;
   }
 
@@ -772,14 +860,54 @@ struct Scatter {
   // --- padding ------------------------------------------------------------------------------------------------------
 
   // Rows that hold no token: behind each group, and behind the last one. Their weights are zero; they are themselves,
-  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it.
-  __device__ void pad(const Places& places) const {
-    const bool is_ragged = args.layout == Layout::kRagged;
-    const bool is_first = blockIdx.x == plan.first_receiver;
-    if (!args.zero_pad && !is_first) return;
-    const int32_t worker = (args.zero_pad ? blockIdx.x - plan.first_receiver : 0) * plan.block_warps() + warp_id();
-    const int32_t workers = (args.zero_pad ? plan.num_receivers() : 1) * plan.block_warps();
+  // where alignment has added them or with zero_pad.
+
+  // This warp's number among those that zero rows together: of all receivers, or of the first, which otherwise writes
+  // weights alone.
+  __device__ int32_t pad_worker() const {
+    return (args.zero_pad ? blockIdx.x - plan.first_receiver : 0) * plan.block_warps() + warp_id();
+  }
+  __device__ int32_t pad_workers() const { return (args.zero_pad ? plan.num_receivers() : 1) * plan.block_warps(); }
+
+  // The end of the last group.
+  __device__ int32_t end_of_groups(const Places& places) const {
     int32_t last = 0;
+#pragma unroll 1
+    for (int32_t expert = lane_id(); expert < experts_per_rank(); expert += 32) {
+      const bool is_ragged = args.layout == Layout::kRagged;
+      const int32_t size = is_ragged ? places.group_sizes[expert] : static_cast<int32_t>(args.capacity);
+      last = max(last, places.first_row[expert] + size);
+    }
+    return __reduce_max_sync(kAllLanes, last);
+  }
+
+  // With zero_pad, the rows behind the last group that this warp zeroes, which can be most of a buffer: some whenever
+  // it has written a row, as the link and not memory is what rows wait for.
+  struct Padding {
+    int32_t row, rows_per_turn;  // the next
+  };
+
+  __device__ Padding begin_padding(const Places& places) const {
+    const int32_t num_rows = static_cast<int32_t>(args.num_rows), step = pad_workers();
+    if (args.blocks || !args.zero_pad) return {num_rows, 0};
+    const int32_t row = end_of_groups(places) + pad_worker();
+    const int32_t turns = (peers.num_ranks * args.num_tokens << plan.log_receive_warps) / step + 1;
+    return {row, (num_rows - row) / step / turns + 1};
+  }
+
+  __device__ void zero_padding(Padding& padding, int32_t num_rows) const {
+#pragma unroll 1
+    for (; num_rows > 0 && padding.row < args.num_rows; --num_rows, padding.row += pad_workers()) {
+      if (lane_id() == 0 && args.weights) args.weights[padding.row] = 0;
+      if (lane_id() == 0 && args.weights_cotangent) args.weights_cotangent[padding.row] = 0;
+      zero_row(padding.row);
+    }
+  }
+
+  // The others.
+  __device__ void pad_groups(const Places& places) const {
+    const bool is_ragged = args.layout == Layout::kRagged;
+    if (!args.zero_pad && blockIdx.x != plan.first_receiver) return;
 #pragma unroll 1
     for (int32_t base = 0; base < experts_per_rank(); base += 32) {
       const int32_t expert = base + lane_id();
@@ -788,15 +916,15 @@ struct Scatter {
         begin = places.first_row[expert] + places.counts[expert];
         end = places.first_row[expert] + (is_ragged ? places.group_sizes[expert] : static_cast<int32_t>(args.capacity));
       }
-      last = __reduce_max_sync(kAllLanes, max(last, end));
 #pragma unroll 1
       for (uint32_t gaps = __ballot_sync(kAllLanes, begin < end); gaps; gaps &= gaps - 1) {
         const int32_t lane = __ffs(gaps) - 1;
         pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane), is_ragged || args.zero_pad,
-                 worker, workers);
+                 pad_worker(), pad_workers());
       }
     }
-    pad_rows(last, static_cast<int32_t>(args.num_rows), args.zero_pad, worker, workers);
+    if (!args.zero_pad)
+      pad_rows(end_of_groups(places), static_cast<int32_t>(args.num_rows), false, pad_worker(), pad_workers());
   }
 
   __device__ void pad_rows(int32_t begin, int32_t end, bool zero, int32_t worker, int32_t workers) const {

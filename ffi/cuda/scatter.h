@@ -45,8 +45,8 @@ struct ScatterArgs : Call {
   // A new route's results:
   float* weights;                               // [num_rows]
   int32_t *counts, *group_sizes, *num_dropped;  // all_to_all: counts [R, E_local], the others null
-  int32_t* rows;                                // [R, T, K]: row of each (source, index, k), -1 if none
-  int32_t* num_arrived;                         // [R]
+  int32_t* rows;         // [R, T, K]: row of each (source, index, k), -1 if none, of rows that arrived
+  int32_t* num_arrived;  // [R]
   // An old route's, where topk_idx is null and blocks is false:
   const int32_t *known_rows, *known_num_arrived, *known_counts, *known_group_sizes;
   // Of kCombineBack:

@@ -85,7 +85,7 @@ struct Chunk {
   }
 
  private:
-  __device__ __noinline__ static Chunk with_mark(uint4 unit, bool present) {
+  __device__ __forceinline__ static Chunk with_mark(uint4 unit, bool present) {
     const bool empty = present && is_empty(unit);
     const bool ambiguous = empty || (present && is_stand_in(unit));
     return {ambiguous ? stand_in() : unit, __ballot_sync(0xffffffffu, empty), __any_sync(0xffffffffu, ambiguous) != 0};

@@ -12,6 +12,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -77,7 +78,7 @@ class CudaBackend:
         try:
             with self._meeting:
                 self._open()
-        except BaseException:  # also where the others do not come to the meeting's end
+        except BaseException:  # of this process, or of one that does not come to the meeting's end
             self._native.close_group(self._id)
             raise
         self.memory_bytes: int = self._native.group_bytes(self._id)
@@ -116,11 +117,7 @@ class CudaBackend:
             )
         except RuntimeError as error:
             raise Error(f"Group: {error}") from None
-        try:
-            self._meeting.exchange(None)  # no kernel writes to a peer before all memory is ready
-        except Exception:
-            self._native.close_group(self._id)
-            raise
+        self._meeting.exchange(None)  # no kernel writes to a peer before all memory is ready
 
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
         """Gives what others need to map this process's memory to those that share a line of the mesh with it."""
@@ -364,9 +361,12 @@ class CudaBackend:
             vmap_method="sequential",
             has_side_effect=has_side_effect and _compat.FFI_EFFECTS_ARE_ALLOWED,
         )
+        launch = partial(ffi_call, group=np.int64(self._id), hash=np.int64(call), **attrs)
         # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
         operands = lax.optimization_barrier(operands)
-        return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs))
+        if op.endswith("_start") and _compat.FFI_EFFECTS_ARE_ALLOWED:
+            return _compat.beside_compute(launch)(*operands)  # with a barrier behind it XLA may wait for it at once
+        return lax.optimization_barrier(launch(*operands))
 
 
 def choose_sharing(devices: np.ndarray) -> str:

@@ -21,7 +21,7 @@ import jax_ep as ep
 from jax_ep import _checks, _layouts, _wires
 from jax_ep.bench import report
 from jax_ep.bench.cases import ROUTINGS, Case
-from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
+from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange, open_group
 from jax_ep.bench.floor import measure_floor
 from jax_ep.bench.timing import Timing, time_backward, time_forward
 
@@ -30,17 +30,7 @@ VIRTUAL_CPUS = 8
 
 def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
     """A row of the report: the case, and all that was measured of it."""
-    with ep.Group(
-        mesh,
-        AXIS,
-        num_experts=case.experts,
-        top_k=case.top_k,
-        hidden=case.hidden,
-        max_tokens_per_rank=case.tokens,
-        dtype=case.dtype,
-        num_sms=case.num_sms,
-        backend=backend,
-    ) as group:
+    with open_group(case, mesh, backend) as group:
         exchange = EpExchange(group, case.layout, case.wire)
         forward = time_forward(exchange, case, mesh, pairs, traced=True)
         group.check()
@@ -139,7 +129,7 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
     add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="of activations")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
-    add("--chain", type=int, default=4 if on_cpu else 50, help="pairs in one executable")
+    add("--chain", type=int, default=4 if on_cpu else 50, help="pairs in one executable; 3 or more for GPU times")
     add("--grad", action="store_true", help="time the backward pass, too")
     add("--no-lax", dest="lax", action="store_false", help="do not time lax.all_to_all and lax.ragged_all_to_all")
     add("--json", metavar="FILE", help="write the rows there, too")

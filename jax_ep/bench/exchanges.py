@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 import jax_ep as ep
 from jax_ep import _layouts
@@ -17,6 +18,21 @@ from jax_ep.bench.cases import Case
 
 AXIS = "ep"
 _NOWHERE = np.iinfo(np.int32).max  # an index beyond any array
+
+
+def open_group(case: Case, mesh: Mesh, backend: str) -> ep.Group:
+    """The group that runs a case's operations on a mesh with the axis AXIS; the caller closes it."""
+    return ep.Group(
+        mesh,
+        AXIS,
+        num_experts=case.experts,
+        top_k=case.top_k,
+        hidden=case.hidden,
+        max_tokens_per_rank=case.tokens,
+        dtype=case.dtype,
+        num_sms=case.num_sms,
+        backend=backend,
+    )
 
 
 class Exchange(Protocol):

@@ -1,0 +1,368 @@
+"""How much of the communication hides behind computation: dispatch and combine beside GEMMs of equal length.
+
+    python benchmarks/overlap.py --json overlap.json          # all GPUs of this machine, else 8 virtual CPU devices
+
+Two forms (docs/overlap.md has the recipes; the code here is theirs):
+
+    shared expert   GEMMs that need nothing of the experts run beside a dispatch, and others beside the combine
+    two halves      the experts of one half of the batch run beside the other half's dispatch and combine; the first
+                    dispatch and the last combine have nothing beside them, so that half is all that can be hidden
+
+Each form is a chain of STEPS steps in one executable. GEMMs stand for the experts: what arrived goes straight back, so
+that only the communication and the GEMMs count. Beside each operation run as many GEMMs as take its time when it is
+alone. The chain is run with nothing overlapped, and with the recipe, for each number of streaming multiprocessors (SMs)
+that an operation may use. All tokens must come back as they were, to the bit. Times are those of the GPUs' time lines,
+by the profiler; in the JSON file, per step, medians over executions and GPUs:
+
+    alone_us            the communication without GEMMs
+    gemms_us            the GEMMs without communication
+    sequential_us       one after the other
+    overlapped_us       by the recipe
+    hidden              (sequential_us - overlapped_us) / alone_us: the share of the communication that costs no time
+    beside_gemms        the share of the communication kernels' time in which a GEMM ran on the same GPU; what either
+                        loses by sharing the GPU counts in `hidden` only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_ep as ep
+from jax_ep.bench import report
+from jax_ep.bench.cases import Case, Inputs, make_inputs
+from jax_ep.bench.exchanges import AXIS
+from jax_ep.bench.timeline import KINDS, TRACE_OPTIONS, Event, trace
+
+STEPS = 8
+EXECUTIONS = 5  # that are traced
+WARM_UPS = 2
+GEMMS_TIMED = 32
+# XLA of jax 0.11.2 takes Triton's GEMMs for free, and then often puts them before what they should run beside.
+OPTIONS = TRACE_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
+CAPACITY_FACTOR = 2  # room for rows, over their mean number
+VIRTUAL_CPUS = 8
+
+
+# --8<-- [start:recipe]
+def overlapped(start: Callable, operands: Any, done: Callable, compute: Callable, x: Any) -> tuple[Any, Any]:
+    """done(start(*operands)), compute(x), where compute(x) runs while the rows travel."""
+    operands, x = lax.optimization_barrier((operands, x))  # neither begins before both can
+    pending = start(*operands)
+    pending, y = lax.optimization_barrier((pending, compute(x)))  # the done waits for peers: not before compute
+    return done(pending), y
+
+
+# --8<-- [end:recipe]
+def sequential(start: Callable, operands: Any, done: Callable, compute: Callable, x: Any) -> tuple[Any, Any]:
+    """The same, one after the other; nothing beside them either."""
+    operands, x = lax.optimization_barrier((operands, x))
+    result, x = lax.optimization_barrier((done(start(*operands)), x))
+    return lax.optimization_barrier((result, compute(x)))
+
+
+class Work(NamedTuple):
+    """How many GEMMs stand beside a dispatch and beside a combine."""
+
+    dispatch: int
+    combine: int
+
+
+class Gemms(NamedTuple):
+    """`count` products of rows [M, H], one after the other, with weights [H, H]."""
+
+    weights: jax.Array
+    count: int
+
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        for _ in range(self.count):
+            rows = rows @ self.weights
+        return rows
+
+
+def start_dispatch(group: ep.Group, *inputs: jax.Array) -> Any:
+    capacity = CAPACITY_FACTOR * inputs[0].shape[0] * group.top_k
+    return ep.dispatch_start(*inputs, group=group, layout="ragged", capacity=capacity)
+
+
+def shared_expert(order: Callable, group: ep.Group, work: Work, weights: jax.Array, inputs: Inputs, rows: Any) -> Any:
+    """A step: inputs.x of the next one, and the GEMMs' rows."""
+    start = partial(start_dispatch, group)
+    recv, rows = order(start, inputs, ep.dispatch_done, Gemms(weights, work.dispatch), rows)
+    return order(ep.combine_start, (recv.x, recv), ep.combine_done, Gemms(weights, work.combine), rows)
+
+
+def two_halves(order: Callable, group: ep.Group, work: Work, weights: jax.Array, inputs: Inputs, rows: Any) -> Any:
+    """A step: inputs.x of the next one, and the GEMMs' rows."""
+    start = partial(start_dispatch, group)
+    half = inputs.x.shape[0] // 2
+    first, second = jax.tree.map(lambda a: a[:half], inputs), jax.tree.map(lambda a: a[half:], inputs)
+    # The GEMMs stand for a half's experts, so they come after its rows.
+    recv, rows = lax.optimization_barrier((ep.dispatch_done(start(*first)), rows))
+    recv_2, rows = order(start, second, ep.dispatch_done, Gemms(weights, work.dispatch), rows)
+    recv_2, rows = lax.optimization_barrier((recv_2, rows))
+    y, rows = order(ep.combine_start, (recv.x, recv), ep.combine_done, Gemms(weights, work.combine), rows)
+    recv_2, rows = lax.optimization_barrier((recv_2, rows))
+    return jnp.concatenate([y, ep.combine_done(ep.combine_start(recv_2.x, recv_2))]), rows
+
+
+class Form(NamedTuple):
+    step: Callable
+    parts: int  # dispatches, and combines, of a step
+
+
+FORMS = {"shared expert": Form(shared_expert, 1), "two halves": Form(two_halves, 2)}
+
+
+class Bench(NamedTuple):
+    """What all chains of a run share."""
+
+    group: ep.Group
+    inputs: Inputs  # of all ranks, joined along the first axis
+    weights: jax.Array
+    rows: jax.Array
+
+
+def make_bench(group: ep.Group, case: Case) -> Bench:
+    inputs = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), make_inputs(case))
+    rng = np.random.default_rng(2)
+    weights = (rng.standard_normal((case.hidden, case.hidden)) / np.sqrt(case.hidden)).astype(jnp.dtype(case.dtype))
+    rows = np.ones((case.ranks * max(case.tokens // 4, 1), case.hidden), jnp.dtype(case.dtype))  # many short GEMMs
+    split, whole = (NamedSharding(group.mesh, spec) for spec in (PartitionSpec(AXIS), PartitionSpec()))
+    return Bench(group, *jax.device_put((inputs, weights, rows), (split, whole, split)))
+
+
+def compile_chain(bench: Bench, form: Form, order: Callable, work: Work) -> Callable[[], Any]:
+    """STEPS steps, each with the results of the one before."""
+
+    def chain(inputs: Inputs, weights: jax.Array, rows: jax.Array) -> Any:
+        for _ in range(STEPS):
+            x, rows = form.step(order, bench.group, work, weights, inputs, rows)
+            x, rows = lax.optimization_barrier((x, rows))  # or else halves of two steps would overlap
+            inputs = inputs._replace(x=x)
+        return inputs.x, rows
+
+    return compile_on_ranks(chain, bench)
+
+
+def compile_gemms(bench: Bench) -> Callable[[], Any]:
+    return compile_on_ranks(lambda inputs, weights, rows: Gemms(weights, GEMMS_TIMED)(rows), bench)
+
+
+def compile_on_ranks(fn: Callable, bench: Bench) -> Callable[[], Any]:
+    split, whole = PartitionSpec(AXIS), PartitionSpec()
+    mapped = jax.shard_map(fn, mesh=bench.group.mesh, in_specs=(split, whole, split), out_specs=split, check_vma=False)
+    operands = bench.inputs, bench.weights, bench.rows
+    return partial(jax.jit(mapped).lower(*operands).compile(OPTIONS), *operands)
+
+
+def events_of(run: Callable[[], Any]) -> list[list[Event]]:
+    """What each GPU did in EXECUTIONS executions; empty where there is no GPU."""
+
+    def executions(times: int) -> None:
+        for _ in range(times):
+            jax.block_until_ready(run())
+
+    executions(WARM_UPS)
+    if jax.default_backend() == "cpu":
+        return []
+    return [sorted(events, key=lambda event: event.start_ns) for events in trace(partial(executions, EXECUTIONS))]
+
+
+def communicates(event: Event, kinds: Sequence[str] = KINDS) -> bool:
+    return any(f"{kind}_kernel" in event.name for kind in kinds)
+
+
+def by_step(events: Sequence[Event]) -> list[list[Event]]:
+    """The events of each step, of all executions; of each step there are equally many."""
+    size, rest = divmod(len(events), STEPS * EXECUTIONS)
+    if rest or not size:
+        raise SystemExit(
+            f"the trace has {len(events)} of some kernels, not a multiple of {STEPS * EXECUTIONS}; run it again"
+        )
+    return [list(events[i : i + size]) for i in range(0, len(events), size)]
+
+
+def step_us(gpus: Sequence[Sequence[Event]]) -> float:
+    """The time of a step: from the second's first communication to the last one's.
+
+    In the first, the GPU whose host was first waits for the other GPUs' hosts.
+    """
+    times = []
+    for events in gpus:
+        starts = [step[0].start_ns for step in by_step([event for event in events if communicates(event)])]
+        times += [(starts[i + STEPS - 1] - starts[i + 1]) / (STEPS - 2) / 1e3 for i in range(0, len(starts), STEPS)]
+    return statistics.median(times)
+
+
+def kind_us(gpus: Sequence[Sequence[Event]], kind: str) -> float:
+    """How long the kernels of one kind take in a step."""
+    return statistics.median(
+        sum(event.duration_ns for event in step) / 1e3
+        for events in gpus
+        for step in by_step([event for event in events if communicates(event, [kind])])
+    )
+
+
+def gemm_us(gpus: Sequence[Sequence[Event]]) -> float:
+    busy = (sum(event.duration_ns for event in events) for events in gpus)
+    return statistics.median(busy) / 1e3 / (EXECUTIONS * GEMMS_TIMED)
+
+
+def beside_gemms(gpus: Sequence[Sequence[Event]]) -> float:
+    """The share of the communication's time in which another kernel runs on the same GPU."""
+    total = beside = 0.0
+    for events in gpus:
+        gemms = [(e.start_ns, e.start_ns + e.duration_ns) for e in events if not communicates(e)]  # one at a time
+        for event in filter(communicates, events):
+            end = event.start_ns + event.duration_ns
+            total += event.duration_ns
+            beside += sum(max(0.0, min(end, stop) - max(event.start_ns, start)) for start, stop in gemms)
+    return beside / total
+
+
+def measure(bench: Bench, form: Form) -> dict[str, Any]:
+    """A row of the JSON file, without the settings."""
+    work, row = Work(1, 1), {}
+    alone = events_of(compile_chain(bench, form, sequential, Work(0, 0)))
+    gemms = events_of(compile_gemms(bench))
+    if alone:
+        gemm = gemm_us(gemms)
+        work = Work(*(max(1, round(kind_us(alone, kind) / form.parts / gemm)) for kind in KINDS))
+        row = {"alone_us": step_us(alone), "gemms_us": gemm * sum(work)}
+    chains = [compile_chain(bench, form, order, work) for order in (sequential, overlapped)]
+    one_by_one, both = (events_of(chain) for chain in chains)
+    if alone:
+        row |= {"sequential_us": step_us(one_by_one), "overlapped_us": step_us(both)}
+        row |= {
+            "hidden": (row["sequential_us"] - row["overlapped_us"]) / row["alone_us"],
+            "beside_gemms": beside_gemms(both),
+        }
+    checked = all(np.array_equal(chain()[0], bench.inputs.x) for chain in chains)
+    return {"gemms": work._asdict(), **row, "checked": checked}
+
+
+def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
+    """What the JSON file holds."""
+    rows = []
+    for num_sms in options.num_sms:
+        case = Case(
+            ranks=mesh.size,
+            tokens=options.tokens,
+            hidden=options.hidden,
+            top_k=options.top_k,
+            experts=options.experts,
+            dtype=options.dtype,
+            wire=None,
+            layout="ragged",
+            routing="uniform",
+            num_sms=num_sms,
+        )
+        with ep.Group(
+            mesh,
+            AXIS,
+            num_experts=case.experts,
+            top_k=case.top_k,
+            hidden=case.hidden,
+            max_tokens_per_rank=case.tokens,
+            dtype=case.dtype,
+            num_sms=num_sms,
+            backend=options.backend,
+        ) as group:
+            bench = make_bench(group, case)
+            rows += [{"form": name, "num_sms": num_sms, **measure(bench, form)} for name, form in FORMS.items()]
+            group.check()
+            backend = group.backend
+    return {name: value for name, value in vars(options).items() if name not in ("json", "num_sms")} | {
+        "ranks": mesh.size,
+        "device": mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+        "backend": backend,
+        "rows": rows,
+        "checked": all(row["checked"] for row in rows),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{result['ranks']} x {result['device']}, backend {result['backend']}")
+    table.add_column("form", no_wrap=True)
+    table.add_column("SMs", justify="right", no_wrap=True)
+    times = ("alone_us", "gemms_us", "sequential_us", "overlapped_us")
+    shares = ("hidden", "beside_gemms")
+    for name in (*times, *shares):
+        table.add_column(name.replace("_us", ", us").replace("_", " "), justify="right")
+    for row in result["rows"]:
+        cells = [f"{row[name]:.1f}" if name in row else "-" for name in times]
+        cells += [f"{row[name]:.0%}" if name in row else "-" for name in shares]
+        table.add_row(row["form"], str(row["num_sms"] or "auto"), *cells)
+    console = Console()
+    console.print(table)
+    if not result["checked"]:
+        console.print("WRONG: tokens did not come back as they were")
+
+
+def sms(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
+    """The options; small by default on CPUs."""
+    parser = argparse.ArgumentParser(
+        description="Measures how much of dispatch and combine hides behind GEMMs of equal length.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tokens", type=int, default=16 if on_cpu else 4096, help="per rank, an even number")
+    add("--hidden", type=int, default=32 if on_cpu else 4096, help="channels of a token")
+    add("--experts", type=int, default=16 if on_cpu else 64, help="experts in all")
+    add("--top-k", type=int, default=2 if on_cpu else 8, help="experts per token")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of activations and GEMMs")
+    add("--num-sms", type=sms, nargs="+", default=[24, None], help="SMs that an operation may use, or auto")
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
+    add("--json", metavar="FILE", help="write what was measured there")
+    options = parser.parse_args(argv)
+    if options.experts % num_ranks:
+        parser.error(f"--experts is {options.experts}; it must be a multiple of the {num_ranks} devices")
+    if options.tokens < 2 or options.tokens % 2:
+        parser.error(f"--tokens is {options.tokens}; it must be an even number, as a batch has two halves")
+    if why := report.missing("rich"):
+        parser.error(why)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table and writes the JSON file. Exit status 1 if a token came back wrong."""
+    devices = jax.devices()
+    on_cpu = devices[0].platform == "cpu"
+    options = parse(argv, num_ranks=len(devices), on_cpu=on_cpu)
+    if on_cpu:
+        print("virtual CPU devices have no time line: shows that it works, not what is hidden")
+    result = measure_all(options, Mesh(np.array(devices), (AXIS,)))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(result, file, indent=1)
+    show(result)
+    return 0 if result["checked"] else 1
+
+
+if __name__ == "__main__":
+    # Several CPU devices, for want of an accelerator, unless the user chose their number. Read when JAX first looks.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL_CPUS}"
+    sys.exit(main())

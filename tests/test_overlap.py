@@ -1,0 +1,131 @@
+"""benchmarks/overlap.py, and with it the recipe of docs/overlap.md."""
+
+import dataclasses
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assert_trees_same_bits, run_spmd
+from jax_ep.bench.timeline import Event
+from shapes import SMALL, make_inputs
+
+SPEC = importlib.util.spec_from_file_location("overlap", Path(__file__).parents[1] / "benchmarks" / "overlap.py")
+overlap = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(overlap)
+
+TINY = ["--tokens=8", "--hidden=16", "--top-k=2"]
+
+
+def test_all_tokens_come_back(tmp_path, capsys, backend, monkeypatch):
+    monkeypatch.setattr(overlap, "STEPS", 3)
+    file = tmp_path / "overlap.json"
+    assert (
+        overlap.main([*TINY, "--experts=16", "--num-sms", "24", "auto", f"--backend={backend}", f"--json={file}"]) == 0
+    )
+    result = json.loads(file.read_text())
+    assert result["checked"] is True and result["backend"] == backend and result["ranks"] == jax.device_count()
+    rows = [(row["form"], row["num_sms"]) for row in result["rows"]]
+    assert rows == [(form, sms) for sms in (24, None) for form in overlap.FORMS]
+    shown = capsys.readouterr().out
+    assert "two halves" in shown and "auto" in shown
+    on_cpu = jax.default_backend() == "cpu"
+    assert ("no time line" in shown) == on_cpu
+    for row in result["rows"]:
+        assert ("hidden" not in row) == on_cpu
+
+
+def test_a_wrong_result_is_found(capsys, monkeypatch):
+    def forgets(*arguments):
+        result, x = overlap.sequential(*arguments)
+        return jax.tree.map(lambda a: a * 0, result), x
+
+    monkeypatch.setattr(overlap, "overlapped", forgets)
+    monkeypatch.setattr(overlap, "STEPS", 3)
+    assert overlap.main([*TINY, "--experts=16", "--num-sms=24"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def chain_of_events(executions, steps, *kernels):
+    """A GPU's events, of which each step has `kernels`: name, start in the step, duration; a step takes 100 us."""
+    return [
+        Event(name, 1e3 * (1e4 * execution + 100 * step + start), 1e3 * duration)
+        for execution in range(executions)
+        for step in range(steps)
+        for name, start, duration in kernels
+    ]
+
+
+def test_times_and_shares():
+    kernels = [("void scatter_kernel<1>", 0, 30), ("scatter_kernel", 30, 10), ("gather_kernel", 50, 20)]
+    gemms = [("gemm", 15, 20), ("wrapped_add", 65, 10)]
+    gpus = [chain_of_events(overlap.EXECUTIONS, overlap.STEPS, *kernels, *gemms)] * 2
+    assert overlap.step_us(gpus) == pytest.approx(100)
+    assert overlap.kind_us(gpus, "scatter") == pytest.approx(40)
+    assert overlap.kind_us(gpus, "gather") == pytest.approx(20)
+    assert overlap.beside_gemms(gpus) == pytest.approx((15 + 5 + 5) / 60)
+    busy = [[Event("gemm", 0.0, 2e3)] * overlap.EXECUTIONS * overlap.GEMMS_TIMED]
+    assert overlap.gemm_us(busy) == pytest.approx(2)
+
+
+def test_the_recipe_is_differentiable(make_group, mesh):
+    """Operands of a start and what is pending pass through barriers, integers among them."""
+    shape = dataclasses.replace(SMALL, hidden=128, dtype="float32")
+    group = make_group(mesh, shape)
+
+    def gradients(order, x, topk_idx, topk_weights):
+        def loss(x, topk_weights):
+            inputs = overlap.Inputs(x, topk_idx, topk_weights)
+            y, _ = overlap.shared_expert(order, group, overlap.Work(1, 1), jnp.eye(128), inputs, jnp.ones((1, 128)))
+            return jnp.sum(jnp.tanh(y) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(x, topk_weights)
+
+    inputs = make_inputs(shape, mesh.size, "uneven")
+    found, wanted = (
+        run_spmd(partial(gradients, order), mesh, *inputs) for order in (overlap.overlapped, overlap.sequential)
+    )
+    assert_trees_same_bits(found, wanted)
+
+
+def test_a_trace_with_a_gap_is_no_measurement():
+    events = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 1))
+    with pytest.raises(SystemExit, match="not a multiple of"):
+        overlap.step_us([events[1:]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--experts=17"], f"--experts is 17; it must be a multiple of the {jax.device_count()} devices"),
+        (["--tokens=7"], "--tokens is 7; it must be an even number"),
+    ],
+)
+def test_impossible_options_are_named(capsys, options, message):
+    with pytest.raises(SystemExit):
+        overlap.main(options)
+    assert message in capsys.readouterr().err
+
+
+def test_measured_lengths_set_the_work(monkeypatch):
+    """As many GEMMs as take the time of a dispatch and of a combine, and what hides is taken from the steps' times."""
+    alone = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 40), ("gather_kernel", 50, 61))
+    gemms = [Event("gemm", 0.0, 20e3)] * overlap.EXECUTIONS * overlap.GEMMS_TIMED
+    slow = [event._replace(start_ns=event.start_ns * 2) for event in alone]
+    traces = iter([[alone], [gemms], [slow], [alone]])
+    chosen = []
+    monkeypatch.setattr(overlap, "events_of", lambda run: next(traces))
+    monkeypatch.setattr(overlap, "compile_gemms", lambda bench: None)
+    monkeypatch.setattr(
+        overlap, "compile_chain", lambda bench, form, order, work: chosen.append(work) or (lambda: (np.ones(2),))
+    )
+    row = overlap.measure(
+        overlap.Bench(None, overlap.Inputs(np.ones(2), None, None), None, None), overlap.FORMS["shared expert"]
+    )
+    assert chosen[1:] == [overlap.Work(2, 3)] * 2
+    assert row["hidden"] == pytest.approx(1) and row["gemms_us"] == pytest.approx(100) and row["checked"]
