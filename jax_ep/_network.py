@@ -72,8 +72,13 @@ def start(meeting: _processes.Meeting, hosts: Collection[str], ordinal: int) -> 
     if len(set(hosts)) == 1:  # no network to be looked for
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         os.environ.setdefault("NVSHMEM_DISABLE_MNNVL", "1")
+        os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
     told = meeting.exchange(module.unique_id().hex() if me == processes[0] else None)
-    module.start(bytes.fromhex(told[processes[0]]), pe=processes.index(me), num_pes=len(processes), ordinal=ordinal)
+    unique_id = bytes.fromhex(told[processes[0]])
+    try:
+        module.start(unique_id, pe=processes.index(me), num_pes=len(processes), ordinal=ordinal)
+    except RuntimeError as error:
+        raise Error(f"Group: {error}") from None
     _started.extend(processes)
     atexit.register(_finish, ordinal)
     return module.network()

@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import faulthandler
 import json
 import os
 import subprocess
@@ -439,11 +440,12 @@ def groups_again_and_again():
                 for layout in ("expert", "ragged"):
                     layer = jax.jit(spmd(partial(there_and_back, group, layout), mesh))
                     results += [(layout, layer(x, topk_idx)) for _ in range(50 if turn == 0 else 2)]
+            jax.block_until_ready(results)
+            one.check()
+            other.check()
             for name, result in results:
                 here = [np.asarray(local.data) for local in result.addressable_shards]
                 assert_trees_same_bits(here, first.setdefault(name, here))
-            one.check()
-            other.check()
 
 
 @pytest.fixture
@@ -452,6 +454,7 @@ def node_size(monkeypatch):
     if _network.obstacle(jax.sharding.Mesh(jax.local_devices()[:1], ("ep",))):
         pytest.skip("jax_ep has no network transport here")
     monkeypatch.setenv("JAX_EP_NODE_SIZE", str(gpus() // 2))
+    monkeypatch.setenv("NVSHMEM_DEBUG", "WARN")  # it tells the reason to nobody but the log
 
 
 @pytest.mark.gpu
@@ -480,17 +483,22 @@ def every_operation(group, x, topk_idx, topk_weights, splits):
         recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, **wire)
         return recv, ep.combine(recv.x, recv)
 
-    results = [exchange_rows(group, x, splits)]
+    results = {"all_to_all": exchange_rows(group, x, splits)}
     for layout in ("expert", "ragged"):
         recv, out = layer(x, topk_weights, layout)
         _, transpose = jax.vjp(lambda x, weights, layout=layout: layer(x, weights, layout)[1], x, topk_weights)
-        results += [recv.x, recv.weights, recv.counts, out, ep.dispatch_like(x, recv), transpose(out)]
-        results += [layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1]]
         fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, wire="fp8_pow2")
-        results += [fp8.x, fp8.scales]
         started = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
         done = ep.dispatch_done(started)
-        results += [done.x, ep.combine_done(ep.combine_start(done.x, done))]
+        results[layout] = {
+            "dispatch": (recv.x, recv.weights, recv.counts),
+            "dispatch_like": ep.dispatch_like(x, recv),
+            "combine": out,
+            "gradients": transpose(out),
+            "fp8": (fp8.x, fp8.scales),
+            "dequantize": layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1],
+            "halves": (done.x, ep.combine_done(ep.combine_start(done.x, done))),
+        }
     return results
 
 
@@ -514,8 +522,8 @@ def same_bits_over_a_network():
                 run = jax.jit(spmd(partial(every_operation, group), mesh))
                 for _ in range(10):
                     here = jax.tree.map(lambda a: np.asarray(a.addressable_data(0)), run(*operands))
+                    group.check()
                     assert_trees_same_bits(here, results.setdefault(size, here))
-                group.check()
         assert_trees_same_bits(results[node_size], results[""])
 
 
@@ -594,5 +602,6 @@ def dies(in_a_kernel):
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(TIMEOUT_S - 20)  # where it hangs
     jax.distributed.initialize()
     globals()[sys.argv[1]]()

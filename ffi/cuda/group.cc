@@ -204,7 +204,9 @@ void Group::close() {
 void Group::free_arenas() {
   for (Member& member : members_) {
     member.arena.free();
-    if (member.symmetric_arena) config_.network->free(std::exchange(member.symmetric_arena, nullptr));
+    if (member.symmetric_arena == nullptr) continue;
+    const OnDevice device(member.ordinal);
+    config_.network->free(std::exchange(member.symmetric_arena, nullptr));
   }
 }
 

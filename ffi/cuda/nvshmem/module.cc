@@ -28,7 +28,7 @@ nb::bytes unique_id() {
   return nb::bytes(reinterpret_cast<const char*>(&id), sizeof(id));
 }
 
-// With all `num_pes` processes at once; what fails inside NVSHMEM ends the process.
+// With all `num_pes` processes at once; much of what fails inside NVSHMEM ends the process.
 void start(const nb::bytes& unique_id, int32_t pe, int32_t num_pes, int32_t ordinal) {
   nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
   if (unique_id.size() != sizeof(id)) throw std::runtime_error("another process has another build of jax_ep");
@@ -38,7 +38,10 @@ void start(const nb::bytes& unique_id, int32_t pe, int32_t num_pes, int32_t ordi
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   nvshmemx_set_attr_uniqueid_args(pe, num_pes, &id, &attributes);
   const int status = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
-  if (status != 0) throw std::runtime_error("nvshmemx_init_attr has failed: " + std::to_string(status));
+  if (status != 0 || nvshmemx_init_status() < NVSHMEM_STATUS_IS_INITIALIZED) {
+    throw std::runtime_error("NVSHMEM has not started (nvshmemx_init_attr: " + std::to_string(status) +
+                             "); NVSHMEM_DEBUG=WARN shows why");
+  }
 }
 
 void finish(int32_t ordinal) {
