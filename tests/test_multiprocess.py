@@ -256,6 +256,7 @@ def devices_of_several_hosts():
     assert "on several hosts" in reason
     assert "process 0 cannot use the network: it has 2 devices of the mesh" in reason
     ours = jax.sharding.Mesh(devices.reshape(4)[[0, 2]], ("ep",))
+    sys.modules["jax_ep._nvshmem"] = None  # as if it had not been built
     assert "pip install nvidia-nvshmem-cu13" in _backends._agreed_reason("", ours, "ep", 20.0)
     if me == 0:
         os.environ["JAX_EP_NODE_SIZE"] = "1"
