@@ -66,6 +66,7 @@ void Group::open() {
     }
   }
   records_.push_back({HostMemory::allocate(members_.size() * sizeof(FailureRecord)), members_.size()});
+  if (config_.network) expect_room();
   for (Member& member : members_) open_member(member);
 
   std::vector<ProcessHandle> others;
@@ -115,6 +116,18 @@ void Group::open_member(Member& member) {
   for (auto load : {kernels().load_scatter, kernels().load_gather, load_dispatch_layout}) {
     check(load(), "loading the kernels");
   }
+}
+
+// NVSHMEM's processes wait for one another when they allocate, so that one without room says so before.
+void Group::expect_room() const {
+  constexpr int64_t kGranularity = int64_t{512} << 20;  // of NVSHMEM's heap, by default
+  const OnDevice device(members_[0].ordinal);
+  size_t free = 0, total = 0;
+  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  if (static_cast<int64_t>(free) < align_up(bytes_per_device(), kGranularity)) {
+    throw_full(bytes_per_device(), members_[0].ordinal, "NVSHMEM takes 512 MiB at a time");
+  }
+  config_.exchange({});
 }
 
 uint8_t* Group::allocate_symmetric(int64_t bytes, int32_t ordinal) const {

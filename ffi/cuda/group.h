@@ -43,7 +43,7 @@ struct GroupConfig {
   // With kNone, all devices are here, and nothing is exchanged.
   Sharing sharing = Sharing::kNone;
   Exchange exchange = nullptr;
-  // Where ranks may be far: one of them is here, and nothing is exchanged. `pes` is like `devices`.
+  // Where ranks may be far: one of them is here, and the exchange is of nothing. `pes` is like `devices`.
   const Network* network = nullptr;
   std::vector<std::vector<int32_t>> pes = {};
   int32_t node_size = 0;  // ranks of one node, which are near if they can be; 0: all
@@ -92,6 +92,7 @@ class Group {
 
   void open();
   void open_member(Member& member);
+  void expect_room() const;
   uint8_t* allocate_symmetric(int64_t bytes, int32_t ordinal) const;
   ProcessHandle handle() const;
   PeerTable map_peers(Member& member, const std::vector<ProcessHandle>& others) const;

@@ -110,7 +110,7 @@ class CudaBackend:
                     for line in self._lines
                 ],
                 sharing=self._sharing,
-                exchange=self._exchange,
+                exchange=self._exchange if network is None else self._exchange_nothing,
                 network=network,
                 pes=[[processes.index(device.process_index) for device in line] for line in self._lines],
                 node_size=self._settings["node_size"],
@@ -133,6 +133,11 @@ class CudaBackend:
                 _processes.send_descriptors(told[process]["mailbox"], descriptors, meeting.timeout)
             received = mailbox.receive(others, meeting.timeout)
         return [(bytes.fromhex(told[process]["handles"]), received[process]) for process in others]
+
+    def _exchange_nothing(self, _: _Parcel) -> list[_Parcel]:
+        """Tells the others that this process has come so far, and waits for them."""
+        self._meeting.exchange(None)
+        return []
 
     def close(self) -> None:
         if self.closed:
