@@ -140,10 +140,11 @@ struct FailureRecord {
 };
 enum class FailureReason : uint32_t {
   kTimeout,
-  kOtherOp,    // a peer is in another call
-  kWrongRank,  // XLA runs another rank on this device than the group's mesh says
-  kSlotTaken,  // the operation that had the slot before was started and never done
-  kNotStarted  // a done without a start of its own, or out of turn
+  kOtherOp,     // a peer is in another call
+  kWrongRank,   // XLA runs another rank on this device than the group's mesh says
+  kSlotTaken,   // the operation that had the slot before was started and never done
+  kNotStarted,  // a done without a start of its own, or out of turn
+  kElsewhere    // in another process, on another host perhaps: the record is there
 };
 
 // An operation runs in one launch or in two, start and done.

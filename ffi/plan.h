@@ -107,6 +107,12 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
           fitting(shape.log_receive_warps, std::max(receivers - 1, 1))};
 }
 
+// The same with teams that send of one block, so that their warps can wait for one another.
+constexpr LaunchPlan sending_in_blocks(LaunchPlan plan) {
+  plan.log_send_warps = std::min(plan.log_send_warps, plan.log_block_warps);
+  return plan;
+}
+
 // Few tokens: many warps on a row, for its latency. Many: more rows under way.
 constexpr Form form_for(int64_t num_tokens, int32_t num_sms) {
   return num_sms > 0 ? Form::kFewSms : num_tokens <= 32 ? Form::kFewRows : Form::kUsual;

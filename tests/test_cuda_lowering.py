@@ -19,6 +19,7 @@ TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 def group(monkeypatch, mesh):
     """A group of the CUDA backend whose native half does nothing."""
     native = types.SimpleNamespace(
+        device_uuid=lambda ordinal: bytes(16),
         open_group=lambda group_id, **config: None,
         group_bytes=lambda group_id: 0,
         close_group=lambda group_id: None,

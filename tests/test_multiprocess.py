@@ -1,5 +1,8 @@
 """Several processes of jax.distributed; this file is also the program that each of them runs."""
 
+import atexit
+import dataclasses
+import faulthandler
 import json
 import os
 import subprocess
@@ -17,7 +20,7 @@ import pytest
 import jax_ep as ep
 import oracle
 from helpers import COMBINE_BOUND, assert_same_bits, assert_trees_same_bits, random_rows, spmd
-from jax_ep import _backends, _compat, _native, _processes
+from jax_ep import _backends, _compat, _native, _network, _processes
 from shapes import SMALL, make_inputs, np_dtype
 
 ROOT = Path(__file__).parent.parent
@@ -93,10 +96,14 @@ class FakeNative:
         self.freed = []
         self.fails = False
 
-    def open_group(self, group_id, *, devices, sharing, exchange, **config):
-        """Every process of a line writes its number into the pipe of every other."""
+    def open_group(self, group_id, *, devices, sharing, exchange, network, pes, node_size, **config):
+        """Every process of a line writes its number into the pipe of every other, if there is no network."""
         if self.fails:
             raise RuntimeError("the group needs 1 byte too many")
+        if network is not None:
+            assert exchange((b"", [])) == []
+            self.opened.append(SimpleNamespace(id=group_id, network=network, pes=pes, node_size=node_size))
+            return
         me = jax.process_index()
         reader, writer = os.pipe()
         others = exchange((b"handles of %d" % me, [writer]))
@@ -247,8 +254,18 @@ def devices_of_several_hosts():
     across, inside = (jax.sharding.Mesh(devices.reshape(2, 2), names) for names in (("ep", "data"), ("data", "ep")))
     assert _backends._agreed_reason("", inside, "ep", 20.0) == ""
     reason = _backends._agreed_reason("", across, "ep", 20.0)
-    assert "several hosts (those of processes [0, 1])" in reason
-    assert "no network transport" in reason
+    assert "on several hosts" in reason
+    assert "process 0 cannot use the network: it has 2 devices of the mesh" in reason
+    ours = jax.sharding.Mesh(devices.reshape(4)[[0, 2]], ("ep",))
+    sys.modules["jax_ep._nvshmem"] = None  # as if it had not been built
+    assert "pip install nvidia-nvshmem-cu13" in _backends._agreed_reason("", ours, "ep", 20.0)
+    if me == 0:
+        os.environ["JAX_EP_NODE_SIZE"] = "1"
+        alone = jax.sharding.Mesh(jax.local_devices(), ("ep",))
+        assert "one process per GPU" in _backends._agreed_reason("", alone, "ep", 20.0)
+        os.environ["JAX_EP_NODE_SIZE"] = "two"
+        with pytest.raises(ValueError, match="JAX_EP_NODE_SIZE is 'two'; it must be a number of ranks"):
+            _backends._agreed_reason("", alone, "ep", 20.0)
 
 
 def test_one_process_without_cuda():
@@ -261,6 +278,57 @@ def one_process_without_cuda():
     assert reason == ("no GPU" if me == 1 else "process 1: no GPU")
     elsewhere = jax.sharding.Mesh([device for device in jax.devices() if device.process_index != me], ("ep",))
     assert _backends._agreed_reason("", elsewhere, "ep", 20.0) == f"process {me} has no device in the mesh"
+
+
+class FakeNvshmem:
+    """In place of jax_ep._nvshmem."""
+
+    def __init__(self):
+        self.started = []
+        self.finished = []
+
+    def unique_id(self):
+        return b"made by %d" % jax.process_index()
+
+    def start(self, unique_id, *, pe, num_pes, ordinal):
+        self.started.append((unique_id, pe, num_pes, ordinal))
+
+    def network(self):
+        return "the network"
+
+    def finish(self, ordinal):
+        self.finished.append(ordinal)
+
+
+def test_groups_over_a_network(monkeypatch):
+    monkeypatch.setenv("JAX_EP_NODE_SIZE", "2")
+    assert run_program("groups_over_a_network", 4).count("ended") == 4
+
+
+def groups_over_a_network():
+    native, nvshmem, me, devices = pretend_cuda(), FakeNvshmem(), jax.process_index(), np.array(jax.devices())
+    _network._module = lambda: nvshmem
+    mesh = jax.sharding.Mesh(devices[::-1], ("ep",))
+    with make_group(mesh), make_group(mesh):
+        first, second = native.opened
+    assert first.network == "the network"
+    assert first.pes == [[3, 2, 1, 0]]
+    assert (first.node_size, second.node_size) == (2, 2)
+    assert nvshmem.started == [(b"made by 0", me, 4, 0)]
+    assert native.freed == native.closed == [second.id, first.id]
+
+    # Groups within a node need no network, whatever their processes.
+    if me < 2:
+        with make_group(jax.sharding.Mesh(devices[:2], ("ep",))):
+            assert native.opened[-1].sharing == "descriptor"
+    else:
+        # A group may span another mesh, but not other processes.
+        os.environ["JAX_EP_NODE_SIZE"] = "1"
+        with pytest.raises(ep.Error, match=r"processes \[2, 3\], and an earlier group .* of \[0, 1, 2, 3\]"):
+            make_group(jax.sharding.Mesh(devices[2:], ("ep",)))
+    atexit._run_exitfuncs()
+    assert nvshmem.finished == [0]
+    print("ended")
 
 
 # --- a layer --------------------------------------------------------------------------------------------------------
@@ -374,21 +442,133 @@ def groups_again_and_again():
                 for layout in ("expert", "ragged"):
                     layer = jax.jit(spmd(partial(there_and_back, group, layout), mesh))
                     results += [(layout, layer(x, topk_idx)) for _ in range(50 if turn == 0 else 2)]
+            jax.block_until_ready(results)
+            one.check()
+            other.check()
             for name, result in results:
                 here = [np.asarray(local.data) for local in result.addressable_shards]
                 assert_trees_same_bits(here, first.setdefault(name, here))
-            one.check()
-            other.check()
+
+
+@pytest.fixture
+def node_size(monkeypatch):
+    """Half of the ranks, as if those of the other half were on another host."""
+    if _network.obstacle(jax.sharding.Mesh(jax.local_devices()[:1], ("ep",))):
+        pytest.skip("jax_ep has no network transport here")
+    monkeypatch.setenv("JAX_EP_NODE_SIZE", str(gpus() // 2))
+    monkeypatch.setenv("NVSHMEM_DEBUG", "WARN")  # it tells the reason to nobody but the log
+
+
+@pytest.mark.gpu
+def test_a_layer_over_a_network(node_size):
+    run_program("layers_on_gpus", gpus(), platform="gpu")
+
+
+@pytest.mark.gpu
+def test_each_rank_on_a_host_of_its_own(node_size, monkeypatch):
+    monkeypatch.setenv("JAX_EP_NODE_SIZE", "1")
+    run_program("layers_on_gpus", gpus(), platform="gpu")
+
+
+@pytest.mark.gpu
+def test_groups_over_a_network_again_and_again(node_size):
+    run_program("groups_again_and_again", gpus(), platform="gpu")
+
+
+@pytest.mark.gpu
+def test_a_network_gives_the_same_bits(node_size):
+    run_program("same_bits_over_a_network", gpus(), platform="gpu")
+
+
+def every_operation(group, x, topk_idx, topk_weights, splits):
+    def layer(x, topk_weights, layout, **wire):
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, **wire)
+        return recv, ep.combine(recv.x, recv)
+
+    results = {"all_to_all": exchange_rows(group, x, splits)}
+    for layout in ("expert", "ragged"):
+        recv, out = layer(x, topk_weights, layout)
+        _, transpose = jax.vjp(lambda x, weights, layout=layout: layer(x, weights, layout)[1], x, topk_weights)
+        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, wire="fp8_pow2")
+        started = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
+        done = ep.dispatch_done(started)
+        results[layout] = {
+            "dispatch": (recv.x, recv.weights, recv.counts),
+            "dispatch_like": ep.dispatch_like(x, recv),
+            "combine": out,
+            "gradients": transpose(out),
+            "fp8": (fp8.x, fp8.scales),
+            "dequantize": layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1],
+            "halves": (done.x, ep.combine_done(ep.combine_start(done.x, done))),
+        }
+    return results
+
+
+def same_bits_over_a_network():
+    """All operations, for few tokens and many, also with units that look as if they had not arrived."""
+    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+    node_size = os.environ["JAX_EP_NODE_SIZE"]
+    for tokens, hidden in ((2, 128), (8, 2048), (48, 1152), (200, 7168)):
+        shape = dataclasses.replace(SMALL, tokens=tokens, hidden=hidden)
+        x, topk_idx, topk_weights = make_inputs(shape, mesh.size, "uniform")
+        words = x.view(np.uint32)
+        words[:, 0] = 0xFDFDFDFD  # empty units
+        words[:, 1, 7::4] = 0xFDFDFDFC  # and, with the words below, what stands in for them
+        words[:, 1, 4:7] = words[:, 1, 8:11] = 0xFDFDFDFD
+        splits = np.array([np.bincount(choices[:, 0], minlength=shape.num_experts) for choices in topk_idx], np.int32)
+        operands = [shard(a, mesh) for a in (x, topk_idx, topk_weights, splits)]
+        results = {}
+        for size in (node_size, ""):
+            os.environ["JAX_EP_NODE_SIZE"] = size
+            with make_group(mesh, shape, backend="cuda") as group:
+                run = jax.jit(spmd(partial(every_operation, group), mesh))
+                for _ in range(10):
+                    here = jax.tree.map(lambda a: np.asarray(a.addressable_data(0)), run(*operands))
+                    group.check()
+                    assert_trees_same_bits(here, results.setdefault(size, here))
+        assert_trees_same_bits(results[node_size], results[""])
+
+
+@pytest.mark.gpu
+def test_traffic(node_size):
+    run_program("traffic", gpus(), platform="gpu")
+
+
+def traffic():
+    """A row crosses the network once per far rank, and once on the way back."""
+    mesh, me = jax.sharding.Mesh(jax.devices(), ("ep",)), jax.process_index()
+    inputs = make_inputs(SMALL, mesh.size, "uneven")
+    nodes = np.arange(mesh.size) // int(os.environ["JAX_EP_NODE_SIZE"])
+    owner = np.where(inputs.topk_idx >= 0, inputs.topk_idx // (SMALL.num_experts // mesh.size), -1)
+    goes = (owner[..., None] == np.arange(mesh.size)).any(axis=2).sum(axis=1)  # [source, rank]: tokens
+    far = np.where(nodes[:, None] != nodes, goes, 0)
+    row_bytes = SMALL.hidden * np_dtype(SMALL.dtype).itemsize
+    header_bytes = -(-SMALL.top_k * 16 // 128) * 128
+    with make_group(mesh, backend="cuda") as group:
+        layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
+        jax.block_until_ready(layer(shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)))
+        sent, returned = far[me].sum(), far[:, me].sum()
+        assert group._impl.traffic() == (sent + returned, sent * (header_bytes + row_bytes) + returned * row_bytes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["between_operations", "in_a_kernel"])
 def test_a_process_that_dies(when):
+    expect_death_to_be_noticed(when)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", ["between_operations", "in_a_kernel"])
+def test_a_process_that_dies_over_a_network(node_size, when):
+    expect_death_to_be_noticed(when)
+
+
+def expect_death_to_be_noticed(when):
     """The others find out in time, and nothing hangs."""
     begun = time.monotonic()
     done = launch(gpus(), sys.executable, __file__, f"dies_{when}", platform="gpu", timeout=120)
     assert time.monotonic() - begun < 110
-    assert done.stdout.count("gave up waiting for rank 0") == gpus() - 1, done.stdout + done.stderr
+    assert done.stdout.count("gave up") == gpus() - 1, done.stdout + done.stderr
 
 
 def dies_between_operations():
@@ -413,8 +593,9 @@ def dies(in_a_kernel):
         os._exit(0)  # as if killed, but not so that the launcher ends the others
     time.sleep(3)  # until it has died
     jax.block_until_ready(layer(x, topk_idx))
-    with pytest.raises(ep.PeerTimeoutError) as error:
+    with pytest.raises(ep.Error, match=r"gave up waiting for rank 0|rank \d gave up, and rank \d with it") as error:
         group.check()
+    assert isinstance(error.value, ep.PeerTimeoutError) or "JAX_EP_NODE_SIZE" in os.environ
     print(error.value, flush=True)
     group.close()
     if jax.process_index() == 0:
@@ -423,5 +604,6 @@ def dies(in_a_kernel):
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(TIMEOUT_S - 20)  # where it hangs
     jax.distributed.initialize()
     globals()[sys.argv[1]]()

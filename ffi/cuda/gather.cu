@@ -52,7 +52,7 @@ struct Gather {
     if (op.state.sends && !op.state.failed) {
       for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += op.num_workers) {
         if (args.num_sent) {
-          op.send_number(&op.control_of(peer).num_rows[op.state.slot][peers.rank], args.num_sent[peer]);
+          op.send_number(peer, &op.control_of(peer).num_rows[op.state.slot][peers.rank], args.num_sent[peer]);
         }
         op.announce(peer);
       }
@@ -74,7 +74,10 @@ struct Gather {
     }
     if (entering) op.await_entry();
     op.stamp(1);
-    if (!op.state.sends || op.state.failed) return;
+    bool gives_up = !op.state.sends || op.state.failed;
+    // Warps that meet at a barrier for a far rank's rows must agree: they go on to the end, or do not begin.
+    if (kHasNetwork) gives_up = any_of_team(team, kFirstBarrier, gives_up);
+    if (gives_up) return;
 #pragma unroll 1
     for (; item < num_candidates; item += team.num_teams) {
       if (item >= team.num_teams || blocks()) {
@@ -82,6 +85,7 @@ struct Gather {
         sums = partial_sums(row, team.warp, team);
       }
       if (row.present) send_row(row, sums, team);
+      if (is_far(peers, row.peer)) put_staged(row, team);
     }
   }
 
@@ -138,9 +142,16 @@ struct Gather {
       for (int i = 0; i < kSumsAtOnce; ++i) {
         const int32_t chunk = first + i * team.num_warps;
         const bool present = has_unit(chunk);
-        Chunk::of(sums.unit[i], present).send(op, place.unit(op, chunk), place.marks + chunk, present);
+        Chunk::of(sums.unit[i], present).send(op, row.peer, place.unit(op, chunk), place.marks + chunk, present);
       }
     }
+  }
+
+  // When the team has staged a row for a far rank, its first warp puts it.
+  __device__ void put_staged(const SourceRow& row, const Team& team) const {
+    if (any_of_team(team, kFirstBarrier, !row.present || op.state.failed) || team.warp != 0) return;
+    const int32_t begin = args.weights_to_send ? 0 : peers.layout.header_bytes;
+    put_row(op, row.peer, row.index, begin, peers.layout.header_bytes - begin + row_bytes());
   }
 
   // Of chunks first, first + num_warps, ...
@@ -208,7 +219,10 @@ struct Gather {
     const int32_t source = lane_id();
     const int32_t index = source < peers.num_ranks ? __ldg(args.place + int64_t{token} * peers.num_ranks + source) : -1;
     RowPlace row = {};  // of this lane's rank
-    if (index >= 0) row = RowPlace(op, peers.rank, source, index);
+    if (index >= 0) {
+      row = RowPlace(op, peers.rank, source, index);
+      if constexpr (kHasNetwork) await_signal(op, source, index);
+    }
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
     if (args.topk_weights && team.warp == 0) receive_weights(token, row, sources);
 #pragma unroll 1
@@ -328,8 +342,9 @@ auto kernel_of(Form form) {
 
 }  // namespace
 
-cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& plan,
+cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& best,
                           cudaStream_t stream) {
+  const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
   with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.form);

@@ -6,9 +6,9 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "ffi/cuda/dispatch_layout.h"
-#include "ffi/cuda/gather.h"
 #include "ffi/cuda/runtime.h"
 #include "ffi/cuda/scatter.h"
 
@@ -76,6 +76,7 @@ void Group::open() {
     }
   }
   records_.push_back({HostMemory::allocate(members_.size() * sizeof(FailureRecord)), members_.size()});
+  if (config_.network) expect_room();
   for (Member& member : members_) open_member(member);
 
   std::vector<ProcessHandle> others;
@@ -88,7 +89,7 @@ void Group::open() {
     records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
   }
   for (Member& member : members_) {
-    member.table = map_peers(member, others);
+    member.table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}};
     const OnDevice device(member.ordinal);
     upload(const_cast<PeerTable*>(member.peers.table), member.table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
@@ -108,14 +109,44 @@ void Group::open_member(Member& member) {
   const size_t index = &member - members_.data();
   peers.failure = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal)) + index;
 
-  member.arena = DeviceMemory::allocate(layout_.bytes, member.ordinal, config_.sharing);
-  check(cudaMemset(member.arena.data(), kEmptyByte, layout_.bytes), "cudaMemset");
-  const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.experts_per_rank), alignof(PeerTable));
-  member.control = allocate_lasting(table_offset + sizeof(PeerTable), member.ordinal, config_.sharing);
-  peers.control = control_at(member.control.data());
-  peers.table = reinterpret_cast<const PeerTable*>(member.control.data() + table_offset);
+  const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.experts_per_rank), alignof(NetworkTable));
+  const int64_t lasting_bytes = table_offset + sizeof(NetworkTable);
+  uint8_t *arena, *control;
+  if (config_.network) {
+    arena = allocate_symmetric(NetworkLayout(layout_).bytes, member.ordinal);
+    control = allocate_symmetric(lasting_bytes, member.ordinal);
+    member.symmetric_arena = arena;
+  } else {
+    member.arena = DeviceMemory::allocate(layout_.bytes, member.ordinal, config_.sharing);
+    member.control = allocate_lasting(lasting_bytes, member.ordinal, config_.sharing);
+    arena = member.arena.data();
+    control = member.control.data();
+  }
+  check(cudaMemset(arena, kEmptyByte, layout_.bytes), "cudaMemset");
+  peers.control = control_at(control);
+  peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
-  for (auto load : {load_scatter, load_gather, load_dispatch_layout}) check(load(), "loading the kernels");
+  for (auto load : {kernels().load_scatter, kernels().load_gather, load_dispatch_layout}) {
+    check(load(), "loading the kernels");
+  }
+}
+
+// NVSHMEM's processes wait for one another when they allocate, so that one without room says so before.
+void Group::expect_room() const {
+  constexpr int64_t kGranularity = int64_t{512} << 20;  // of NVSHMEM's heap, by default
+  const OnDevice device(members_[0].ordinal);
+  size_t free = 0, total = 0;
+  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  if (static_cast<int64_t>(free) < align_up(bytes_per_device(), kGranularity)) {
+    throw_full(bytes_per_device(), members_[0].ordinal, "NVSHMEM takes 512 MiB at a time");
+  }
+  config_.exchange({});
+}
+
+uint8_t* Group::allocate_symmetric(int64_t bytes, int32_t ordinal) const {
+  uint8_t* const memory = config_.network->allocate(bytes);
+  if (memory == nullptr) throw_full(bytes, ordinal, "nvshmem_calloc");
+  return memory;
 }
 
 ProcessHandle Group::handle() const {
@@ -160,6 +191,25 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
   return table;
 }
 
+// The pointers to near ranks, and the PEs of far ones.
+NetworkTable Group::find_peers(const Member& member) const {
+  const Network& network = *config_.network;
+  const std::vector<int32_t>& pes = config_.pes.at(member.line);
+  const int32_t self = member.peers.rank, node_size = config_.node_size;
+  auto* const own_control = reinterpret_cast<uint8_t*>(member.peers.control);
+  NetworkTable table = {};
+  for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
+    const bool is_hidden = node_size != 0 && rank / node_size != self / node_size;
+    uint8_t* const arena = is_hidden ? nullptr : network.pointer_to(member.symmetric_arena, pes.at(rank));
+    uint8_t* const control = is_hidden ? nullptr : network.pointer_to(own_control, pes.at(rank));
+    const bool is_near = arena != nullptr && control != nullptr;
+    table.pe[rank] = is_near ? kNear : pes.at(rank);
+    table.arena[rank] = is_near ? arena : member.symmetric_arena;
+    table.control[rank] = control_at(is_near ? control : own_control);
+  }
+  return table;
+}
+
 void Group::close() {
   if (closed_) return;
   closed_ = true;
@@ -175,14 +225,32 @@ void Group::close() {
     cudaDeviceSynchronize();
   }
   for (Member& member : members_) member.peer_arenas.clear();
-  if (config_.sharing != Sharing::kIpc) free_arenas();
+  if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();
 }
 
 void Group::free_arenas() {
-  for (Member& member : members_) member.arena.free();
+  for (Member& member : members_) {
+    member.arena.free();
+    if (member.symmetric_arena == nullptr) continue;
+    const OnDevice device(member.ordinal);
+    config_.network->free(std::exchange(member.symmetric_arena, nullptr));
+  }
 }
 
-int64_t Group::bytes_per_device() const { return layout_.bytes + control_bytes(layout_.num_ranks, experts_per_rank()); }
+int64_t Group::bytes_per_device() const {
+  const int64_t arena_bytes = config_.network ? NetworkLayout(layout_).bytes : layout_.bytes;
+  return arena_bytes + control_bytes(layout_.num_ranks, experts_per_rank());
+}
+
+Traffic Group::traffic() const {
+  const Member& member = members_.at(0);
+  const OnDevice device(member.ordinal);
+  Traffic traffic = {};
+  check(cudaMemcpy(&traffic, member.symmetric_arena + NetworkLayout(layout_).traffic_begin, sizeof(traffic),
+                   cudaMemcpyDeviceToHost),
+        "cudaMemcpy");
+  return traffic;
+}
 
 std::optional<FailureRecord> Group::failure() const {
   for (const Records& records : records_) {
@@ -204,7 +272,9 @@ std::vector<RankStats> Group::stats() const {
     stats.dropped = own.dropped;
     for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
       const PeerCounters& here = own.peer[rank];
-      const PeerCounters there = download(&member.table.control[rank]->counters.peer[member.peers.rank]);
+      const bool is_near = config_.network == nullptr || member.table.pe[rank] == kNear;
+      PeerCounters there = {};  // of a far rank, what it has counted cannot be seen
+      if (is_near) there = download(&member.table.control[rank]->counters.peer[member.peers.rank]);
       stats.peers.push_back({sum(there.arrived, here.returned), sum(here.arrived, there.returned), here.waited_ns});
     }
   }

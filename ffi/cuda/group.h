@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ffi/arena.h"
+#include "ffi/cuda/network.h"
 #include "ffi/cuda/sharing.h"
 
 namespace jax_ep {
@@ -42,6 +43,10 @@ struct GroupConfig {
   // With kNone, all devices are here, and nothing is exchanged.
   Sharing sharing = Sharing::kNone;
   Exchange exchange = nullptr;
+  // Where ranks may be far: one of them is here, and the exchange is of nothing. `pes` is like `devices`.
+  const Network* network = nullptr;
+  std::vector<std::vector<int32_t>> pes = {};
+  int32_t node_size = 0;  // ranks of one node, which are near if they can be; 0: all
 };
 inline constexpr int32_t kElsewhere = -1;
 
@@ -60,11 +65,12 @@ struct RankStats {
 struct Member {
   int32_t ordinal, line;
   Peers peers;
-  DeviceMemory arena;
+  DeviceMemory arena;                       // none over a network, which has memory of its own
+  uint8_t* symmetric_arena = nullptr;       // that one
   LastingMemory control;                    // the table of pointers follows it
   std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
   std::vector<DeviceMemory> peer_controls;  // the same
-  PeerTable table = {};                     // the host's copy
+  NetworkTable table = {};                  // the host's copy
 };
 
 class Group {
@@ -75,8 +81,8 @@ class Group {
   ~Group() { close(); }
 
   // Ends what still runs here, unmaps the peers' arenas and frees the own ones. Control memory stays, also the peers':
-  // executables that XLA keeps may still look at it. With Sharing::kIpc free_arenas() has to follow, when all
-  // processes have closed.
+  // executables that XLA keeps may still look at it. With Sharing::kIpc, or over a network, free_arenas() has to
+  // follow, when all processes have closed.
   void close();
   void free_arenas();
 
@@ -88,6 +94,8 @@ class Group {
   std::vector<RankStats> stats() const;
   const std::vector<Member>& members() const { return members_; }
   const Member* member_on(int32_t ordinal) const;
+  Kernels kernels() const { return config_.network ? config_.network->kernels : kernels_of_this_module(); }
+  Traffic traffic() const;  // of the rank here; over a network
 
  private:
   // The failure records of a process's ranks.
@@ -98,8 +106,11 @@ class Group {
 
   void open();
   void open_member(Member& member);
+  void expect_room() const;
+  uint8_t* allocate_symmetric(int64_t bytes, int32_t ordinal) const;
   ProcessHandle handle() const;
   PeerTable map_peers(Member& member, const std::vector<ProcessHandle>& others) const;
+  NetworkTable find_peers(const Member& member) const;
   int32_t experts_per_rank() const { return config_.num_experts / layout_.num_ranks; }
 
   GroupConfig config_;

@@ -113,7 +113,7 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const Peers& peers = (*member)->peers;
   const LaunchPlan plan = plan_scatter(args.num_tokens, peers.num_ranks, num_chunks(static_cast<int32_t>(payload)),
                                        find_group(group)->num_sms(), args.arrival == Arrival::kCombineBack);
-  return launched(op, launch_scatter(peers, args, type, plan, stream));
+  return launched(op, find_group(group)->kernels().launch_scatter(peers, args, type, plan, stream));
 }
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
@@ -123,7 +123,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const Peers& peers = (*member)->peers;
   const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, args.top_k,
                                       num_chunks(static_cast<int32_t>(args.row_bytes)), find_group(group)->num_sms());
-  return launched(op, launch_gather(peers, args, type, plan, stream));
+  return launched(op, find_group(group)->kernels().launch_gather(peers, args, type, plan, stream));
 }
 
 void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {

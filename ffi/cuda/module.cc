@@ -51,8 +51,8 @@ XLA_FFI_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
 nb::object group_failure(int64_t id) {
   const std::optional<FailureRecord> failure = find_group(id)->failure();
   if (!failure) return nb::none();
-  static constexpr const char* kReasons[] = {"timeout", "other op", "wrong rank", "slot taken",
-                                             "not started"};  // enum FailureReason
+  static constexpr const char* kReasons[] = {"timeout",    "other op",    "wrong rank",
+                                             "slot taken", "not started", "elsewhere"};  // enum FailureReason
   return nb::make_tuple(kReasons[failure->reason], failure->op, failure->rank, failure->peer, failure->expected,
                         failure->seen);
 }
@@ -96,11 +96,16 @@ ProcessHandle unpack(const Parcel& parcel) {
   return handle;
 }
 
-// `exchange` is given a parcel and the list of those of the other processes is what it returns.
+// `exchange` is given a parcel and the list of those of the other processes is what it returns. `network` is what
+// _nvshmem.network() gives, or None, without which there are no `pes`.
 void open_group_from_python(int64_t id, int32_t num_experts, int32_t top_k, int32_t max_tokens, int64_t max_payload,
                             int32_t num_sms, double timeout_seconds, std::vector<std::vector<int32_t>> devices,
-                            const std::string& sharing, const nb::callable& exchange) {
+                            const std::string& sharing, const nb::callable& exchange, const nb::object& network,
+                            std::vector<std::vector<int32_t>> pes, int32_t node_size) {
   GroupConfig config = {num_experts, top_k, max_tokens, max_payload, num_sms, timeout_seconds, std::move(devices)};
+  if (!network.is_none()) config.network = static_cast<const Network*>(nb::cast<nb::capsule>(network).data());
+  config.pes = std::move(pes);
+  config.node_size = node_size;
   if (sharing != "none") config.sharing = sharing == "ipc" ? Sharing::kIpc : Sharing::kFileDescriptor;
   config.exchange = [&exchange](const ProcessHandle& mine) {
     const nb::gil_scoped_acquire gil;
@@ -128,7 +133,8 @@ NB_MODULE(_cuda, m) {
   });
   m.def("open_group", open_group_from_python, nb::arg("id"), nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),
         nb::arg("max_tokens"), nb::arg("max_payload"), nb::arg("num_sms"), nb::arg("timeout_seconds"),
-        nb::arg("devices"), nb::arg("sharing"), nb::arg("exchange"));
+        nb::arg("devices"), nb::arg("sharing"), nb::arg("exchange"), nb::arg("network").none(), nb::arg("pes"),
+        nb::arg("node_size"));
   m.def(
       "close_group",
       [](int64_t id) {
@@ -143,6 +149,10 @@ NB_MODULE(_cuda, m) {
   m.def("group_bytes", [](int64_t id) { return find_group(id)->bytes_per_device(); });
   m.def("group_failure", group_failure);
   m.def("group_stats", group_stats);
+  m.def("group_traffic", [](int64_t id) {
+    const Traffic traffic = find_group(id)->traffic();
+    return nb::make_tuple(traffic.rows, traffic.bytes);
+  });
   m.def("link_floor", link_floor, nb::arg("devices"), nb::arg("rows"), nb::arg("row_bytes"),
         nb::call_guard<nb::gil_scoped_release>());
 }

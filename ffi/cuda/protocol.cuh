@@ -12,6 +12,7 @@
 #include "ffi/arena.h"
 #include "ffi/cuda/call.h"
 #include "ffi/cuda/memory.cuh"
+#include "ffi/cuda/network.cuh"
 
 namespace jax_ep {
 
@@ -132,20 +133,33 @@ struct Operation {
     const int32_t self = op.peers.rank;
     op.state.failed = true;
     if (atomicCAS(&op.own().failed, 0u, 1u + self) != 0) return;
-    FailureRecord& record = *op.peers.failure;
+    op.record_failure(reason, self, peer, expected, seen);
+#pragma unroll 1
+    for (int32_t rank = 0; rank < op.peers.num_ranks; ++rank) {
+      if (rank != self) store_word(op.peers, rank, &op.peers.table->control[rank]->failed, 1u + self);
+    }
+  }
+
+  __device__ __forceinline__ void record_failure(FailureReason reason, int32_t rank, int32_t peer, uint32_t expected,
+                                                 uint32_t seen) const {
+    FailureRecord& record = *peers.failure;
     record.reason = static_cast<uint32_t>(reason);
-    record.op = static_cast<uint32_t>(op.call.op);
-    record.epoch = op.state.epoch;
-    record.rank = self;
+    record.op = static_cast<uint32_t>(call.op);
+    record.epoch = state.epoch;
+    record.rank = rank;
     record.peer = peer;
     record.expected = expected;
     record.seen = seen;
     __threadfence_system();
     *const_cast<volatile uint32_t*>(&record.valid) = 1;
-#pragma unroll 1
-    for (int32_t rank = 0; rank < op.peers.num_ranks; ++rank) {
-      if (rank != self) store_relaxed(&op.peers.table->control[rank]->failed, 1u + self);
-    }
+  }
+
+  // Of a rank whose own record this process does not see: it may be on another host.
+  __device__ __forceinline__ void record_failure_elsewhere() const {
+    const uint32_t failed = load_relaxed(&own().failed);
+    const bool is_known = *const_cast<const volatile uint32_t*>(&peers.failure->valid) != 0;
+    if (failed == 0 || failed == kClosed || failed == 1u + peers.rank || is_known) return;
+    record_failure(FailureReason::kElsewhere, peers.rank, static_cast<int32_t>(failed - 1), 0, 0);
   }
 
   // --- begin and end ------------------------------------------------------------------------------------------------
@@ -188,6 +202,10 @@ struct Operation {
       } else if (call.half != Half::kStart && peer == 0) {
         await_own_slot(*this);
       }
+      __syncwarp();
+    }
+    if constexpr (kHasNetwork) {
+      if (blockIdx.x == 0 && threadIdx.x % 32 == 0) order_words();
       __syncwarp();
     }
     if (call.half != Half::kStart || threadIdx.x % 32 != 0) return before;
@@ -322,6 +340,7 @@ struct Operation {
     if (threadIdx.x == 0) {
       poisons = !state.entered || atomicExch(poisoning(), 1u) == 0;
       if (poisons && state.entered) await_others();
+      if (kHasNetwork && poisons) record_failure_elsewhere();
     }
     __syncthreads();
     if (!poisons) return;
@@ -361,7 +380,14 @@ struct Operation {
   // Tells a peer that this rank has read an operation's rows. Each word has one kernel that tells it: of two that could
   // run at once, the slower one would take the other's back.
   __device__ __forceinline__ void tell_finished(uint32_t epoch, int32_t peer) const {
-    if (peer != peers.rank) store_release(&control_of(peer).finished[slot_of(epoch)][peers.rank], epoch);
+    if (peer == peers.rank) return;
+    uint32_t* const word = &control_of(peer).finished[slot_of(epoch)][peers.rank];
+    if (is_far(peers, peer)) {
+      __threadfence_system();
+      store_word(peers, peer, word, epoch);
+    } else {
+      store_release(word, epoch);
+    }
   }
   // Of the operation before, if it was a whole one; a launch that takes an epoch does.
   __device__ __forceinline__ void tell_former_finished() const {
@@ -375,11 +401,11 @@ struct Operation {
 
   // Tells a peer which operation this rank is in.
   __device__ __forceinline__ void announce(int32_t peer) const {
-    store_relaxed(&control_of(peer).op[state.slot][peers.rank], tagged(state.epoch, call.hash));
+    store_word(peers, peer, &control_of(peer).op[state.slot][peers.rank], tagged(state.epoch, call.hash));
   }
 
-  __device__ __forceinline__ void send_number(unsigned long long* word, int32_t number) const {
-    store_relaxed(word, tagged(state.epoch, static_cast<uint32_t>(number)));
+  __device__ __forceinline__ void send_number(int32_t peer, unsigned long long* word, int32_t number) const {
+    store_word(peers, peer, word, tagged(state.epoch, static_cast<uint32_t>(number)));
   }
 
   // Waits for a tagged word of a peer, of which one has been `seen`. 0 if the operation fails.
@@ -440,5 +466,13 @@ struct Operation {
     add(&counted.bytes, int64_t{rows} * row_bytes);
   }
 };
+
+// A barrier of a team whose warps are of one block, that says whether the predicate holds for any thread. Teams have
+// the barriers from `first_barrier` on; there are not barriers for as many teams as have one warp.
+__device__ __forceinline__ bool any_of_team(const Team& team, int32_t first_barrier, bool predicate) {
+  if (team.num_warps == 1) return __any_sync(0xffffffffu, predicate);
+  const int32_t number = static_cast<int32_t>(threadIdx.x / 32) / team.num_warps;
+  return named_barrier_or(first_barrier + number, team.num_warps * 32, predicate);
+}
 
 }  // namespace jax_ep

@@ -97,11 +97,13 @@ struct Scatter {
 #pragma unroll 1
         for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
           const int32_t peer = peers.by_experts.quotient(expert);
-          op.send_number(op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(), lookup.experts[expert]);
+          op.send_number(peer, op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(),
+                         lookup.experts[expert]);
         }
       }
       if (threadIdx.x < peers.num_ranks) {
-        op.send_number(&op.control_of(threadIdx.x).num_rows[op.state.slot][peers.rank], lookup.ranks[threadIdx.x]);
+        op.send_number(threadIdx.x, &op.control_of(threadIdx.x).num_rows[op.state.slot][peers.rank],
+                       lookup.ranks[threadIdx.x]);
         op.announce(threadIdx.x);
       }
     }
@@ -255,7 +257,9 @@ struct Scatter {
       if (args.place && team.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
         args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
       }
-      if (op.state.sends && !op.state.failed) send_row(token, packed, route, team);
+      const bool sends = op.state.sends && !op.state.failed;
+      if (sends) send_row(token, packed, route, team);
+      if constexpr (kHasNetwork) put_rows(route, team, sends);
       op.stamp(3);
       token = next;
       route = next_route;
@@ -367,12 +371,26 @@ struct Scatter {
 #pragma unroll
       for (int i = 0; i < kSendBatch; ++i) {
         const int32_t chunk = part * kSendBatch + i;
-        packed.units[i].send(op, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
+        packed.units[i].send(op, peer, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
         if (args.num_scales) {
           const bool present = lane_id() == 0 && chunk < chunks();
-          packed.scales[i].send(op, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk, present);
+          packed.scales[i].send(op, peer, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk,
+                                present);
         }
       }
+    });
+  }
+
+  // When the team has staged a row, its warps put it to the far ranks that it goes to, in turn.
+  __device__ void put_rows(const Route& route, const Team& team, bool staged) const {
+    if (any_of_team(team, kTeamsBarrier, !staged)) return;
+    const int32_t begin = new_route() ? 0 : peers.layout.header_bytes;
+    const int32_t scales = args.num_scales ? chunks() * kUnitBytes : 0;
+    const int32_t bytes = peers.layout.header_bytes - begin + payload_bytes() + scales;
+    int32_t turn = 0;
+    for_each_rank(route, [&](int32_t peer) {
+      if (!is_far(peers, peer) || turn++ % team.num_warps != team.warp) return;
+      put_row(op, peer, __shfl_sync(kAllLanes, route.index, peer), begin, bytes);
     });
   }
 
@@ -478,6 +496,10 @@ struct Scatter {
     arriving.comes = arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
     arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
+    if (is_far(peers, arriving.source)) {  // units may be there in part before the row's signal is
+      for (uint4& unit : arriving.first.units) unit = empty_unit();
+      return arriving;
+    }
     look_at_batch(arriving.place, team.warp, team, arriving.first);
     if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
     return arriving;
@@ -488,6 +510,10 @@ struct Scatter {
   // Waits for the rest.
   __device__ void await_row(Arriving& arriving, const Team& team) const {
     const bool has_header = this->has_header();
+    if constexpr (kHasNetwork) {
+      if (lane_id() == 0) await_signal(op, arriving.source, arriving.index);
+      __syncwarp();
+    }
     take_batch(arriving.source, arriving.place, team.warp, team, arriving.first,
                [&] { return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header); });
     if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
@@ -908,8 +934,9 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
 
 }  // namespace
 
-cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& plan,
+cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& best,
                            cudaStream_t stream) {
+  const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
   const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank);
   const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);

@@ -56,15 +56,6 @@ CUdeviceptr address(const void* data) { return reinterpret_cast<CUdeviceptr>(dat
 
 std::string mebibytes(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
-[[noreturn]] void throw_full(int64_t bytes, int32_t ordinal, const std::string& reason) {
-  size_t free = 0, total = 0;
-  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-  throw std::runtime_error("the group needs " + std::to_string(bytes) + " bytes (" + mebibytes(bytes) +
-                           ") on CUDA device " + std::to_string(ordinal) + ", where " + mebibytes(free) +
-                           " are free (" + reason + "); XLA takes most of a device's memory when it starts: set " +
-                           "XLA_PYTHON_CLIENT_MEM_FRACTION lower, or make the group with fewer max_tokens_per_rank");
-}
-
 CUmemLocation location(int32_t ordinal) {
   CUmemLocation location = {};
   location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -88,6 +79,15 @@ void set_access(const void* data, int64_t bytes, int32_t ordinal, const std::str
 }
 
 }  // namespace
+
+void throw_full(int64_t bytes, int32_t ordinal, const std::string& reason) {
+  size_t free = 0, total = 0;
+  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  throw std::runtime_error("the group needs " + std::to_string(bytes) + " bytes (" + mebibytes(bytes) +
+                           ") on CUDA device " + std::to_string(ordinal) + ", where " + mebibytes(free) +
+                           " are free (" + reason + "); XLA takes most of a device's memory when it starts: set " +
+                           "XLA_PYTHON_CLIENT_MEM_FRACTION lower, or make the group with fewer max_tokens_per_rank");
+}
 
 Sharing best_sharing(const std::vector<int32_t>& ordinals) {
   try {

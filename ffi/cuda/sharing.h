@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -16,6 +17,9 @@ enum class Sharing : int32_t {
   kFileDescriptor,  // it lives as long as anybody maps it, so that a process may close its group or die at any time
   kIpc              // CUDA IPC, where there is no such descriptor: the owner frees it when nobody maps it any more
 };
+
+// Throws std::runtime_error: no room for `bytes` on the current device, and what the user can do.
+[[noreturn]] void throw_full(int64_t bytes, int32_t ordinal, const std::string& reason);
 
 // Whether these devices' memory can be shared by file descriptors, found by trying: a driver may say so in a sandbox
 // that does not let it.

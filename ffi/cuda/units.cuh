@@ -28,7 +28,14 @@ __device__ __forceinline__ uint4 stand_in() { return make_uint4(kEmptyWord, kEmp
 
 __device__ __forceinline__ int32_t lane_id() { return static_cast<int32_t>(threadIdx.x % 32); }
 
-// A row in the memory of rank `at`.
+// Where a row for a far rank waits to be put. It is free when the row's place at that rank is.
+__device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer, int32_t index) {
+  const ArenaLayout& layout = op.peers.layout;
+  const int64_t offset = layout.row_offset(layout.row_number(op.state.slot, peer, index));
+  return op.state.table.arena[op.peers.rank] + NetworkLayout(layout).staging_begin + offset;
+}
+
+// A row in the memory of rank `at`; for a far one, `row` is where it is staged.
 struct RowPlace {
   uint8_t* row;
   unsigned long long* marks;  // one per chunk of the payload, then one per unit of scales
@@ -38,7 +45,7 @@ struct RowPlace {
     const ArenaLayout& layout = op.peers.layout;
     const int32_t number = layout.row_number(op.state.slot, from, index);
     uint8_t* arena = op.state.table.arena[at];
-    row = arena + layout.row_offset(number);
+    row = is_far(op.peers, at) ? staged_row(op, at, index) : arena + layout.row_offset(number);
     marks = reinterpret_cast<unsigned long long*>(arena + layout.marks_offset(number));
   }
   // The place that another lane of the warp has; the compiler leaves out what is not used.
@@ -71,10 +78,10 @@ struct Chunk {
     return {unit, 0, false};
   }
 
-  __device__ __forceinline__ void send(const Operation& op, uint8_t* place, unsigned long long* mark,
+  __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* place, unsigned long long* mark,
                                        bool present) const {
     if (present) store_unit(place, unit);
-    if (marked && lane_id() == 0) store_relaxed(mark, tagged(op.state.epoch, empties));
+    if (marked && lane_id() == 0) store_word(op.peers, peer, mark, tagged(op.state.epoch, empties));
   }
 
  private:
@@ -143,6 +150,36 @@ __device__ __forceinline__ bool look_at_header(const Operation& op, const RowHea
   if (header.epoch == op.state.epoch) return true;
   header = load_header(place);
   return false;
+}
+
+// The rest is for far ranks only.
+
+// Of a row of a far rank `from`, in the memory of whoever waits for it.
+__device__ __forceinline__ unsigned long long* signal_of(const Operation& op, int32_t from, int32_t index) {
+  const ArenaLayout& layout = op.peers.layout;
+  uint8_t* signals = op.state.table.arena[op.peers.rank] + NetworkLayout(layout).signals_begin;
+  return reinterpret_cast<unsigned long long*>(signals) + layout.row_number(op.state.slot, from, index);
+}
+
+// Sends `bytes` of a staged row, from `begin` on, to a far rank. With one warp, when the whole row is staged.
+__device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32_t index, int32_t begin,
+                                        int32_t bytes) {
+  const ArenaLayout& layout = op.peers.layout;
+  uint8_t* const arena = op.state.table.arena[op.peers.rank];
+  const int64_t offset = layout.row_offset(layout.row_number(op.state.slot, op.peers.rank, index)) + begin;
+  put_with_signal(arena + offset, staged_row(op, peer, index) + begin, bytes, signal_of(op, op.peers.rank, index),
+                  op.state.epoch, pe_of(op.peers, peer));
+  if (lane_id() != 0) return;
+  auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout).traffic_begin);
+  atomicAdd(&traffic->rows, 1ull);
+  atomicAdd(&traffic->bytes, static_cast<unsigned long long>(bytes));
+}
+
+// Waits for a row; one of a near rank shows by itself that it has arrived.
+__device__ __forceinline__ void await_signal(const Operation& op, int32_t source, int32_t index) {
+  if (!is_far(op.peers, source)) return;
+  unsigned long long* const signal = signal_of(op, source, index);
+  op.wait_for(source, op.state.epoch, [&] { return has_come(signal, op.state.epoch) ? op.state.epoch : 0; });
 }
 
 }  // namespace jax_ep

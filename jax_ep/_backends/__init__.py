@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from jax_ep import _native, _processes
+from jax_ep import _native, _network, _processes
 from jax_ep._backends.cuda import CudaBackend
 from jax_ep._backends.reference import ReferenceBackend
 
@@ -133,13 +133,17 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
     for process, answer in told.items():
         if answer["reason"]:
             return reason if process == me else f"process {process}: {answer['reason']}"
-    for line in _processes.lines(mesh, axis_name):
-        by_host = {told[device.process_index]["host"]: device.process_index for device in line}
-        if len(by_host) > 1:
+    hosts = {process: answer["host"] for process, answer in told.items()}
+    if not _network.is_needed(_processes.lines(mesh, axis_name), hosts):
+        return ""
+    occasion = "network/" + "-".join(str(device.id) for device in mesh.devices.flat)
+    with _processes.Meeting(occasion, processes, timeout) as meeting:
+        obstacles = meeting.exchange(_network.obstacle(mesh))
+    for process, obstacle in obstacles.items():
+        if obstacle:
             return (
-                f"devices along {axis_name!r} are on several hosts (those of processes {sorted(by_host.values())}), or "
-                "in containers with a network of their own each, and it spans one host only: it has no network "
-                "transport yet"
+                f"devices along {axis_name!r} are on several hosts, or in containers with a network of their own each, "
+                f"and process {process} cannot use the network: {obstacle}"
             )
     return ""
 

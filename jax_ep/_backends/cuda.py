@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import _compat, _layouts, _native, _processes, _wires
+from jax_ep import _compat, _layouts, _native, _network, _processes, _wires
 from jax_ep._errors import Error, PeerTimeoutError
 from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
 
@@ -71,6 +71,7 @@ class CudaBackend:
             "hidden": group.hidden,
             "max_tokens_per_rank": group.max_tokens_per_rank,
             "dtype": str(group.dtype),
+            "node_size": _network.node_size(),
         }
         # It stands in compiled programs, which must be the same in all processes.
         self._id = int(_digest([self._meeting.key, self._settings])[:15], 16)
@@ -84,8 +85,17 @@ class CudaBackend:
         self.closed = False
 
     def _open(self) -> None:
-        group, me = self._group, jax.process_index()
-        self._sharing = choose_sharing(self._lines)
+        group, me, processes = self._group, jax.process_index(), self._meeting.processes
+        gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._lines)]
+        told = self._meeting.exchange({"settings": self._settings, "gpus": gpus, "host": _processes.host()})
+        _expect_same_settings(told, me)
+        _expect_own_gpus(told)
+        hosts = {process: answer["host"] for process, answer in told.items()}
+        network = None
+        if _network.is_needed(self._lines, hosts):
+            network = _network.start(self._meeting, hosts.values(), _local_ordinals(self._lines)[0])
+        self._sharing = choose_sharing(self._lines) if network is None else "none"
+        self._frees_together = network is not None
         try:
             self._native.open_group(
                 self._id,
@@ -100,7 +110,10 @@ class CudaBackend:
                     for line in self._lines
                 ],
                 sharing=self._sharing,
-                exchange=self._exchange,
+                exchange=self._exchange if network is None else self._exchange_nothing,
+                network=network,
+                pes=[[processes.index(device.process_index) for device in line] for line in self._lines],
+                node_size=self._settings["node_size"],
             )
         except RuntimeError as error:
             raise Error(f"Group: {error}") from None
@@ -111,20 +124,9 @@ class CudaBackend:
         meeting, me = self._meeting, jax.process_index()
         handles, descriptors = mine
         with _processes.Mailbox() as mailbox:
-            told = meeting.exchange(
-                {
-                    "settings": self._settings,
-                    "sharing": self._sharing,
-                    "gpus": [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._lines)],
-                    "mailbox": mailbox.address,
-                    "handles": handles.hex(),
-                }
-            )
-            _expect_same_settings(told, me)
-            _expect_own_gpus(told)
+            told = meeting.exchange({"sharing": self._sharing, "mailbox": mailbox.address, "handles": handles.hex()})
             # Where one process frees its memory by IPC's rules, all must say when they have unmapped it.
-            if any(answer["sharing"] == "ipc" for answer in told.values()):
-                self._sharing = "ipc"
+            self._frees_together = any(answer["sharing"] == "ipc" for answer in told.values())
             of_lines = [{device.process_index for device in line} for line in self._lines]
             others = sorted(set().union(*(line for line in of_lines if me in line)) - {me})
             for process in others:
@@ -132,12 +134,17 @@ class CudaBackend:
             received = mailbox.receive(others, meeting.timeout)
         return [(bytes.fromhex(told[process]["handles"]), received[process]) for process in others]
 
+    def _exchange_nothing(self, _: _Parcel) -> list[_Parcel]:
+        """Tells the others that this process has come so far, and waits for them."""
+        self._meeting.exchange(None)
+        return []
+
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
         self._native.close_group(self._id)
-        if self._sharing != "ipc":
+        if not self._frees_together:
             return
         try:
             self._meeting.wait_for_all()
@@ -145,6 +152,10 @@ class CudaBackend:
             warnings.warn(f"Group.close: its memory stays taken, as others may still use it: {error}", stacklevel=3)
         else:
             self._native.free_arenas(self._id)
+
+    def traffic(self) -> tuple[int, int]:
+        """The rows, and their bytes, that this process has sent over a network since the group was made."""
+        return self._native.group_traffic(self._id)
 
     def check(self) -> None:
         failure = self._native.group_failure(self._id)
@@ -169,6 +180,8 @@ class CudaBackend:
                 f"{op}_done: on rank {rank} its start was done before, or an older start that shares its memory was "
                 "not; end each start once, and the older ones first"
             )
+        if reason == "elsewhere":
+            raise Error(f"{op}: rank {peer} gave up, and rank {rank} with it; Group.check of its process says why")
         raise Error(
             f"{op}: the program runs rank {seen} on the device that group.mesh has as rank {rank}; pass "
             "mesh=group.mesh to jax.shard_map"

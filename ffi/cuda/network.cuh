@@ -1,0 +1,43 @@
+// What kernels do for far ranks. They are compiled twice: for _cuda, without a network, where all ranks are near, and
+// for _nvshmem, with one (JAX_EP_NETWORK). What is only called there is in nvshmem/device.cu.
+#pragma once
+
+#include "ffi/cuda/memory.cuh"
+#include "ffi/cuda/network.h"
+
+namespace jax_ep {
+
+#ifdef JAX_EP_NETWORK
+inline constexpr bool kHasNetwork = true;
+#else
+inline constexpr bool kHasNetwork = false;
+#endif
+
+__device__ __forceinline__ int32_t pe_of(const Peers& peers, int32_t rank) {
+  return static_cast<const NetworkTable*>(peers.table)->pe[rank];
+}
+__device__ __forceinline__ bool is_far(const Peers& peers, int32_t rank) {
+  return kHasNetwork && pe_of(peers, rank) != kNear;
+}
+
+// Only with a network: stores a word at a far rank.
+__device__ void put_word(uint32_t* word, uint32_t value, int32_t pe);
+__device__ void put_word(unsigned long long* word, unsigned long long value, int32_t pe);
+// Sends data to a far rank, then sets the signal there. With one warp.
+__device__ void put_with_signal(uint8_t* to, const uint8_t* from, int32_t bytes, unsigned long long* signal,
+                                uint32_t value, int32_t pe);
+// Whether the signal has come; if it has, so has the data.
+__device__ bool has_come(unsigned long long* signal, uint32_t value);
+// Words that are sent from here on arrive behind those that this rank has sent before.
+__device__ void order_words();
+
+// Stores a word that carries all its meaning in itself, on any rank: no order with other memory.
+template <typename Word>
+__device__ __forceinline__ void store_word(const Peers& peers, int32_t rank, Word* word, Word value) {
+  if constexpr (kHasNetwork) {
+    if (is_far(peers, rank)) return put_word(word, value, pe_of(peers, rank));
+  }
+  store_relaxed(word, value);
+}
+
+}  // namespace jax_ep

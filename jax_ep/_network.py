@@ -1,0 +1,98 @@
+"""Groups with ranks that have no pointer to each other's memory: when that is so, and how NVSHMEM is started for them.
+
+docs/network.md tells how rows travel then. The module _nvshmem is imported only where it is needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import _compat, _processes
+from jax_ep._errors import Error
+
+_NODE_SIZE = "JAX_EP_NODE_SIZE"  # in the environment: so many ranks are taken for one host
+_LAST_CALL_S = 10.0  # that a process waits for the others when it ends
+
+_started: list[int] = []  # the processes for which NVSHMEM runs, in the order of their processing elements
+
+
+def node_size() -> int:
+    """How many ranks count as one host, whatever hosts they are on; 0 if that is not overridden."""
+    text = os.environ.get(_NODE_SIZE, "")
+    if text and not (text.isdecimal() and int(text) > 0):
+        raise ValueError(f"{_NODE_SIZE} is {text!r}; it must be a number of ranks, or not be set")
+    return int(text or 0)
+
+
+def is_needed(lines: np.ndarray, hosts: dict[int, str]) -> bool:
+    """Whether some ranks of a line may not reach each other's memory; `hosts`: of each process."""
+    if 0 < node_size() < lines.shape[1]:
+        return True
+    return any(len({hosts[device.process_index] for device in line}) > 1 for line in lines)
+
+
+def obstacle(mesh: jax.sharding.Mesh) -> str:
+    """Why this process cannot be part of a group over a network, as what is wrong and what to do; "" if it can."""
+    if (devices := len(mesh.local_devices)) != 1:
+        return (
+            f"it has {devices} devices of the mesh, and NVSHMEM wants one process per GPU; start as many processes as "
+            "there are GPUs (srun --ntasks-per-node=8, or scripts/launch_local.py)"
+        )
+    try:
+        _module()
+    except ModuleNotFoundError:
+        return "jax_ep was built without NVSHMEM; pip install nvidia-nvshmem-cu13, and reinstall jax_ep"
+    except ImportError as error:
+        return f"NVSHMEM does not load ({error}); pip install nvidia-nvshmem-cu13"
+    return ""
+
+
+def start(meeting: _processes.Meeting, hosts: Collection[str], ordinal: int) -> Any:
+    """Starts NVSHMEM for the processes of `meeting`, if it does not run yet; what the native group needs of it.
+
+    It can be started once in a process. `hosts`: of all of them; `ordinal`: of this process's device.
+    """
+    module, processes, me = _module(), list(meeting.processes), jax.process_index()
+    if _started:
+        if _started != processes:
+            raise Error(
+                f"Group: its mesh is of the processes {processes}, and an earlier group over a network of {_started}; "
+                "NVSHMEM spans the same processes all the time: make each such group on a mesh of all of them"
+            )
+        return module.network()
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # which is for collectives: there are none here
+    if len(set(hosts)) == 1:  # no network to be looked for
+        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+        os.environ.setdefault("NVSHMEM_DISABLE_MNNVL", "1")
+        os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
+    told = meeting.exchange(module.unique_id().hex() if me == processes[0] else None)
+    unique_id = bytes.fromhex(told[processes[0]])
+    try:
+        module.start(unique_id, pe=processes.index(me), num_pes=len(processes), ordinal=ordinal)
+    except RuntimeError as error:
+        raise Error(f"Group: {error}") from None
+    _started.extend(processes)
+    atexit.register(_finish, ordinal)
+    return module.network()
+
+
+def _finish(ordinal: int) -> None:
+    """Ends NVSHMEM, which all processes must do together. If they do not, it ends with the process."""
+    try:
+        all_end = _compat.barrier("jax_ep/network/end", _started, _LAST_CALL_S)
+    except RuntimeError:  # jax.distributed has ended, or another process
+        return
+    if all_end:
+        _module().finish(ordinal)
+
+
+def _module() -> ModuleType:
+    return importlib.import_module("jax_ep._nvshmem")
