@@ -102,7 +102,8 @@ void Group::open_member(Member& member) {
   peers.control = control_at(member.control.data());
   peers.table = reinterpret_cast<const PeerTable*>(member.control.data() + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
-  for (auto load : {load_scatter, load_gather, load_dispatch_layout}) check(load(), "loading the kernels");
+  member.halves = std::make_unique<Halves>(peers);
+  for (auto load : {load_scatter, load_gather, load_start, load_dispatch_layout}) check(load(), "loading the kernels");
 }
 
 ProcessHandle Group::handle() const {
@@ -159,6 +160,7 @@ void Group::close() {
   for (const Member& member : members_) {  // what waits for a peer has seen `failed` on every device by now
     const OnDevice device(member.ordinal);
     cudaDeviceSynchronize();
+    if (member.halves) member.halves->close();
   }
   for (Member& member : members_) member.peer_arenas.clear();
   if (config_.sharing != Sharing::kIpc) free_arenas();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ffi/arena.h"
+#include "ffi/cuda/halves.h"
 #include "ffi/cuda/sharing.h"
 
 namespace jax_ep {
@@ -53,6 +54,7 @@ struct Member {
   LastingMemory control;                    // the table of pointers follows it
   std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
   std::vector<DeviceMemory> peer_controls;  // the same
+  std::unique_ptr<Halves> halves;
 };
 
 class Group {
