@@ -3,11 +3,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+
 #include "ffi/arena.h"
 
 namespace jax_ep {
 
 enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16 };
+
+// Addresses of all that a send reads.
+using Reads = std::array<const void*, 4>;
 
 struct Call {
   OpKind op;

@@ -4,7 +4,6 @@
 #include "ffi/cuda/halves.h"
 #include "ffi/cuda/launch.cuh"
 #include "ffi/cuda/protocol.cuh"
-#include "ffi/cuda/runtime.h"
 
 namespace jax_ep {
 namespace {
@@ -52,7 +51,7 @@ void Halves::expect_open() const {
     throw std::invalid_argument("its group is closed; make a new Group and trace the function again");
 }
 
-void Halves::start(Call call, const Reads& reads, cudaStream_t stream, const Launch& launch) {
+void Halves::start(Call call, const Reads& reads, cudaStream_t stream, const LaunchHalf& launch) {
   const std::lock_guard<std::mutex> lock(mutex_);
   expect_open();
   Place* free = nullptr;
@@ -71,16 +70,16 @@ void Halves::start(Call call, const Reads& reads, cudaStream_t stream, const Lau
   call.half = Half::kStart;
   call.ticket = free->ticket;
   start_kernel<<<1, kWarp, 0, stream>>>(peers_, call);
-  check(cudaGetLastError(), "launching a start");
+  check(cudaGetLastError(), kNotLaunched);
   check(cudaEventRecord(free->event, stream), "cudaEventRecord");
   check(cudaStreamWaitEvent(stream_, free->event), "cudaStreamWaitEvent");
-  check(launch(Half::kSend, free->ticket, stream_), "launching a send");
+  launch(Half::kSend, free->ticket, stream_);
   check(cudaEventRecord(free->event, stream_), "cudaEventRecord");
   free->pending = call.pending;
   free->reads = reads;
 }
 
-void Halves::done(const Call& call, const Reads& reads, cudaStream_t stream, const Launch& launch) {
+void Halves::done(const Call& call, const Reads& reads, cudaStream_t stream, const LaunchHalf& launch) {
   const std::lock_guard<std::mutex> lock(mutex_);
   expect_open();
   const char* kept =
@@ -88,11 +87,11 @@ void Halves::done(const Call& call, const Reads& reads, cudaStream_t stream, con
       "carry of a loop, donation) may copy what is pending";
   for (Place& place : places_) {
     if (place.pending != call.pending) continue;
+    check(cudaStreamWaitEvent(stream, place.event), "cudaStreamWaitEvent");  // or XLA may use again what it reads
     if (place.reads != reads)
       throw std::invalid_argument(std::string("an operand is not where its start had it; ") + kept);
     place.pending = nullptr;
-    check(cudaStreamWaitEvent(stream, place.event), "cudaStreamWaitEvent");
-    check(launch(Half::kDone, place.ticket, stream), "launching a done");
+    launch(Half::kDone, place.ticket, stream);
     return;
   }
   throw std::invalid_argument(std::string("there is no start that it could end; ") + kept);

@@ -5,36 +5,43 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
 #include <functional>
 #include <mutex>
 #include <vector>
 
 #include "ffi/cuda/call.h"
+#include "ffi/cuda/runtime.h"
 
 namespace jax_ep {
 
 // The halves of one group on one device. XLA may call from any thread, in the order in which it enqueues.
 class Halves {
  public:
-  // Addresses of what a send reads.
-  using Reads = std::array<const void*, 4>;
-  // Launches a half with a ticket on a stream.
-  using Launch = std::function<cudaError_t(Half, Ticket*, cudaStream_t)>;
-
   // On the current device, which `peers` are of. Throws std::runtime_error, as all functions do if CUDA fails.
   explicit Halves(const Peers& peers);
   // Behind all that has been launched.
   void close();
 
-  // Takes the turn of `call` on `stream`, and has `launch` send beside it. Throws std::invalid_argument if too many are
-  // under way.
-  void start(Call call, const Reads& reads, cudaStream_t stream, const Launch& launch);
-  // Has `launch` end, on `stream`, the start that gave call.pending. Throws std::invalid_argument if there is none, or
-  // if what it reads is not where it was.
-  void done(const Call& call, const Reads& reads, cudaStream_t stream, const Launch& launch);
+  // Launches args.half, whole operations included, on `stream`; a start also launches its send beside it. Throws
+  // std::invalid_argument for a start if too many are under way, and for a done if args.pending is of no start, or what
+  // that reads is not where it was.
+  template <typename Args, typename Launch>
+  void launch(Args args, cudaStream_t stream, Launch launch) {
+    if (args.half == Half::kWhole) return check(launch(args, stream), kNotLaunched);
+    const auto launch_half = [&](Half half, Ticket* ticket, cudaStream_t on) {
+      args.half = half;
+      args.ticket = ticket;
+      check(launch(args, on), kNotLaunched);
+    };
+    if (args.half == Half::kStart) {
+      start(args, args.reads(), stream, launch_half);
+    } else {
+      done(args, args.reads(), stream, launch_half);
+    }
+  }
 
  private:
+  using LaunchHalf = std::function<void(Half, Ticket*, cudaStream_t)>;
   // A place for a start that is under way.
   struct Place {
     Ticket* ticket;
@@ -42,7 +49,10 @@ class Halves {
     const void* pending = nullptr;  // of the start whose done has not been enqueued; null if the place is free
     Reads reads = {};
   };
+  static constexpr const char* kNotLaunched = "the kernel was not launched";
 
+  void start(Call call, const Reads& reads, cudaStream_t stream, const LaunchHalf& launch);
+  void done(const Call& call, const Reads& reads, cudaStream_t stream, const LaunchHalf& launch);
   void expect_open() const;
 
   const Peers peers_;

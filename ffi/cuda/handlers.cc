@@ -102,31 +102,15 @@ ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t
   return member;
 }
 
-ffi::Error launched(const char* op, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(op) + ": the kernel was not launched: " + cudaGetErrorString(status));
-}
-
-// Launches `args.half`; `reads` is all that a send looks at.
-template <typename Args, typename LaunchKernel>
-ffi::Error enqueue(const char* op, const Member& member, Args args, const Halves::Reads& reads, cudaStream_t stream,
-                   LaunchKernel launch) {
-  if (args.half == Half::kWhole) return launched(op, launch(args, stream));
-  const auto launch_half = [&](Half half, Ticket* ticket, cudaStream_t half_stream) {
-    args.half = half;
-    args.ticket = ticket;
-    return launch(args, half_stream);
-  };
+template <typename Args, typename Launch>
+ffi::Error enqueue(const char* op, const Member& member, const Args& args, cudaStream_t stream, Launch launch) {
+  const auto what = [=](const std::exception& error) { return std::string(op) + ": " + error.what(); };
   try {
-    if (args.half == Half::kStart) {
-      member.halves->start(args, reads, stream, launch_half);
-    } else {
-      member.halves->done(args, reads, stream, launch_half);
-    }
+    member.halves->launch(args, stream, launch);
   } catch (const std::invalid_argument& error) {
-    return ffi::Error::InvalidArgument(std::string(op) + ": " + error.what());
+    return ffi::Error::InvalidArgument(what(error));
   } catch (const std::runtime_error& error) {
-    return ffi::Error::Internal(std::string(op) + ": " + error.what());
+    return ffi::Error::Internal(what(error));
   }
   return ffi::Error::Success();
 }
@@ -143,7 +127,7 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const auto launch = [&](const ScatterArgs& half, cudaStream_t on) {
     return launch_scatter(peers, half, type, plan, on);
   };
-  return enqueue(op, **member, args, {args.x, args.x_scales, args.topk_idx, args.topk_weights}, stream, launch);
+  return enqueue(op, **member, args, stream, launch);
 }
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
@@ -156,7 +140,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const auto launch = [&](const GatherArgs& half, cudaStream_t on) {
     return launch_gather(peers, half, type, plan, on);
   };
-  return enqueue(op, **member, args, {args.y, args.row_weights, args.rows, args.num_arrived}, stream, launch);
+  return enqueue(op, **member, args, stream, launch);
 }
 
 void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {
