@@ -10,6 +10,7 @@
  *
  *   RANKS (2, 3), SLOTS, OPS (at most 6)
  *   ROWLESS      ranks, the first ones, that may have no row for their peers
+ *   STARTS       at most so many of the operations are in halves
  *   ONE_SENDER   a block both announces and sends rows; else each has a block of its own
  *   OVERLAP      dones run beside the launches that take an epoch, on the stream of the sends; else one after the other
  *   FAULT        rank 0 may stop anywhere, a start may never be done; time is up when nothing else can happen
@@ -39,6 +40,9 @@
 #endif
 #ifndef ROWLESS
 #define ROWLESS RANKS
+#endif
+#ifndef STARTS
+#define STARTS OPS
 #endif
 
 #define bit_of(i) (1 << (i))
@@ -311,6 +315,7 @@ chan todo[RANKS * 2] = [2 * OPS] of { byte };
 
 byte planned = SLOTS; /* epoch */
 short started;        /* of these, the starts that have no done */
+byte num_started;
 bit is_complete;
 
 #define waits_for_slot(epoch) (started & bit_of((epoch) - SLOTS))
@@ -337,7 +342,10 @@ inline add(launch, stream) {
 inline plan() {
   if
   :: planned < LAST && !waits_for_slot(planned + 1) -> planned++; add(WHOLE, 0)
-  :: planned < LAST -> planned++; started = started | bit_of(planned); add(START, 0); add(SEND + planned, 1)
+  :: planned < LAST && num_started < STARTS ->
+     planned++; num_started++;
+     started = started | bit_of(planned);
+     add(START, 0); add(SEND + planned, 1)
   done_option(1)
   done_option(2)
   done_option(3)
