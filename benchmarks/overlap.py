@@ -57,6 +57,7 @@ VIRTUAL_CPUS = 8
 # --8<-- [start:recipe]
 def overlapped(start: Callable, operands: Any, done: Callable, compute: Callable, x: Any) -> tuple[Any, Any]:
     """done(start(*operands)), compute(x), where compute(x) runs while the rows travel."""
+    operands, x = lax.optimization_barrier((operands, x))  # neither begins before both can
     pending, x = lax.optimization_barrier((start(*operands), x))  # compute begins behind the start
     pending, y = lax.optimization_barrier((pending, compute(x)))  # the done waits for peers: not before compute
     return done(pending), y
@@ -64,7 +65,7 @@ def overlapped(start: Callable, operands: Any, done: Callable, compute: Callable
 
 # --8<-- [end:recipe]
 def sequential(start: Callable, operands: Any, done: Callable, compute: Callable, x: Any) -> tuple[Any, Any]:
-    """The same, one after the other."""
+    """The same, one after the other; nothing beside them either."""
     operands, x = lax.optimization_barrier((operands, x))
     result, x = lax.optimization_barrier((done(start(*operands)), x))
     return lax.optimization_barrier((result, compute(x)))
