@@ -19,8 +19,8 @@ by the profiler; in the JSON file, per step, medians over executions and GPUs:
     sequential_us       one after the other
     overlapped_us       by the recipe
     hidden              (sequential_us - overlapped_us) / alone_us: the share of the communication that costs no time
-    beside_gemms        the share of the communication kernels' time in which a GEMM ran on the same GPU; what either
-                        loses by sharing the GPU counts in `hidden` only
+    beside_gemms        the share of the communication kernels' time in which a GEMM ran on the same GPU
+    gemms_slowed        the GEMMs' time by the recipe, over that one after the other: what they lose by having fewer SMs
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ STEPS = 8
 EXECUTIONS = 5  # that are traced
 WARM_UPS = 2
 GEMMS_TIMED = 32
-# XLA of jax 0.11.2 takes Triton's GEMMs for free, and then often puts them before what they should run beside.
-OPTIONS = TRACE_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 CAPACITY_FACTOR = 2  # room for rows, over their mean number
 VIRTUAL_CPUS = 8
 
@@ -60,7 +58,7 @@ VIRTUAL_CPUS = 8
 def overlapped(start: Callable, operands: Any, done: Callable, compute: Callable, x: Any) -> tuple[Any, Any]:
     """done(start(*operands)), compute(x), where compute(x) runs while the rows travel."""
     operands, x = lax.optimization_barrier((operands, x))  # neither begins before both can
-    pending = start(*operands)
+    pending, x = lax.optimization_barrier((start(*operands), x))  # compute begins behind the start
     pending, y = lax.optimization_barrier((pending, compute(x)))  # the done waits for peers: not before compute
     return done(pending), y
 
@@ -135,11 +133,11 @@ class Bench(NamedTuple):
     rows: jax.Array
 
 
-def make_bench(group: ep.Group, case: Case) -> Bench:
+def make_bench(group: ep.Group, case: Case, gemm_rows: int) -> Bench:
     inputs = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), make_inputs(case))
     rng = np.random.default_rng(2)
     weights = (rng.standard_normal((case.hidden, case.hidden)) / np.sqrt(case.hidden)).astype(jnp.dtype(case.dtype))
-    rows = np.ones((case.ranks * max(case.tokens // 4, 1), case.hidden), jnp.dtype(case.dtype))  # many short GEMMs
+    rows = np.ones((case.ranks * gemm_rows, case.hidden), jnp.dtype(case.dtype))
     split, whole = (NamedSharding(group.mesh, spec) for spec in (PartitionSpec(AXIS), PartitionSpec()))
     return Bench(group, *jax.device_put((inputs, weights, rows), (split, whole, split)))
 
@@ -165,7 +163,7 @@ def compile_on_ranks(fn: Callable, bench: Bench) -> Callable[[], Any]:
     split, whole = PartitionSpec(AXIS), PartitionSpec()
     mapped = jax.shard_map(fn, mesh=bench.group.mesh, in_specs=(split, whole, split), out_specs=split, check_vma=False)
     operands = bench.inputs, bench.weights, bench.rows
-    return partial(jax.jit(mapped).lower(*operands).compile(OPTIONS), *operands)
+    return partial(jax.jit(mapped).lower(*operands).compile(TRACE_OPTIONS), *operands)
 
 
 def events_of(run: Callable[[], Any]) -> list[list[Event]]:
@@ -181,7 +179,7 @@ def events_of(run: Callable[[], Any]) -> list[list[Event]]:
     return [sorted(events, key=lambda event: event.start_ns) for events in trace(partial(executions, EXECUTIONS))]
 
 
-def communicates(event: Event, kinds: Sequence[str] = KINDS) -> bool:
+def communicates(event: Event, kinds: Sequence[str] = (*KINDS, "start")) -> bool:
     return any(f"{kind}_kernel" in event.name for kind in kinds)
 
 
@@ -216,9 +214,10 @@ def kind_us(gpus: Sequence[Sequence[Event]], kind: str) -> float:
     )
 
 
-def gemm_us(gpus: Sequence[Sequence[Event]]) -> float:
-    busy = (sum(event.duration_ns for event in events) for events in gpus)
-    return statistics.median(busy) / 1e3 / (EXECUTIONS * GEMMS_TIMED)
+def compute_us(gpus: Sequence[Sequence[Event]]) -> float:
+    """How long all that does not communicate takes in an execution."""
+    busy = (sum(event.duration_ns for event in events if not communicates(event)) for events in gpus)
+    return statistics.median(busy) / 1e3 / EXECUTIONS
 
 
 def beside_gemms(gpus: Sequence[Sequence[Event]]) -> float:
@@ -239,7 +238,7 @@ def measure(bench: Bench, form: Form) -> dict[str, Any]:
     alone = events_of(compile_chain(bench, form, sequential, Work(0, 0)))
     gemms = events_of(compile_gemms(bench))
     if alone:
-        gemm = gemm_us(gemms)
+        gemm = compute_us(gemms) / GEMMS_TIMED
         work = Work(*(max(1, round(kind_us(alone, kind) / form.parts / gemm)) for kind in KINDS))
         row = {"alone_us": step_us(alone), "gemms_us": gemm * sum(work)}
     chains = [compile_chain(bench, form, order, work) for order in (sequential, overlapped)]
@@ -249,6 +248,7 @@ def measure(bench: Bench, form: Form) -> dict[str, Any]:
         row |= {
             "hidden": (row["sequential_us"] - row["overlapped_us"]) / row["alone_us"],
             "beside_gemms": beside_gemms(both),
+            "gemms_slowed": compute_us(both) / compute_us(one_by_one),
         }
     checked = all(np.array_equal(chain()[0], bench.inputs.x) for chain in chains)
     return {"gemms": work._asdict(), **row, "checked": checked}
@@ -281,7 +281,7 @@ def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
             num_sms=num_sms,
             backend=options.backend,
         ) as group:
-            bench = make_bench(group, case)
+            bench = make_bench(group, case, options.gemm_rows)
             rows += [{"form": name, "num_sms": num_sms, **measure(bench, form)} for name, form in FORMS.items()]
             group.check()
             backend = group.backend
@@ -304,11 +304,12 @@ def show(result: dict[str, Any]) -> None:
     table.add_column("SMs", justify="right", no_wrap=True)
     times = ("alone_us", "gemms_us", "sequential_us", "overlapped_us")
     shares = ("hidden", "beside_gemms")
-    for name in (*times, *shares):
+    for name in (*times, *shares, "gemms_slowed"):
         table.add_column(name.replace("_us", ", us").replace("_", " "), justify="right")
     for row in result["rows"]:
         cells = [f"{row[name]:.1f}" if name in row else "-" for name in times]
         cells += [f"{row[name]:.0%}" if name in row else "-" for name in shares]
+        cells += [f"{row['gemms_slowed']:.2f}" if "gemms_slowed" in row else "-"]
         table.add_row(row["form"], str(row["num_sms"] or "auto"), *cells)
     console = Console()
     console.print(table)
@@ -332,6 +333,7 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add("--experts", type=int, default=16 if on_cpu else 64, help="experts in all")
     add("--top-k", type=int, default=2 if on_cpu else 8, help="experts per token")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of activations and GEMMs")
+    add("--gemm-rows", type=int, help="of the GEMMs, per rank (all tokens)")
     add("--num-sms", type=sms, nargs="+", default=[24, None], help="SMs that an operation may use, or auto")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
     add("--json", metavar="FILE", help="write what was measured there")
@@ -342,6 +344,7 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
         parser.error(f"--tokens is {options.tokens}; it must be an even number, as a batch has two halves")
     if why := report.missing("rich"):
         parser.error(why)
+    options.gemm_rows = options.gemm_rows or options.tokens
     return options
 
 

@@ -92,7 +92,7 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
   const auto receivers =
       static_cast<int32_t>(std::min(blocks_for(receives, shape.log_receive_warps) + 1, most_receive));
   const auto senders = static_cast<int32_t>(
-      std::min({blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}, int64_t{kTicketWords - 1}}));
+      std::min({blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}, int64_t{kMaxSenders}}));
   // A team must not be larger than all that there are.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
     while (log_warps > log_block && row_blocks << log_block >> log_warps == 0) --log_warps;

@@ -44,6 +44,7 @@ def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DType
         What `combine_done` turns into the result, once; opaque.
     """
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
+    operands = _compat.in_one_place(operands)
     return Pending((*operands, _start(None, *operands)), "combine", recv.group, out_dtype)
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import distributed
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex_core
 
 T = TypeVar("T")
@@ -64,20 +63,13 @@ def named(function: F) -> F:
     return cast(F, call)
 
 
-def beside_compute(function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, which is one foreign call, such that XLA:GPU may run it beside what does not depend on it.
+def in_one_place(operands: T) -> T:
+    """The arrays of `operands` such that whoever uses them is given the same memory.
 
-    It then runs on XLA's stream for collectives, one after the other with them; where both want a streaming
-    multiprocessor, its blocks go before those of compute. Releases of XLA that know no such mark on a foreign call
-    (0.10.0) leave the call where it is; 0.11.2 and 0.12.0 know it. It must have one result: several would be waited for
-    at once. `compute_on`, which does the same to a function, moves constants into it, which 0.12.0 then cannot compile.
+    Where XLA copies an operand (into the layout that a foreign call wants, say), it does so for each that uses it, but
+    not behind a barrier. One for each array: a common one would differentiate all where one is differentiated.
     """
-
-    def marked(*operands: Any) -> T:
-        with set_xla_metadata(_xla_stream_annotation="collective"):
-            return function(*operands)
-
-    return marked
+    return jax.tree.map(lax.optimization_barrier, operands)
 
 
 def publish(key: str, value: str) -> None:

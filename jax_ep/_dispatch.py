@@ -95,6 +95,7 @@ def dispatch_start(
     call, *operands = _prepare(
         "dispatch_start", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
     )
+    operands = _compat.in_one_place(operands)
     return Pending((*operands, _start(call, *operands)), "dispatch", group, call)
 
 

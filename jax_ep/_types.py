@@ -140,7 +140,7 @@ class Pending:
         """The operands; an error where it shows while tracing that a start is done more than once.
 
         An inner function (of a scan, say) may run any number of times, and is traced once. So it may not end what it
-        closes over, but what it is given as an argument or carry, which is a new object in its trace.
+        closes over, but what it is given as an argument, which is a new object in its trace.
         """
         if self._done:
             raise SplitCallError(f"{self.op}_done: pending was done before; call {self.op}_start again for each done")

@@ -5,8 +5,8 @@
 
 A case follows from its seed and the number of devices. It is a group of random sizes over a random mesh, and three
 tasks, a few times with other inputs: operations of one sort each, whose results are compared with the oracle's. Either
-every operation (or half) is a program of its own, and the tasks' programs come in random order, with as many halves
-under way as the group allows; or all tasks are one program, whose order is XLA's.
+every operation is a program of its own, and the tasks' programs come in random order; or all tasks are one program,
+whose order is XLA's; or they are, some in halves, in random order, with as many under way as the group allows.
 
 The exit status is 1 if any case failed; a case that failed does not keep the next ones from running.
 """
@@ -108,11 +108,27 @@ def draw_inputs(rng: np.random.Generator, shape: Shape, num_ranks: int) -> Any:
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def operation(mesh: Mesh, whole: Any, halves: tuple[Any, Any] | None = None, **options: Any) -> Any:
-    """The steps of an operation, whole or in halves; a start and a done are programs of their own."""
+def in_programs_of_their_own(mesh: Mesh, fn: Any) -> Any:
+    return jax.jit(spmd(fn, mesh))
 
-    def program(fn: Any, **options: Any) -> Any:
-        return jax.jit(spmd(partial(fn, **options), mesh))
+
+class InOrder:
+    """Makes functions of one program run in the order in which they are traced."""
+
+    def begin(self) -> None:
+        self.former: Any = jnp.zeros(())
+
+    def __call__(self, fn: Any) -> Any:
+        def run(*operands: Any) -> Any:
+            operands, former = lax.optimization_barrier((operands, self.former))
+            result, self.former = lax.optimization_barrier((fn(*operands), former))
+            return result
+
+        return run
+
+
+def operation(program: Any, whole: Any, halves: tuple[Any, Any] | None = None, **options: Any) -> Any:
+    """The steps of an operation, whole or in halves, each of which `program` makes what is called."""
 
     def run_whole(*operands: Any) -> Steps:
         result = run(*operands)
@@ -125,9 +141,9 @@ def operation(mesh: Mesh, whole: Any, halves: tuple[Any, Any] | None = None, **o
         return done(pending)
 
     if halves is None:
-        run = program(whole, **options)
+        run = program(partial(whole, **options))
         return run_whole
-    start, done = program(halves[0], **options), program(halves[1])
+    start, done = program(partial(halves[0], **options)), program(halves[1])
     return run_halves
 
 
@@ -136,7 +152,7 @@ class Layer:
 
     num_operations = 3
 
-    def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape, *, halves: bool) -> None:
+    def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape, program: Any, *, halves: bool) -> None:
         self.num_ranks, self.shape = group.num_ranks, draw_tokens(rng, shape)
         self.layout = draw_layout(rng, self.shape, group.num_ranks)
         self.wire, self.quantized = draw_wire(rng, shape), False
@@ -150,7 +166,7 @@ class Layer:
         self.other_hidden = int(rng.integers(1, most_channels + 1))
         in_halves = [halves and rng.random() < 0.7 for _ in range(2)]
         self.dispatch = operation(
-            group.mesh,
+            program,
             ep.dispatch,
             (ep.dispatch_start, ep.dispatch_done) if in_halves[0] else None,
             group=group,
@@ -160,12 +176,12 @@ class Layer:
             **self.layout,
         )
         self.combine = operation(
-            group.mesh,
+            program,
             ep.combine,
             (ep.combine_start, ep.combine_done) if in_halves[1] else None,
             out_dtype=[None, jnp.float32][rng.integers(2)],
         )
-        self.dispatch_like = operation(group.mesh, ep.dispatch_like)
+        self.dispatch_like = operation(program, ep.dispatch_like)
 
     def draw(self, rng: np.random.Generator) -> tuple[Any, oracle.Dispatched]:
         """The operands of all ranks of a line, and what is expected of dispatch."""
@@ -205,7 +221,7 @@ class Gradient:
 
     num_operations = 3  # nobody needs what combine returns
 
-    def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape) -> None:
+    def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape, program: Any) -> None:
         self.num_ranks, self.shape = group.num_ranks, draw_tokens(rng, shape)
         self.layout = draw_layout(rng, self.shape, group.num_ranks)
         options = {"group": group, "wire": draw_wire(rng, shape), "dequantize": True, **self.layout}
@@ -221,7 +237,7 @@ class Gradient:
             _, transpose, recv = jax.vjp(dispatch, x, topk_weights, has_aux=True)
             return transpose((drows, dweights)), jax.vjp(combine, y, recv.weights)[1](dout)
 
-        self.cotangents = operation(group.mesh, cotangents)
+        self.cotangents = operation(program, cotangents)
 
     def draw(self, rng: np.random.Generator) -> tuple[Any, oracle.Dispatched]:
         inputs = draw_inputs(rng, self.shape, self.num_ranks)
@@ -262,11 +278,11 @@ class Exchange:
 
     num_operations = 2
 
-    def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape) -> None:
+    def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape, program: Any) -> None:
         self.num_ranks, self.shape = group.num_ranks, draw_tokens(rng, shape)
         self.wire = draw_wire(rng, shape)
-        self.there = operation(group.mesh, ep.all_to_all, group=group, wire=self.wire)
-        self.back = operation(group.mesh, ep.all_to_all_back, group=group)
+        self.there = operation(program, ep.all_to_all, group=group, wire=self.wire)
+        self.back = operation(program, ep.all_to_all_back, group=group)
 
     def draw(self, rng: np.random.Generator) -> tuple[Any, np.ndarray]:
         """The operands of all ranks of a line, and which rows of the blocks hold something."""
@@ -341,13 +357,20 @@ def run_case(seed: int, devices: Sequence[Any], backend: str) -> int:
         "max_tokens_per_rank": shape.tokens * int(rng.choice([1, 1, 64])),  # a large arena has fewer slots
         "timeout": 20.0,
     }
-    in_one_program = rng.random() < 0.4
-    kinds: list[Any] = [partial(Layer, halves=not in_one_program)] * 2 + [Exchange] + [Gradient] * in_one_program
+    in_order = InOrder()
+    programs = [partial(in_programs_of_their_own, mesh), lambda fn: fn, in_order]
+    program = programs[rng.integers(3)]
+    in_one_program = program is not programs[0]
+    kinds: list[Any] = [partial(Layer, halves=program is in_order)] * 2 + [Exchange] + [Gradient] * in_one_program
     with open_group(mesh, shape, **settings) as group:
-        tasks = [kinds[i](rng, group, shape) for i in rng.integers(len(kinds), size=TASKS)]
-        run = partial(run_tasks, rng, num_slots(group), tasks)
+        tasks = [kinds[i](rng, group, shape, program) for i in rng.integers(len(kinds), size=TASKS)]
+
+        def run(operands: Any) -> list[Any]:
+            in_order.begin()
+            return run_tasks(rng, num_slots(group), tasks, operands)
+
         if in_one_program:
-            run = jax.jit(run)
+            run = jax.jit(spmd(run, mesh))
         for _ in range(ROUNDS):
             lines = [[task.draw(rng) for task in tasks] for _ in range(num_lines)]
             operands = [

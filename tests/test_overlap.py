@@ -62,15 +62,15 @@ def chain_of_events(executions, steps, *kernels):
 
 
 def test_times_and_shares():
-    kernels = [("void scatter_kernel<1>", 0, 30), ("scatter_kernel", 30, 10), ("gather_kernel", 50, 20)]
+    kernels = [("start_kernel", 0, 0), ("void scatter_kernel<1>", 0, 30), ("scatter_kernel", 30, 10)]
+    kernels += [("gather_kernel", 50, 20)]
     gemms = [("gemm", 15, 20), ("wrapped_add", 65, 10)]
     gpus = [chain_of_events(overlap.EXECUTIONS, overlap.STEPS, *kernels, *gemms)] * 2
     assert overlap.step_us(gpus) == pytest.approx(100)
     assert overlap.kind_us(gpus, "scatter") == pytest.approx(40)
     assert overlap.kind_us(gpus, "gather") == pytest.approx(20)
     assert overlap.beside_gemms(gpus) == pytest.approx((15 + 5 + 5) / 60)
-    busy = [[Event("gemm", 0.0, 2e3)] * overlap.EXECUTIONS * overlap.GEMMS_TIMED]
-    assert overlap.gemm_us(busy) == pytest.approx(2)
+    assert overlap.compute_us(gpus) == pytest.approx(overlap.STEPS * 30)
 
 
 def test_the_recipe_is_differentiable(make_group, mesh):
@@ -116,8 +116,10 @@ def test_measured_lengths_set_the_work(monkeypatch):
     """As many GEMMs as take the time of a dispatch and of a combine, and what hides is taken from the steps' times."""
     alone = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 40), ("gather_kernel", 50, 61))
     gemms = [Event("gemm", 0.0, 20e3)] * overlap.EXECUTIONS * overlap.GEMMS_TIMED
-    slow = [event._replace(start_ns=event.start_ns * 2) for event in alone]
-    traces = iter([[alone], [gemms], [slow], [alone]])
+    one_by_one = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 40), ("gemm", 40, 60))
+    one_by_one = [event._replace(start_ns=event.start_ns * 2) for event in one_by_one]
+    both = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 40), ("gemm", 0, 75))
+    traces = iter([[alone], [gemms], [one_by_one], [both]])
     chosen = []
     monkeypatch.setattr(overlap, "events_of", lambda run: next(traces))
     monkeypatch.setattr(overlap, "compile_gemms", lambda bench: None)
@@ -129,3 +131,4 @@ def test_measured_lengths_set_the_work(monkeypatch):
     )
     assert chosen[1:] == [overlap.Work(2, 3)] * 2
     assert row["hidden"] == pytest.approx(1) and row["gemms_us"] == pytest.approx(100) and row["checked"]
+    assert row["gemms_slowed"] == pytest.approx(1.25)

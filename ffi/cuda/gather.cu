@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;
-  const void* result = args.half == Half::kStart ? args.ticket : args.out ? args.out : args.topk_weights;
+  const void* result = args.out ? args.out : args.topk_weights;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}};
   const int32_t block = blockIdx.x;
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   if (gather.op.is_worker()) {
     if (block == 0) gather.announce();
     if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send(block > 0);
-    if (block >= plan.first_receiver && args.half != Half::kStart) gather.receive(!is_sender);
+    if (block >= plan.first_receiver && args.half != Half::kSend) gather.receive(!is_sender);
   }
   gather.op.end(blocks_before, [&] { gather.poison(); });
 }
@@ -345,7 +345,7 @@ auto kernel_of(Form form) {
 cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& best,
                           cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
-  const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
+  const int32_t num_blocks = args.half == Half::kSend ? plan.num_senders : plan.num_blocks;
   with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.form);
     kernel<<<num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);

@@ -24,6 +24,8 @@ struct GatherArgs : Call {
   void* out;                // [T, elements of row_bytes], or null
   ElementType out_type;
   float* topk_weights;  // [T, K] or null
+
+  Reads reads() const { return {y, row_weights, rows, num_arrived}; }  // of a combine
 };
 
 // Enqueues one kernel. `type` is that of y.

@@ -126,7 +126,8 @@ void Group::open_member(Member& member) {
   peers.control = control_at(control);
   peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
-  for (auto load : {kernels().load_scatter, kernels().load_gather, load_dispatch_layout}) {
+  member.halves = std::make_unique<Halves>(peers, kernels().launch_start);
+  for (auto load : {kernels().load_scatter, kernels().load_gather, kernels().load_start, load_dispatch_layout}) {
     check(load(), "loading the kernels");
   }
 }
@@ -223,6 +224,7 @@ void Group::close() {
   for (const Member& member : members_) {  // what waits for a peer has seen `failed` on every device by now
     const OnDevice device(member.ordinal);
     cudaDeviceSynchronize();
+    if (member.halves) member.halves->close();
   }
   for (Member& member : members_) member.peer_arenas.clear();
   if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();

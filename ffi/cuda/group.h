@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ffi/arena.h"
+#include "ffi/cuda/halves.h"
 #include "ffi/cuda/network.h"
 #include "ffi/cuda/sharing.h"
 
@@ -71,6 +72,7 @@ struct Member {
   std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
   std::vector<DeviceMemory> peer_controls;  // the same
   NetworkTable table = {};                  // the host's copy
+  std::unique_ptr<Halves> halves;
 };
 
 class Group {

@@ -1,14 +1,17 @@
 // XLA FFI handlers of the CUDA backend: look up the group's memory on this device, check what the kernel relies on,
-// launch. No allocation, no synchronisation, no host state that changes from call to call: XLA may replay the launch
-// from a CUDA graph without asking. An operand or result with no elements stands for "none".
+// launch. No device memory is allocated, nothing is waited for. Nor is there host state that changes from call to call
+// but with halves, which are no commands of CUDA graphs: XLA may replay the launch of a whole operation without asking.
+// An operand or result with no elements stands for "none".
 #include "ffi/cuda/handlers.h"
 
 #include <cuda_runtime_api.h>
 
+#include <stdexcept>
 #include <string>
 
 #include "ffi/cuda/gather.h"
 #include "ffi/cuda/group.h"
+#include "ffi/cuda/halves.h"
 #include "ffi/cuda/scatter.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -99,9 +102,17 @@ ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t
   return member;
 }
 
-ffi::Error launched(const char* op, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(op) + ": the kernel was not launched: " + cudaGetErrorString(status));
+template <typename Args, typename Launch>
+ffi::Error enqueue(const char* op, const Member& member, const Args& args, cudaStream_t stream, Launch launch) {
+  const auto what = [=](const std::exception& error) { return std::string(op) + ": " + error.what(); };
+  try {
+    member.halves->launch(args, stream, launch);
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(what(error));
+  } catch (const std::runtime_error& error) {
+    return ffi::Error::Internal(what(error));
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
@@ -113,7 +124,10 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const Peers& peers = (*member)->peers;
   const LaunchPlan plan = plan_scatter(args.num_tokens, peers.num_ranks, num_chunks(static_cast<int32_t>(payload)),
                                        find_group(group)->num_sms(), args.arrival == Arrival::kCombineBack);
-  return launched(op, find_group(group)->kernels().launch_scatter(peers, args, type, plan, stream));
+  const auto launch = [&](const ScatterArgs& half, cudaStream_t on) {
+    return find_group(group)->kernels().launch_scatter(peers, half, type, plan, on);
+  };
+  return enqueue(op, **member, args, stream, launch);
 }
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
@@ -123,7 +137,10 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const Peers& peers = (*member)->peers;
   const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, args.top_k,
                                       num_chunks(static_cast<int32_t>(args.row_bytes)), find_group(group)->num_sms());
-  return launched(op, find_group(group)->kernels().launch_gather(peers, args, type, plan, stream));
+  const auto launch = [&](const GatherArgs& half, cudaStream_t on) {
+    return find_group(group)->kernels().launch_gather(peers, half, type, plan, on);
+  };
+  return enqueue(op, **member, args, stream, launch);
 }
 
 void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {
@@ -158,13 +175,8 @@ ScatterArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x,
   return args;
 }
 
-ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
-                    Operand x_scales, Operand topk_idx, Operand topk_weights, Operand ticket, Result out,
-                    Result out_scales, Result weights, Result counts, Result group_sizes, Result num_dropped,
-                    Result place, Result rows, Result num_arrived) {
-  ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
-  args.ticket = data<int32_t>(ticket);
-  args.half = args.ticket ? Half::kDone : Half::kWhole;
+void set_results(ScatterArgs& args, const DispatchAttrs& attrs, Result out, Result out_scales, Result weights,
+                 Result counts, Result group_sizes, Result num_dropped, Result place, Result rows, Result num_arrived) {
   args.place = data<int32_t>(place);
   args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
   args.zero_pad = attrs.zero_pad;
@@ -176,15 +188,34 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
   args.num_dropped = data<int32_t>(num_dropped);
   args.rows = data<int32_t>(rows);
   args.num_arrived = data<int32_t>(num_arrived);
+}
+
+ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
+                    Operand x_scales, Operand topk_idx, Operand topk_weights, Result out, Result out_scales,
+                    Result weights, Result counts, Result group_sizes, Result num_dropped, Result place, Result rows,
+                    Result num_arrived) {
+  ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
+  set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, place, rows, num_arrived);
   return scatter("dispatch", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
 }
 
 ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
-                          Operand x_scales, Operand topk_idx, Operand topk_weights, Result ticket) {
+                          Operand x_scales, Operand topk_idx, Operand topk_weights, Result pending) {
   ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   args.half = Half::kStart;
-  args.ticket = data<int32_t>(ticket);
+  args.pending = data<uint32_t>(pending);
   return scatter("dispatch_start", stream, ordinal, attrs.group, element_type(x), args);
+}
+
+ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
+                         Operand x_scales, Operand topk_idx, Operand topk_weights, Operand pending, Result out,
+                         Result out_scales, Result weights, Result counts, Result group_sizes, Result num_dropped,
+                         Result place, Result rows, Result num_arrived) {
+  ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
+  set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, place, rows, num_arrived);
+  args.half = Half::kDone;
+  args.pending = data<uint32_t>(pending);
+  return scatter("dispatch_done", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
 }
 
 ScatterArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
@@ -271,21 +302,30 @@ GatherArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, O
 }
 
 ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
-                   Operand row_weights, Operand place, Operand rows, Operand num_arrived, Operand ticket, Result out) {
+                   Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result out) {
   GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived);
-  args.ticket = data<int32_t>(ticket);
-  args.half = args.ticket ? Half::kDone : Half::kWhole;
   args.out = data<void>(out);
   args.out_type = element_type(*out);
   return gather("combine", stream, ordinal, attrs.group, element_type(y), args);
 }
 
 ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
-                         Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result ticket) {
+                         Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result pending) {
   GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived);
   args.half = Half::kStart;
-  args.ticket = data<int32_t>(ticket);
+  args.pending = data<uint32_t>(pending);
   return gather("combine_start", stream, ordinal, attrs.group, element_type(y), args);
+}
+
+ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+                        Operand row_weights, Operand place, Operand rows, Operand num_arrived, Operand pending,
+                        Result out) {
+  GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived);
+  args.half = Half::kDone;
+  args.pending = data<uint32_t>(pending);
+  args.out = data<void>(out);
+  args.out_type = element_type(*out);
+  return gather("combine_done", stream, ordinal, attrs.group, element_type(y), args);
 }
 
 ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
@@ -343,15 +383,19 @@ auto with_buffers(Binding binding) {
 }
 
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
-XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<6, 9>(bind_call<DispatchAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kDispatchStart, dispatch_start, (with_buffers<5, 1>(bind_call<DispatchAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kDispatchLike, dispatch_like, (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kCombineBack, combine_back, (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kAllToAll, all_to_all, (with_buffers<4, 3>(bind_call<AllToAllAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kCombine, combine, (with_buffers<7, 1>(bind_call<CallAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kCombineStart, combine_start, (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
+XLA_FFI_DEFINE_HANDLER(kCombine, combine, (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kDispatchBack, dispatch_back, (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kAllToAllBack, all_to_all_back, (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
+
+// Halves are not for CUDA graphs: their handlers are asked each time.
+XLA_FFI_DEFINE_HANDLER(kDispatchStart, dispatch_start, (with_buffers<5, 1>(bind_call<DispatchAttrs>())));
+XLA_FFI_DEFINE_HANDLER(kDispatchDone, dispatch_done, (with_buffers<6, 9>(bind_call<DispatchAttrs>())));
+XLA_FFI_DEFINE_HANDLER(kCombineStart, combine_start, (with_buffers<6, 1>(bind_call<CallAttrs>())));
+XLA_FFI_DEFINE_HANDLER(kCombineDone, combine_done, (with_buffers<7, 1>(bind_call<CallAttrs>())));
 
 }  // namespace
 
@@ -359,10 +403,12 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> backend_targets() {
   return {
       {"jax_ep_dispatch", kDispatch},
       {"jax_ep_dispatch_start", kDispatchStart},
+      {"jax_ep_dispatch_done", kDispatchDone},
       {"jax_ep_dispatch_like", kDispatchLike},
       {"jax_ep_dispatch_back", kDispatchBack},
       {"jax_ep_combine", kCombine},
       {"jax_ep_combine_start", kCombineStart},
+      {"jax_ep_combine_done", kCombineDone},
       {"jax_ep_combine_back", kCombineBack},
       {"jax_ep_all_to_all", kAllToAll},
       {"jax_ep_all_to_all_back", kAllToAllBack},

@@ -9,6 +9,7 @@
 #include "ffi/arena.h"
 #include "ffi/cuda/gather.h"
 #include "ffi/cuda/scatter.h"
+#include "ffi/cuda/start.h"
 
 namespace jax_ep {
 
@@ -43,10 +44,14 @@ struct NetworkLayout {
 struct Kernels {
   decltype(&jax_ep::launch_scatter) launch_scatter;
   decltype(&jax_ep::launch_gather) launch_gather;
+  decltype(&jax_ep::launch_start) launch_start;
   decltype(&jax_ep::load_scatter) load_scatter;
   decltype(&jax_ep::load_gather) load_gather;
+  decltype(&jax_ep::load_start) load_start;
 };
-inline Kernels kernels_of_this_module() { return {launch_scatter, launch_gather, load_scatter, load_gather}; }
+inline Kernels kernels_of_this_module() {
+  return {launch_scatter, launch_gather, launch_start, load_scatter, load_gather, load_start};
+}
 
 // What _nvshmem gives to _cuda.
 struct Network {

@@ -1,9 +1,9 @@
 // How the ranks of a group run one operation together: begin and end, bounded waits, and the words that ranks exchange.
 // Kernels (scatter.cu, gather.cu) are written on top of this and know no epochs. Rows are the matter of units.cuh.
 //
-// An operation is one launch per rank, or two: a start, which sends what it can without waiting, and a done. All blocks
-// of a launch begin() it and end() it. Blocks that send wait for no rows, and are started before those that receive: no
-// block waits for one that cannot run yet, however few run at a time.
+// An operation is one launch per rank, or three (halves.h): a start, which takes its turn; a send, which sends what it
+// can without waiting; and a done. All blocks of a launch begin() it and end() it. Blocks that send wait for no rows,
+// and are started before those that receive: no block waits for one that cannot run yet, however few run at a time.
 //
 // A block's last warp, the control warp, enters the operation for it, while the others do what needs no epoch, up to
 // await_entry(). It may be one of the workers, or do nothing else.
@@ -187,10 +187,10 @@ struct Operation {
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
     uint32_t before = 0;
     if (threadIdx.x % 32 == 0) {
-      if (call.half == Half::kDone) {
-        enter_done(to_send);
-      } else {
+      if (takes_turn()) {
         before = enter_epoch(to_send);
+      } else {
+        enter_started(to_send);
       }
     }
     state.table.arena[peer] = arena;
@@ -208,11 +208,11 @@ struct Operation {
       if (blockIdx.x == 0 && threadIdx.x % 32 == 0) order_words();
       __syncwarp();
     }
-    if (call.half != Half::kStart || threadIdx.x % 32 != 0) return before;
-    if (blockIdx.x == 0) call.ticket[0] = static_cast<int32_t>(state.epoch);
-    call.ticket[1 + blockIdx.x] = state.sends;
+    if (call.half == Half::kSend && peer == 0) call.ticket->has_sent[blockIdx.x] = state.sends;
     return before;
   }
+
+  __device__ bool takes_turn() const { return call.half == Half::kWhole || call.half == Half::kStart; }
 
   // The first unit of the control memory.
   struct Turn {
@@ -264,17 +264,16 @@ struct Operation {
     store_unit(&own(), make_uint4(state.epoch, whole_slots, state.num_entered + gridDim.x, 0));
   }
 
-  // A done sends what its start has not.
-  __device__ __forceinline__ void enter_done(bool to_send) const {
+  // A send, or a done, which sends what the send has not.
+  __device__ __forceinline__ void enter_started(bool to_send) const {
     state.entered = true;
     state.failed = load_relaxed(&own().failed) != 0;
-    state.epoch = call.ticket[0];
+    state.epoch = call.ticket->epoch;
     state.slot = slot_of(state.epoch);
     state.slot_is_free = false;
-    state.sends = to_send && call.ticket[1 + blockIdx.x] == 0;
-    const uint32_t finished = load_relaxed(&own().finished[state.slot][peers.rank]);
-    if (!state.failed && static_cast<int32_t>(finished - state.epoch) >= 0) {  // this operation, or a later one
-      fail(*this, FailureReason::kNotStarted, peers.rank, state.epoch, finished);
+    state.sends = to_send && call.ticket->has_sent[blockIdx.x] == 0;
+    if (call.half == Half::kDone && !state.failed && *call.pending != state.epoch) {
+      fail(*this, FailureReason::kNotStarted, peers.rank, state.epoch, *call.pending);
     }
   }
 
@@ -284,12 +283,12 @@ struct Operation {
     if (axis_index != peers.rank) fail(*this, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
   }
 
-  // Nobody writes to a peer's slot before the peer has read what it held last. A start never waits: where a peer has
-  // yet to read, it leaves the sending to its done. With one warp.
+  // Nobody writes to a peer's slot before the peer has read what it held last. A send never waits: where a peer has yet
+  // to read, it leaves the sending to the done. With one warp.
   __device__ __noinline__ static void claim_slots(Operation op) {
     const int32_t peer = threadIdx.x % 32;
     bool is_free = true;
-    if (op.call.half == Half::kStart) {
+    if (op.call.half == Half::kSend) {
       is_free = peer >= op.peers.num_ranks || op.newest_known(peer) == op.epoch_before();
     } else {
       if (peer == op.peers.rank) await_own_slot(op);  // if it is not free, the others' will not be, either
@@ -321,13 +320,13 @@ struct Operation {
   __device__ __forceinline__ void end(uint32_t blocks_before, Poison poison) const {
     __syncthreads();
     stamp(4);
-    const bool is_done = call.half == Half::kDone;
-    if (!is_done && state.entered && is_control_warp() && threadIdx.x % 32 == 0 && blocks_before + 1 == gridDim.x)
+    const bool takes_turn = this->takes_turn();
+    if (takes_turn && state.entered && is_control_warp() && threadIdx.x % 32 == 0 && blocks_before + 1 == gridDim.x)
       end_turn();
-    if (state.failed) poison_once(poison);
-    if (is_done) {
+    if (state.failed && call.half != Half::kSend) poison_once(poison);
+    if (call.half == Half::kDone) {
       leave_done();
-    } else if (threadIdx.x == 0 && state.entered) {
+    } else if (takes_turn && threadIdx.x == 0 && state.entered) {
       count_release(&own().num_left, 1);
     }
     stamp(5);
@@ -360,7 +359,7 @@ struct Operation {
     }
   }
 
-  // The last block tells that the slot has been read. What waits for that may be a start, which does not wait long; of
+  // The last block tells that the slot has been read. What asks for that may be a send, which does not wait; of
   // what whole operations have read, the next operation tells.
   __device__ __forceinline__ void leave_done() const {
     if (threadIdx.x >= 32) return;
@@ -392,7 +391,7 @@ struct Operation {
   // Of the operation before, if it was a whole one; a launch that takes an epoch does.
   __device__ __forceinline__ void tell_former_finished() const {
     const bool newest_was_whole = state.whole_slots & kNewestIsWhole;
-    if (call.half != Half::kDone && newest_was_whole && threadIdx.x < peers.num_ranks) {
+    if (takes_turn() && newest_was_whole && threadIdx.x < peers.num_ranks) {
       tell_finished(state.epoch - 1, threadIdx.x);
     }
   }

@@ -225,7 +225,7 @@ struct Scatter {
     uint32_t ranks;  // that it goes to, of a new route
   };
 
-  // A block's teams send as many tokens at once, which follow one another. A done whose start has sent the rows only
+  // A block's teams send as many tokens at once, which follow one another. A done whose send has sent the rows only
   // makes the route anew. The next token's row is on its way while one is counted and sent; the first is cast while the
   // block is `entering`.
   __device__ void send(bool entering) const {
@@ -884,10 +884,9 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
                    const __grid_constant__ LaunchPlan plan) {
   extern __shared__ __align__(16) uint8_t scratch[];
   __shared__ Shared shared;
-  const void* result = args.half == Half::kStart ? args.ticket : args.out;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Scatter<X, kCasts, kArrival, kForm> scatter = {
-      peers, args, plan, {peers, args, result, shared.state, num_workers}, shared, scratch};
+      peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;
@@ -900,7 +899,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
     if (block == 0) scatter.announce();
     if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again
     if (is_sender && (block > 0 || plan.num_senders == 1)) scatter.send(block > 0);
-    if (block >= plan.first_receiver && args.half != Half::kStart) scatter.receive(!is_sender);
+    if (block >= plan.first_receiver && args.half != Half::kSend) scatter.receive(!is_sender);
   }
   scatter.op.end(blocks_before, [&] { scatter.poison(); });
 }
@@ -938,7 +937,7 @@ cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementT
                            cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
   const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank);
-  const int32_t num_blocks = args.half == Half::kStart ? plan.num_senders : plan.num_blocks;
+  const int32_t num_blocks = args.half == Half::kSend ? plan.num_senders : plan.num_blocks;
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);
   kernel<<<num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
   return cudaGetLastError();

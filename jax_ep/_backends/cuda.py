@@ -44,7 +44,7 @@ _SHARING = "JAX_EP_SHARING"  # in the environment: how processes map each other'
 _Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and file descriptors
 _Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
 _NONE: _Result = ((0,), jnp.float32)
-_TICKET: _Result = ((256,), jnp.int32)  # kTicketWords in ffi/arena.h
+_TICKET: _Result = ((1,), jnp.int32)
 
 
 class RouteArrays(NamedTuple):
@@ -177,8 +177,8 @@ class CudaBackend:
             )
         if reason == "not started":
             raise Error(
-                f"{op}_done: on rank {rank} its start was done before, or an older start that shares its memory was "
-                "not; end each start once, and the older ones first"
+                f"{op}_done: on rank {rank} what is pending is of another start (operation {seen} against {expected}); "
+                "start and done must be in one program, once each"
             )
         if reason == "elsewhere":
             raise Error(f"{op}: rank {peer} gave up, and rank {rank} with it; Group.check of its process says why")
@@ -208,7 +208,6 @@ class CudaBackend:
             "dispatch_start",
             (x, x_scales, topk_idx, topk_weights),
             [_TICKET],
-            has_side_effect=True,
             **self._dispatch_attrs(call, zero_pad=False),
         )
         return ticket
@@ -244,8 +243,7 @@ class CudaBackend:
                 ((num_ranks, call.num_tokens, group.top_k), jnp.int32),
                 ((num_ranks,), jnp.int32),
             ],
-            ticket=(ticket,),
-            has_side_effect=ticket is not None,
+            ticket=ticket,
             **self._dispatch_attrs(call, zero_pad=zero_pad),
         )
         return Dispatched(
@@ -289,7 +287,7 @@ class CudaBackend:
 
     def combine_start(self, route: Route, y: jax.Array, weights: jax.Array) -> jax.Array:
         operands = (y, weights, *route.arrays[:3])
-        (ticket,) = self._call("combine_start", operands, [_TICKET], has_side_effect=True)
+        (ticket,) = self._call("combine_start", operands, [_TICKET])
         return ticket
 
     def combine(self, route: Route, y: jax.Array, weights: jax.Array, ticket: Any, out_dtype: Any) -> jax.Array:
@@ -297,8 +295,7 @@ class CudaBackend:
             "combine",
             (y, weights, *route.arrays[:3]),
             [((route.num_tokens, y.shape[-1]), out_dtype)],
-            ticket=(ticket,),
-            has_side_effect=ticket is not None,
+            ticket=ticket,
         )
         return out
 
@@ -361,15 +358,19 @@ class CudaBackend:
         results: list[_Result],
         *,
         agreed: tuple[Any, ...] = (),
-        ticket: tuple[Any, ...] = (),
-        has_side_effect: bool = False,
+        ticket: jax.Array | None = None,
         **attrs: Any,
     ) -> Sequence[jax.Array]:
-        """One FFI call. The kernels compare a hash of operation, operands' types and `agreed` between ranks."""
+        """One FFI call: of `op`, or, with the ticket of its start, of its done.
+
+        The kernels compare a hash of operation, operands' types and `agreed` between ranks.
+        """
         types = [None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands]
         call = zlib.crc32(repr((op.removesuffix("_start"), types, agreed)).encode())
         axis = self._group.axis_name
-        operands = (lax.axis_index(axis), *operands, *ticket)
+        operands = (lax.axis_index(axis), *operands)
+        if ticket is not None:
+            op, operands = f"{op}_done", (*operands, ticket)
         operands = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
         operands = _compat.vary(operands, [axis])
         attrs = {name: value if isinstance(value, bool) else np.int64(value) for name, value in attrs.items()}
@@ -377,14 +378,11 @@ class CudaBackend:
             f"jax_ep_{op}",
             [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results],
             vmap_method="sequential",
-            has_side_effect=has_side_effect and _compat.FFI_EFFECTS_ARE_ALLOWED,
+            has_side_effect=op.endswith(("_start", "_done")) and _compat.FFI_EFFECTS_ARE_ALLOWED,
         )
         launch = partial(ffi_call, group=np.int64(self._id), hash=np.int64(call), **attrs)
         # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
-        operands = lax.optimization_barrier(operands)
-        if op.endswith("_start") and _compat.FFI_EFFECTS_ARE_ALLOWED:
-            return _compat.beside_compute(launch)(*operands)  # with a barrier behind it XLA may wait for it at once
-        return lax.optimization_barrier(launch(*operands))
+        return lax.optimization_barrier(launch(*lax.optimization_barrier(operands)))
 
 
 def choose_sharing(devices: np.ndarray) -> str:

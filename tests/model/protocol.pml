@@ -1,7 +1,8 @@
 /* How the ranks of a group share the slots of their arenas (ffi/cuda/protocol.cuh; docs/design.md section 5), for spin.
  *
  * All ranks run the same program: OPS operations, each whole or in halves, dones in any order, of which none needs a
- * slot whose start is done only later. A launch is a loop that takes the steps of its thread blocks in any order. A
+ * slot whose start is done only later. What a start sends is sent by a launch on a stream of its own, any time between the
+ * start and its done. A launch is a loop that takes the steps of its thread blocks in any order. A
  * step is what other ranks can tell from the one before: a store to a peer, or a look at words that peers write. So
  * stores come in any order, but before their kernel ends.
  *
@@ -9,8 +10,9 @@
  *
  *   RANKS (2, 3), SLOTS, OPS (at most 6)
  *   ROWLESS      ranks, the first ones, that may have no row for their peers
+ *   STARTS       at most so many of the operations are in halves
  *   ONE_SENDER   a block both announces and sends rows; else each has a block of its own
- *   OVERLAP      dones run beside the launches that take an epoch; else a rank runs one launch after the other
+ *   OVERLAP      dones run beside the launches that take an epoch, on the stream of the sends; else one after the other
  *   FAULT        rank 0 may stop anywhere, a start may never be done; time is up when nothing else can happen
  *   HASTE        time may be up whenever something is waited for
  *   WITHOUT      one of the orders below: a mutant, which must fail
@@ -29,8 +31,8 @@
 #define TELLING_OF_WHOLES 7        /* by the launch behind them */
 #define TELLING_OF_DONES 8
 #define ONE_TELLER 9               /* a launch tells what it has noted itself, not what it sees of others' dones */
-#define LEAVING_TO_DONE 10         /* a start does not wait */
-#define TICKET 11                  /* a done sends what its start has left */
+#define TICKET 10                  /* a done sends what its send has left, */
+#define JOIN 11                    /* and comes behind it */
 #define WARNING 12                 /* who gives up tells the peers */
 #define LOOKING_AT_FAILED 13       /* who is told waits no more */
 #ifndef WITHOUT
@@ -39,6 +41,9 @@
 #ifndef ROWLESS
 #define ROWLESS RANKS
 #endif
+#ifndef STARTS
+#define STARTS OPS
+#endif
 
 #define bit_of(i) (1 << (i))
 #define ALL (bit_of(RANKS) - 1)
@@ -46,10 +51,14 @@
 #define LAST (SLOTS + OPS) /* epoch; the first is SLOTS + 1, so that what the slots held before is no less than 1 */
 #define slot_of(epoch) ((epoch) % SLOTS)
 
-/* Launches; DONE + epoch. */
+/* Launches; SEND + epoch, DONE + epoch. */
 #define WHOLE 1
 #define START 2
-#define DONE 3
+#define SEND 2
+#define DONE (SEND + LAST)
+#define takes_turn (half <= START)
+#define is_send (half > SEND && half <= DONE)
+#define is_done (half > DONE)
 
 /* Blocks that send. */
 #define ANNOUNCER 1
@@ -76,7 +85,8 @@ typedef Rank {
   byte whole_slots;
   bit newest_is_whole;
   bit failed;
-  byte ticket[LAST + 1]; /* the blocks of a start that have sent */
+  byte ticket[LAST + 1]; /* the blocks of a send that have sent */
+  bit sent[LAST + 1];    /* the send has ended */
   bit has_row[LAST + 1]; /* of an operation, for its peers */
   bit late[SLOTS]        /* of a mutant: units that are yet to be left empty */
 }
@@ -109,7 +119,8 @@ bit time_is_up;
 inline enter_epoch() {
   epoch = own.newest_epoch + 1;
   slot = slot_of(epoch);
-  claims = SENDERS;
+  senders = (half == WHOLE -> SENDERS : 0);
+  claims = senders;
   if
   :: (own.newest_is_whole || WITHOUT == NEWEST_IS_WHOLE) &&
      ((own.whole_slots & bit_of(slot)) || WITHOUT == WHOLE_SLOT) || WITHOUT == CLAIM -> claims = 0
@@ -127,15 +138,16 @@ inline enter_epoch() {
   own.newest_epoch = epoch;
   own.newest_is_whole = half == WHOLE;
   own.whole_slots = (own.whole_slots & ~bit_of(slot)) | (half == WHOLE -> bit_of(slot) : 0);
-  may_send(SENDERS & ~claims)
+  may_send(senders & ~claims);
+  senders = 0
 }
 
-inline enter_done() {
+inline enter_started() {
   slot = slot_of(epoch);
   assert(own.failed || mine.from[self].finished < epoch);
-  claims = (WITHOUT == TICKET -> 0 : SENDERS & ~own.ticket[epoch]);
-  receives = 1;
-  finishes = 1
+  claims = (WITHOUT == TICKET && is_done -> 0 : SENDERS & ~own.ticket[epoch]);
+  receives = is_done;
+  finishes = is_done
 }
 
 /* From now on, blocks write into the peers' slots. */
@@ -149,13 +161,13 @@ inline may_send(blocks) {
   :: else
   fi;
   if
-  :: half == START -> own.ticket[epoch] = own.ticket[epoch] | (blocks)
+  :: is_send -> own.ticket[epoch] = own.ticket[epoch] | (blocks)
   :: else
   fi
 }
 
-/* A start does not wait: it leaves to its done what it may not send. */
-#define may_ask (slot_is_free || half == START && WITHOUT != LEAVING_TO_DONE)
+/* A send does not wait: it leaves to the done what it may not send. */
+#define may_ask (slot_is_free || is_send)
 inline claim(block) {
   claims = claims & ~block;
   if
@@ -253,7 +265,7 @@ inline look_at_words() {
   tells = OTHERS
 }
 
-#define is_waiting (receives && !all_have_sent || claims && !slot_is_free)
+#define is_waiting (receives && !all_have_sent || claims && !may_ask)
 #if defined(HASTE)
 #define gives_up is_waiting
 #elif defined(FAULT)
@@ -279,11 +291,12 @@ inline warn(p) {
 
 inline leave() {
   if
-  :: half < DONE -> own.left = epoch
-  :: else -> own.ticket[epoch] = 0
+  :: takes_turn -> own.left = epoch
+  :: is_send -> own.sent[epoch] = 1
+  :: is_done -> own.ticket[epoch] = 0; own.sent[epoch] = 0
   fi;
   if
-  :: half != START -> own.has_row[epoch] = 0
+  :: half == WHOLE || is_done -> own.has_row[epoch] = 0
   :: else
   fi;
   claims = 0; announces = 0; sends_row = 0; receives = 0; finishes = 0; tells = 0; looks = 0;
@@ -296,34 +309,32 @@ inline leave() {
 
 /* --- the program ------------------------------------------------------------------------------------------------ */
 
-/* What the streams of all ranks have yet to launch. It is made up as they go. */
-#ifdef OVERLAP
-#define STREAMS 2
-#else
-#define STREAMS 1
-#endif
-chan todo[RANKS * STREAMS] = [2 * OPS] of { byte };
-#define my_todo todo[self * STREAMS + of_dones]
+/* What the two streams of all ranks, XLA's and that of the sends, have yet to launch. It is made up as they go. */
+chan todo[RANKS * 2] = [2 * OPS] of { byte };
+#define my_todo todo[self * 2 + of_sends]
 
 byte planned = SLOTS; /* epoch */
 short started;        /* of these, the starts that have no done */
+byte num_started;
 bit is_complete;
 
 #define waits_for_slot(epoch) (started & bit_of((epoch) - SLOTS))
 #ifdef OVERLAP /* Where a done stands among launches of the other stream makes no difference. */
 #define is_time_for_dones (planned == LAST || waits_for_slot(planned + 1))
+#define OF_DONES 1
 #else
 #define is_time_for_dones true
+#define OF_DONES 0
 #endif
 
 #define done_option(i)                                                                                      \
   :: is_time_for_dones && (started & bit_of(SLOTS + i)) && !waits_for_slot(SLOTS + i) ->                    \
      started = started & ~bit_of(SLOTS + i);                                                                \
-     add(DONE + SLOTS + i, STREAMS - 1)
+     add(DONE + SLOTS + i, OF_DONES)
 
 inline add(launch, stream) {
   for (p : 0 .. RANKS - 1) {
-    todo[p * STREAMS + stream] ! launch
+    todo[p * 2 + stream] ! launch
   }
   p = 0
 }
@@ -331,7 +342,10 @@ inline add(launch, stream) {
 inline plan() {
   if
   :: planned < LAST && !waits_for_slot(planned + 1) -> planned++; add(WHOLE, 0)
-  :: planned < LAST -> planned++; started = started | bit_of(planned); add(START, 0)
+  :: planned < LAST && num_started < STARTS ->
+     planned++; num_started++;
+     started = started | bit_of(planned);
+     add(START, 0); add(SEND + planned, 1)
   done_option(1)
   done_option(2)
   done_option(3)
@@ -346,6 +360,9 @@ inline plan() {
   fi
 }
 
+/* Behind its start, and a done behind the send, too. */
+#define may_begin (own.left >= epoch && (!is_done || own.sent[epoch] || WITHOUT == JOIN))
+
 /* --- a stream --------------------------------------------------------------------------------------------------- */
 
 #define for_peer(p)                                                       \
@@ -354,8 +371,8 @@ inline plan() {
   :: d_step { (tells & bit_of(p)) && !(claims & ANNOUNCER) -> tell(p) }   \
   :: d_step { warns & bit_of(p) -> warn(p) }
 
-proctype Stream(byte self; bit of_dones) {
-  byte half, epoch, slot, p;
+proctype Stream(byte self; bit of_sends) {
+  byte half, epoch, slot, p, senders;
   byte claims;                             /* blocks that have to ask first */
   byte announces, sends_row, tells, warns; /* peers */
   byte told;
@@ -367,7 +384,7 @@ next:
   atomic {
     do
     :: nempty(my_todo) -> my_todo ? half; break
-    :: empty(my_todo) && !is_complete -> plan()
+    :: empty(my_todo) && !is_complete && !of_sends -> plan()
     :: empty(my_todo) && is_complete -> goto end_of_program
     od;
     if
@@ -375,7 +392,7 @@ next:
     :: else
     fi;
     if
-    :: half < DONE ->
+    :: takes_turn ->
       if
       :: self < ROWLESS -> own.has_row[own.newest_epoch + 1] = 0
       :: own.has_row[own.newest_epoch + 1] = 1
@@ -383,14 +400,14 @@ next:
       skip; /* no jump may lead into a d_step */
       d_step { enter_epoch() }
     :: else ->
-      epoch = half - DONE;
+      epoch = half - (is_done -> DONE : SEND);
       if
-      :: own.left >= epoch
-      :: knows_of_failure && own.left < epoch -> epoch = 0; goto next
-      :: self == 0 && has_died && own.left < epoch -> goto end_of_program
+      :: may_begin
+      :: knows_of_failure && !may_begin -> epoch = 0; goto next
+      :: self == 0 && has_died && !may_begin -> goto end_of_program
       fi;
       skip;
-      d_step { enter_done() }
+      d_step { enter_started() }
     fi
   }
   do
@@ -450,9 +467,7 @@ init {
     p = 0;
     for (r : 0 .. RANKS - 1) {
       run Stream(r, 0);
-#ifdef OVERLAP
       run Stream(r, 1)
-#endif
     }
     r = 0
   }

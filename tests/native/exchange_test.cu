@@ -5,7 +5,10 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "check.h"
@@ -50,8 +53,8 @@ struct Rank {
   cudaStream_t stream;
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
       rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
-      group_sizes{size_t(experts_per_rank)}, num_dropped{1}, dispatch_ticket{kTicketWords},
-      combine_ticket{kTicketWords};
+      group_sizes{size_t(experts_per_rank)}, num_dropped{1};
+  Array<uint32_t> pending_dispatch{1}, pending_combine{1};
   Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
       weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
       cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
@@ -109,7 +112,7 @@ struct Rank {
   }
   ScatterArgs dispatch_half(int32_t cast, Half half) {
     ScatterArgs args = dispatch(cast);
-    args.half = half, args.ticket = dispatch_ticket.device;
+    args.half = half, args.pending = pending_dispatch.device;
     if (half == Half::kStart) args.place = nullptr, args.out = nullptr;
     return args;
   }
@@ -143,7 +146,7 @@ struct Rank {
   }
   GatherArgs combine_half(Half half) {
     GatherArgs args = combine();
-    args.half = half, args.ticket = combine_ticket.device;
+    args.half = half, args.pending = pending_combine.device;
     return args;
   }
   GatherArgs dispatch_back() {
@@ -290,19 +293,23 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t rank = 0; rank < num_ranks; ++rank) ranks.push_back(std::make_unique<Rank>(num_ranks, rank));
   const auto on_all = [&](auto launch) {
-    for (int32_t r = 0; r < num_ranks; ++r) must(launch(group.members()[r].peers, *ranks[r]));
+    for (int32_t r = 0; r < num_ranks; ++r) launch(group.members()[r], *ranks[r]);
   };
   const auto scatter = [&](auto args) {
-    on_all([&](const Peers& peers, Rank& rank) {
+    on_all([&](const Member& member, Rank& rank) {
       const ScatterArgs call = args(rank);
       const LaunchPlan plan = plan_scatter(kTokens, num_ranks, num_chunks(call.num_scales ? kHidden : kRowBytes),
                                            num_blocks, call.arrival == Arrival::kCombineBack);
-      return launch_scatter(peers, call, ElementType::kFloat32, blocks.adjust(plan), rank.stream);
+      member.halves->launch(call, rank.stream, [&](const ScatterArgs& half, cudaStream_t stream) {
+        return launch_scatter(member.peers, half, ElementType::kFloat32, blocks.adjust(plan), stream);
+      });
     });
   };
   const auto gather = [&](auto args) {
-    on_all([&](const Peers& peers, Rank& rank) {
-      return launch_gather(peers, args(rank), ElementType::kFloat32, gather_plan, rank.stream);
+    on_all([&](const Member& member, Rank& rank) {
+      member.halves->launch(args(rank), rank.stream, [&](const GatherArgs& half, cudaStream_t stream) {
+        return launch_gather(member.peers, half, ElementType::kFloat32, gather_plan, stream);
+      });
     });
   };
   std::mt19937 random(num_ranks);
@@ -377,6 +384,49 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
   check_bits(ranks);
 }
 
+bool is_refused(const std::function<void()>& launch) {
+  try {
+    launch();
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
+// What is no start and its done is refused, and does no harm to what is.
+void unlike_halves() {
+  Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
+  const Member& member = group.members()[0];
+  const LaunchPlan plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false);
+  Rank rank(1, 0);
+  std::mt19937 random(0);
+  rank.randomize(random);
+  const auto launch = [&](Half half, Array<uint32_t>& pending, const float* x) {
+    ScatterArgs args = rank.dispatch_half(0, half);
+    args.pending = pending.device, args.x = x;
+    member.halves->launch(args, rank.stream, [&](const ScatterArgs& half, cudaStream_t stream) {
+      return launch_scatter(member.peers, half, ElementType::kFloat32, plan, stream);
+    });
+  };
+  const float* x = rank.x.device;
+  for (int32_t round = 0; round < 3; ++round) {
+    EXPECT_EQ(is_refused([&] { launch(Half::kDone, rank.pending_dispatch, x); }), true);
+    launch(Half::kStart, rank.pending_dispatch, x);
+    EXPECT_EQ(is_refused([&] { launch(Half::kDone, rank.pending_combine, x); }), true);
+    EXPECT_EQ(is_refused([&] { launch(Half::kDone, rank.pending_dispatch, rank.recv.device); }), true);
+    launch(Half::kDone, rank.pending_dispatch, x);
+  }
+  must(cudaDeviceSynchronize());
+  EXPECT_EQ(group.failure().has_value(), false);
+  std::vector<std::unique_ptr<Array<uint32_t>>> pending;
+  for (int32_t start = 0; start <= member.peers.layout.num_slots; ++start) {
+    pending.push_back(std::make_unique<Array<uint32_t>>(1));
+    EXPECT_EQ(is_refused([&] { launch(Half::kStart, *pending.back(), x); }), start == member.peers.layout.num_slots);
+  }
+  launch(Half::kStart, *pending.front(), x);  // its memory is used again: its done does not come
+  group.close();                              // with starts under way
+}
+
 // More blocks than the GPU holds at once: some leave before others enter.
 void more_blocks_than_fit() {
   constexpr int32_t kBlocks = 1000;
@@ -414,6 +464,7 @@ int main(int argc, char** argv) {
     }
     std::cerr << num_ranks << " ranks: " << check::failures << " failures\n";
   }
+  unlike_halves();
   if (!is_quick) more_blocks_than_fit();
   for (int32_t odd_number :
        is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {  // for a block's threads
