@@ -50,10 +50,12 @@ def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DType
 
 @_compat.named
 def combine_done(pending: Pending) -> jax.Array:
-    """Ends what `combine_start` began: the same result as `combine`.
+    """Ends what `combine_start` began: the same result as `combine`. Both must be in one compiled program.
 
     Raises:
         jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
+        jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
+            before, or was copied on its way, as in the carry of a loop.
     """
     _checks.pending("combine", pending)
     check_usable("combine_done", pending.group)

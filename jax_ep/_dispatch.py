@@ -101,10 +101,12 @@ def dispatch_start(
 
 @_compat.named
 def dispatch_done(pending: Pending) -> Dispatched:
-    """Ends what `dispatch_start` began: the same result as `dispatch`.
+    """Ends what `dispatch_start` began: the same result as `dispatch`. Both must be in one compiled program.
 
     Raises:
         jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
+        jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
+            before, or was copied on its way, as in the carry of a loop.
     """
     _checks.pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds jax_ep on a machine with GPUs, runs all that needs one, and writes benchmarks/results/gpu_check-*.json.
 #
-#   scripts/gpu_check.sh [build native sanitizer tests train processes bench layer]    # no names: all steps
+#   scripts/gpu_check.sh [build native sanitizer tests train processes bench layer overlap]    # no names: all steps
 #
 # Uses the environment of $PYTHON (python3), which must hold jax with its CUDA plugin, scikit-build-core, nanobind, pytest
 # and hypothesis: nothing is fetched. Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses). PYTEST_ARGS goes to
@@ -10,7 +10,7 @@
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-steps=${*:-build native sanitizer tests train processes bench layer}
+steps=${*:-build native sanitizer tests train processes bench layer overlap}
 logs=${GPU_CHECK_LOGS:-build/gpu_check}
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
@@ -60,5 +60,6 @@ bench 5-skewed --tokens 128 --routing skewed
 bench 6-num-sms --tokens 128,4096 --num-sms 24
 bench 7-grad --tokens 128,4096 --wire none --grad
 step layer "$python" -P benchmarks/moe_step.py --json "$logs/moe_step.json"
+step overlap "$python" -P benchmarks/overlap.py --json "$logs/overlap.json"
 "$python" -P scripts/gpu_report.py "$logs" || failed=1
 exit $failed

@@ -61,6 +61,10 @@ def training(logs: Path) -> dict[str, object] | None:
     }
 
 
+def read(path: Path) -> object:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def main(logs: Path) -> None:
     steps = {}
     for path in sorted(logs.glob("*.status")):
@@ -82,7 +86,8 @@ def main(logs: Path) -> None:
         "tests": tests(logs / "tests.xml") if "tests" in steps else None,
         "training": training(logs) if "train-cuda" in steps else None,
         "bench": [row for path in sorted(logs.glob("bench-*.json")) for row in json.loads(path.read_text())],
-        "moe_step": json.loads((logs / "moe_step.json").read_text()) if (logs / "moe_step.json").exists() else None,
+        "moe_step": read(logs / "moe_step.json"),
+        "overlap": read(logs / "overlap.json"),
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     name = f"gpu_check-{len(devices)}x{devices[0].device_kind.replace(' ', '-')}-{date:%Y%m%dT%H%M%S}.json"

@@ -116,7 +116,8 @@ struct Gather {
       source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
     }
     source.present = source.index < num_rows_of(source.peer);
-    if (!source.present) source.row = -1;
+    // Of a start that is never done, XLA may use the route's memory again while rows are sent: they may be anything.
+    if (!source.present || source.row >= args.num_rows) source.row = -1;
     source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
     source.rows = __ballot_sync(kAllLanes, source.row >= 0);
     return source;

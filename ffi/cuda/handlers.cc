@@ -294,6 +294,7 @@ GatherArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, O
   args.top_k = static_cast<int32_t>(rows.dimensions()[2]);
   args.y = y.untyped_data();
   args.row_bytes = row_bytes(y);
+  args.num_rows = num_rows(y);
   args.row_weights = data<float>(row_weights);
   args.rows = data<int32_t>(rows);
   args.num_arrived = data<int32_t>(num_arrived);
@@ -339,6 +340,7 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, 
   args.top_k = static_cast<int32_t>(rows.dimensions()[2]);
   args.y = data<void>(y);
   args.row_bytes = args.y ? row_bytes(y) : 0;
+  args.num_rows = args.y ? num_rows(y) : static_cast<int64_t>(weights.element_count());
   args.weights_to_send = data<float>(weights);
   args.rows = data<int32_t>(rows);
   args.num_arrived = data<int32_t>(num_arrived);
@@ -359,6 +361,7 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
   args.top_k = 1;
   args.y = y.untyped_data();
   args.row_bytes = row_bytes(y);
+  args.num_rows = num_rows(y);
   args.num_sent = data<int32_t>(num_sent);
   args.place = data<int32_t>(place);
   args.out = data<void>(out);

@@ -1,10 +1,10 @@
 /* How the ranks of a group share the slots of their arenas (ffi/cuda/protocol.cuh; docs/design.md section 5), for spin.
  *
  * All ranks run the same program: OPS operations, each whole or in halves, dones in any order, of which none needs a
- * slot whose start is done only later. What a start sends is sent by a launch on a stream of its own, any time between the
- * start and its done. A launch is a loop that takes the steps of its thread blocks in any order. A
- * step is what other ranks can tell from the one before: a store to a peer, or a look at words that peers write. So
- * stores come in any order, but before their kernel ends.
+ * slot whose start is done only later. A start is followed by a send, on a stream of its own, any time between the start
+ * and its done. A launch is a loop that takes the steps of its thread blocks in any order. A step is what other ranks can
+ * tell from the one before: a store to a peer, or a look at words that peers write. So stores come in any order, but
+ * before their kernel ends.
  *
  * tests/test_model.py says which of these settings are checked together:
  *
