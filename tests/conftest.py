@@ -32,6 +32,9 @@ if ep.backends()["cuda"].available:
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:  # also those that are skipped here, for which pytest does not look
+        if unknown := set(item.fixturenames) - set(item._fixtureinfo.name2fixturedefs) - {"request"}:
+            raise pytest.UsageError(f"{item.nodeid}: there are no fixtures {sorted(unknown)}")
     if jax.default_backend() == "gpu" and len(jax.devices()) >= 2:
         return
     for item in items:

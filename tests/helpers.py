@@ -2,6 +2,7 @@
 
 import functools
 import time
+import types
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ep as ep
 import oracle
+from jax_ep import _backends, _native
 from shapes import Shape, np_dtype, random_array
 
 COMBINE_BOUND = {"bfloat16": 5e-3, "float16": 6e-4, "float32": 1e-6}
@@ -31,6 +33,19 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> 
     if not mesh.local_devices:
         pytest.skip("the mesh has no device of this process")
     return mesh
+
+
+def without_gpus(monkeypatch: pytest.MonkeyPatch, **functions: Callable) -> None:
+    """From here on groups are of the CUDA backend, whose native half does nothing, or calls `functions`."""
+    idle = {
+        "device_uuid": lambda ordinal: bytes(16),
+        "open_group": lambda group_id, **config: None,
+        "close_group": lambda group_id: None,
+        "group_bytes": lambda group_id: 0,
+        "group_failure": lambda group_id: None,
+    }
+    monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(**idle | functions))
+    monkeypatch.setattr(_backends, "choose", lambda *arguments: "cuda")
 
 
 def open_group(mesh: Mesh, shape: Shape, **settings) -> ep.Group:

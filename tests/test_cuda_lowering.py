@@ -1,7 +1,6 @@
 """What the CUDA backend gives to XLA, seen where there is no GPU: programs are lowered for CUDA and not run."""
 
 import re
-import types
 from functools import partial
 
 import jax
@@ -10,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep as ep
-from jax_ep import _backends, _compat, _native
+from helpers import without_gpus
+from jax_ep import _compat
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 
@@ -18,15 +18,7 @@ TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 @pytest.fixture
 def group(monkeypatch, mesh):
     """A group of the CUDA backend whose native half does nothing."""
-    native = types.SimpleNamespace(
-        device_uuid=lambda ordinal: bytes(16),
-        open_group=lambda group_id, **config: None,
-        group_bytes=lambda group_id: 0,
-        close_group=lambda group_id: None,
-        group_failure=lambda group_id: None,
-    )
-    monkeypatch.setattr(_native, "cuda", native)
-    monkeypatch.setattr(_backends, "choose", lambda *arguments: "cuda")
+    without_gpus(monkeypatch)
     with ep.Group(
         mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=jnp.bfloat16
     ) as group:

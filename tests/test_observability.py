@@ -1,7 +1,6 @@
 """What a group tells about its work (Group.stats), and the names that profilers show."""
 
 import json
-import types
 from dataclasses import replace
 
 import jax
@@ -10,8 +9,18 @@ import numpy as np
 import pytest
 
 import jax_ep as ep
-from helpers import chain, compiled, open_group, place, run_spmd, spin, spmd, steps_per_second, to_numpy
-from jax_ep import _backends, _native
+from helpers import (
+    chain,
+    compiled,
+    open_group,
+    place,
+    run_spmd,
+    spin,
+    spmd,
+    steps_per_second,
+    to_numpy,
+    without_gpus,
+)
 from shapes import SMALL, make_inputs
 
 COUNTERS = {
@@ -32,14 +41,7 @@ def counted(monkeypatch, mesh):
         ]
         return [([7, 0, 0, i, 0, 0, 0], 2**40 + i, peers[i]) for i in range(mesh.size)]
 
-    native = types.SimpleNamespace(
-        open_group=lambda group_id, **config: None,
-        group_bytes=lambda group_id: 0,
-        close_group=lambda group_id: None,
-        group_stats=group_stats,
-    )
-    monkeypatch.setattr(_native, "cuda", native)
-    monkeypatch.setattr(_backends, "choose", lambda *arguments: "cuda")
+    without_gpus(monkeypatch, group_stats=group_stats)
     with open_group(mesh, SMALL) as group:
         return group.stats()
 
