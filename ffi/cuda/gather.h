@@ -11,8 +11,8 @@ namespace jax_ep {
 
 struct GatherArgs : Call {
   // Experts' side.
-  const void* y;                 // [num_rows, row_bytes]
-  int64_t row_bytes;             // 0 if only weights go back
+  const void* y;      // [num_rows, row_bytes]
+  int64_t row_bytes;  // 0 if only weights go back
   int64_t num_rows;
   const float* row_weights;      // [num_rows] to sum with, or null for 1
   const float* weights_to_send;  // [num_rows] cotangents that return to [T, K], or null
