@@ -1,5 +1,6 @@
 """The native extensions: how they load, the C++ unit tests, layout arithmetic against Python's, and dispatch_layout."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 from jax_ep import _dispatch_layout, _layouts, _native
 
+ROOT = Path(__file__).parents[1]
 needs_native = pytest.mark.skipif(_native.cpu is None, reason="the native extensions are not built")
 SIZES = [
     {"num_experts": 8, "num_ranks": 1, "num_nodes": 1},
@@ -24,6 +26,17 @@ SIZES = [
     {"num_experts": 24, "num_ranks": 6, "num_nodes": 3},
     {"num_experts": 256, "num_ranks": 64, "num_nodes": 8},
 ]
+
+
+def test_results_outlive_comments():
+    """The hash that ties GPU results to sources does not change with what is not compiled."""
+    spec = importlib.util.spec_from_file_location("native_hash", ROOT / "scripts" / "native_hash.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    source = rb"""f("// \" /*", 1);  // "one"
+    /* two
+       lines */ g( 2 );"""
+    assert script.compiled(source) == rb"""f("// \" /*",1);g(2);"""
 
 
 def test_cpp_unit_tests(tmp_path):
