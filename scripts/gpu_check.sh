@@ -47,7 +47,16 @@ for backend in cuda reference; do
   step "train-$backend" env JAX_DEFAULT_MATMUL_PRECISION=highest "$python" examples/train_moe.py \
     --backend=$backend --steps=300 --dtype=float32 --out="$logs/$backend"
 done
-step processes "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
+# With a process for each GPU: what is particular to that; then the contract's tests, over NVLink, and over NVSHMEM between
+# pairs of GPUs (of two GPUs: JAX_EP_NODE_SIZE=1), for which nvidia-nvshmem-cu13 must be there.
+step processes-1 "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
+if [[ " $steps " == *" processes "* ]]; then
+  in_processes="$python scripts/launch_local.py -n $("$python" -c "import jax; print(jax.device_count())") "
+  in_processes+="$python -P -m pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-}"
+  step processes-2-nvlink $in_processes tests
+  step processes-3-nvshmem env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE="${JAX_EP_NODE_SIZE:-2}" $in_processes \
+    tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py
+fi
 # The table of docs/performance.md; then what other shapes and settings cost with 128 tokens.
 bench() {  # bench NAME ARGUMENT...
   step "bench-$1" "$python" -P -m jax_ep.bench --json "$logs/bench-$1.json" --wire fp8 --no-lax "${@:2}" ${BENCH_ARGS:-}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -70,9 +71,11 @@ def main(logs: Path) -> None:
     for path in sorted(logs.glob("*.status")):
         status, seconds = path.read_text().split()
         steps[path.stem] = {"ok": status == "0", "seconds": int(seconds)}
+        log = path.with_suffix(".log").read_text(errors="replace").splitlines()
+        if counts := [line for line in log if re.search(r"\d+ passed", line)]:
+            steps[path.stem]["pytest"] = counts[-1]
         if status != "0":
-            log = path.with_suffix(".log").read_text(errors="replace")
-            steps[path.stem]["end_of_log"] = log.splitlines()[-40:]
+            steps[path.stem]["end_of_log"] = log[-40:]
     devices = jax.devices()
     date = datetime.datetime.now(datetime.UTC)
     result = {

@@ -17,9 +17,8 @@ import jax
 import pytest
 
 import jax_ep as ep
-from helpers import make_mesh, open_group
+from helpers import ONE_OF_SEVERAL, make_mesh, open_group
 
-ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
 if ONE_OF_SEVERAL:
     jax.distributed.initialize()
 

@@ -1,6 +1,7 @@
 """Run a function on every device of a mesh, NumPy in and NumPy out, and compare with the oracle."""
 
 import functools
+import os
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -22,6 +23,11 @@ COMBINE_BOUND = {"bfloat16": 5e-3, "float16": 6e-4, "float32": 1e-6}
 # Options of XLA: what it may put into CUDA graphs. By default it takes no fewer than five commands in a row.
 IN_GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+
+
+# Under scripts/launch_local.py every process runs the tests.
+ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
+in_one_process = pytest.mark.skipif(ONE_OF_SEVERAL, reason="starts processes, or looks at all memory")
 
 
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> Mesh:

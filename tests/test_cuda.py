@@ -26,6 +26,7 @@ from helpers import (
     assert_trees_same_bits,
     chain,
     compiled,
+    in_one_process,
     num_slots,
     open_group,
     place,
@@ -326,6 +327,7 @@ def test_an_arena_that_does_not_fit(mesh):
         group.check()
 
 
+@in_one_process
 def test_closed_groups_give_their_memory_back(mesh):
     def used():
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -344,6 +346,7 @@ def test_closed_groups_give_their_memory_back(mesh):
 # --- training -------------------------------------------------------------------------------------------------------
 
 
+@in_one_process
 def test_training_gives_the_curve_of_the_reference(mesh, tmp_path):
     def losses(backend):
         out = tmp_path / backend

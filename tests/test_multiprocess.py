@@ -19,9 +19,11 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import COMBINE_BOUND, assert_same_bits, assert_trees_same_bits, random_rows, spmd
+from helpers import COMBINE_BOUND, assert_same_bits, assert_trees_same_bits, in_one_process, random_rows, spmd
 from jax_ep import _backends, _compat, _native, _network, _processes
 from shapes import SMALL, make_inputs, np_dtype
+
+pytestmark = in_one_process
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 240
