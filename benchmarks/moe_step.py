@@ -40,7 +40,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -57,13 +56,13 @@ from jax.sharding import Mesh, PartitionSpec
 import jax_ep as ep
 from jax_ep.bench import report
 from jax_ep.bench.cases import Case
+from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange, LaxExchange, LocalExchange, open_group
 
 WARM_UPS = 2
 IN_A_ROW = 5
 LAX = ("all_to_all", "ragged_all_to_all")
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-3}  # the last leaves room for TF32
-VIRTUAL_CPUS = 8
 
 
 class Operands(NamedTuple):
@@ -338,8 +337,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Several CPU devices, for want of an accelerator, unless the user chose their number. Read when JAX first looks.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL_CPUS}"
+    allow_virtual_cpus()
     sys.exit(main())

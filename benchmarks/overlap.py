@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +42,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_ep as ep
 from jax_ep.bench import report
 from jax_ep.bench.cases import Case, Inputs, make_inputs
-from jax_ep.bench.exchanges import AXIS
+from jax_ep.bench.devices import allow_virtual_cpus
+from jax_ep.bench.exchanges import AXIS, open_group
 from jax_ep.bench.timeline import KINDS, TRACE_OPTIONS, Event, trace
 
 STEPS = 8
@@ -51,7 +51,6 @@ EXECUTIONS = 5  # that are traced
 WARM_UPS = 2
 GEMMS_TIMED = 32
 CAPACITY_FACTOR = 2  # room for rows, over their mean number
-VIRTUAL_CPUS = 8
 
 
 # --8<-- [start:recipe]
@@ -270,17 +269,7 @@ def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
             routing="uniform",
             num_sms=num_sms,
         )
-        with ep.Group(
-            mesh,
-            AXIS,
-            num_experts=case.experts,
-            top_k=case.top_k,
-            hidden=case.hidden,
-            max_tokens_per_rank=case.tokens,
-            dtype=case.dtype,
-            num_sms=num_sms,
-            backend=options.backend,
-        ) as group:
+        with open_group(case, mesh, options.backend) as group:
             bench = make_bench(group, case, options.gemm_rows)
             rows += [{"form": name, "num_sms": num_sms, **measure(bench, form)} for name, form in FORMS.items()]
             group.check()
@@ -342,9 +331,12 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
         parser.error(f"--experts is {options.experts}; it must be a multiple of the {num_ranks} devices")
     if options.tokens < 2 or options.tokens % 2:
         parser.error(f"--tokens is {options.tokens}; it must be an even number, as a batch has two halves")
+    if options.gemm_rows is None:
+        options.gemm_rows = options.tokens
+    if options.gemm_rows < 1:
+        parser.error(f"--gemm-rows is {options.gemm_rows}; it must be at least 1")
     if why := report.missing("rich"):
         parser.error(why)
-    options.gemm_rows = options.gemm_rows or options.tokens
     return options
 
 
@@ -364,8 +356,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Several CPU devices, for want of an accelerator, unless the user chose their number. Read when JAX first looks.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL_CPUS}"
+    allow_virtual_cpus()
     sys.exit(main())

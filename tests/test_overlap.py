@@ -104,6 +104,7 @@ def test_a_trace_with_a_gap_is_no_measurement():
     [
         (["--experts=17"], f"--experts is 17; it must be a multiple of the {jax.device_count()} devices"),
         (["--tokens=7"], "--tokens is 7; it must be an even number"),
+        (["--gemm-rows=0"], "--gemm-rows is 0; it must be at least 1"),
     ],
 )
 def test_impossible_options_are_named(capsys, options, message):

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,11 +20,10 @@ import jax_ep as ep
 from jax_ep import _checks, _layouts, _wires
 from jax_ep.bench import report
 from jax_ep.bench.cases import ROUTINGS, Case
+from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange, open_group
 from jax_ep.bench.floor import measure_floor
 from jax_ep.bench.timing import Timing, time_backward, time_forward
-
-VIRTUAL_CPUS = 8
 
 
 def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
@@ -179,8 +177,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Several CPU devices, for want of an accelerator, unless the user chose their number. Read when JAX first looks.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL_CPUS}"
+    allow_virtual_cpus()
     sys.exit(main())
