@@ -160,7 +160,8 @@ enum class FailureReason : uint32_t {
 // a done.
 enum class Half : int32_t { kWhole, kStart, kSend, kDone };
 
-// The kernel ABI: all that a kernel knows of its peers. Who fills it (ffi/cuda/group.cc) decides the transport.
+// The kernel ABI: all that a kernel knows of its peers. Who fills it (ffi/cuda/group.cc) decides the transport. Kernels
+// for groups over a network (ffi/cuda/network.h) find a NetworkTable in its place.
 struct PeerTable {
   uint8_t* arena[kMaxRanks];
   Control* control[kMaxRanks];

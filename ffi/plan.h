@@ -113,7 +113,6 @@ constexpr LaunchPlan sending_in_blocks(LaunchPlan plan) {
   return plan;
 }
 
-// Few tokens: many warps on a row, for its latency. Many: more rows under way.
 constexpr Form form_for(int64_t num_tokens, int32_t num_sms) {
   return num_sms > 0 ? Form::kFewSms : num_tokens <= 32 ? Form::kFewRows : Form::kUsual;
 }
@@ -124,7 +123,8 @@ constexpr int32_t log2_ceil(int32_t n) {
   return log;
 }
 
-// Warps on a row, such that `warps` are busy with `rows` but no more than `most` with one.
+// Few rows: many warps on one, for its latency. Many: more of them under way. The warps on a row with which `warps` are
+// busy with `rows`, but no more than 2^most with one; as a power of two.
 constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
   int32_t log = 0;
   while (log < most && rows << (log + 1) <= warps) ++log;

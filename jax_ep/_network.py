@@ -24,9 +24,25 @@ _LAST_CALL_S = 10.0  # that a process waits for the others when it ends
 _started: list[int] = []  # the processes for which NVSHMEM runs, in the order of their processing elements
 
 
+def override() -> str:
+    """What the environment of this process says of hosts; it must say the same in all."""
+    return os.environ.get(_NODE_SIZE, "")
+
+
+def expect_same_override(told: dict[int, str]) -> None:
+    """`told`: what override() is in each process."""
+    mine = override()
+    for process, other in told.items():
+        if other != mine:
+            raise Error(
+                f"Group: {_NODE_SIZE} is {other!r} in process {process}, and {mine!r} in process "
+                f"{jax.process_index()}; set it to the same number in all, or in none"
+            )
+
+
 def node_size() -> int:
     """How many ranks count as one host, whatever hosts they are on; 0 if that is not overridden."""
-    text = os.environ.get(_NODE_SIZE, "")
+    text = override()
     if text and not (text.isdecimal() and int(text) > 0):
         raise ValueError(f"{_NODE_SIZE} is {text!r}; it must be a number of ranks, or not be set")
     return int(text or 0)

@@ -21,6 +21,9 @@ class GroupStats:
     [i, r] of an array [L, R] is about `ranks[i]` and rank r, which may be the same: those rows stay on the device. On
     the reference backend, which leaves everything to XLA, what is not known is None: all but `ranks` and `devices`.
 
+    Rows are counted where the experts are. Of a rank r on another host, those cannot be seen here: [i, r] of the rows
+    and bytes sent then lacks what went to experts there, and of those received what came back from them.
+
     Attributes:
         ranks: L numbers, of this process's ranks in their expert-parallel group.
         devices: L names of their devices.

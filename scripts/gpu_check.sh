@@ -48,13 +48,13 @@ for backend in cuda reference; do
     --backend=$backend --steps=300 --dtype=float32 --out="$logs/$backend"
 done
 # With a process for each GPU: what is particular to that; then the contract's tests, over NVLink, and over NVSHMEM between
-# pairs of GPUs (of two GPUs: JAX_EP_NODE_SIZE=1), for which nvidia-nvshmem-cu13 must be there.
+# two halves of the GPUs, for which nvidia-nvshmem-cu13 must be there.
 step processes-1 "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
 if [[ " $steps " == *" processes "* ]]; then
-  in_processes="$python scripts/launch_local.py -n $("$python" -c "import jax; print(jax.device_count())") "
-  in_processes+="$python -P -m pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-}"
+  num_gpus=$("$python" -c "import jax; print(jax.device_count())")
+  in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-}"
   step processes-2-nvlink $in_processes tests
-  step processes-3-nvshmem env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE="${JAX_EP_NODE_SIZE:-2}" $in_processes \
+  step processes-3-nvshmem env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=$((num_gpus / 2)) $in_processes \
     tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py
 fi
 # The table of docs/performance.md; then what other shapes and settings cost with 128 tokens.

@@ -1,7 +1,7 @@
 """The hash that ties GPU results to the native sources they were measured with.
 
 `python scripts/native_hash.py` prints it; `--check` warns, without failing, if the newest results in
-benchmarks/results/ belong to other sources.
+benchmarks/results/ belong to other sources, or tell of a step that failed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 # Strings stay as they are, whatever looks like a comment in them.
-_STRING_COMMENT_OR_SPACE = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/|\s+', re.DOTALL)
+_STRING_OR_BETWEEN = re.compile(rb'("(?:\\.|[^"\\\n])*")|(?://[^\n]*|/\*.*?\*/|\s)+', re.DOTALL)
 
 
 def compiled(source: bytes) -> bytes:
-    """C++ without comments and spaces: what changes these alone needs no new results."""
-    return _STRING_COMMENT_OR_SPACE.sub(lambda match: match[1] or b"", source)
+    """C++ with a space in place of all comments and spaces in a row: who changes only these needs no new results."""
+    return _STRING_OR_BETWEEN.sub(lambda match: match[1] or b" ", source)
 
 
 def native_hash() -> str:
@@ -49,9 +49,9 @@ def check() -> str:
             f"WARNING: the native sources ({native_hash()}) have not run on a GPU; the newest results, of "
             f"{newest['date']}, belong to {newest['native_hash']}: run scripts/gpu_check.sh on a machine with GPUs"
         )
-    return (
-        f"The native sources ({native_hash()}) ran on {newest['num_devices']} x {newest['device']}, {newest['date']}."
-    )
+    ran = f"The native sources ({native_hash()}) ran on {newest['num_devices']} x {newest['device']}, {newest['date']}"
+    failed = [name for name, step in newest["steps"].items() if not step["ok"]]
+    return f"WARNING: {ran}, where {', '.join(failed)} failed: see benchmarks/results/" if failed else f"{ran}."
 
 
 if __name__ == "__main__":

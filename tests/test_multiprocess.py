@@ -261,6 +261,10 @@ def devices_of_several_hosts():
     ours = jax.sharding.Mesh(devices.reshape(4)[[0, 2]], ("ep",))
     sys.modules["jax_ep._nvshmem"] = None  # as if it had not been built
     assert "pip install nvidia-nvshmem-cu13" in _backends._agreed_reason("", ours, "ep", 20.0)
+    if me == 1:
+        os.environ["JAX_EP_NODE_SIZE"] = "2"
+    with pytest.raises(ep.Error, match=r"JAX_EP_NODE_SIZE is '2?' in process \d, and '2?' in process \d; set it"):
+        _backends._agreed_reason("", across, "ep", 20.0)
     if me == 0:
         os.environ["JAX_EP_NODE_SIZE"] = "1"
         alone = jax.sharding.Mesh(jax.local_devices(), ("ep",))

@@ -36,7 +36,7 @@ def test_results_outlive_comments():
     source = rb"""f("// \" /*", 1);  // "one"
     /* two
        lines */ g( 2 );"""
-    assert script.compiled(source) == rb"""f("// \" /*",1);g(2);"""
+    assert script.compiled(source) == rb"""f("// \" /*", 1); g( 2 );"""
 
 
 def test_cpp_unit_tests(tmp_path):

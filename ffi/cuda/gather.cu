@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
   }
 }
 
-// One launch of one rank. `row_warps` warps share a row that is summed, by chunks.
+// One launch of one rank. The warps of a team share a row that is summed, by chunks.
 template <typename X, Form kForm>
 struct Gather {
   // Of a token's rows here, how many a lane loads before it adds them, and chunks of a row that a warp sums at once.

@@ -128,8 +128,9 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
     me, processes = jax.process_index(), _processes.owners(mesh)
     if me not in processes:
         return f"process {me} has no device in the mesh"
-    mine = {"reason": reason, "host": _processes.host()}
+    mine = {"reason": reason, "host": _processes.host(), "override": _network.override()}
     told = _processes.exchange("jax_ep/processes", mine, processes, timeout)
+    _network.expect_same_override({process: answer["override"] for process, answer in told.items()})
     for process, answer in told.items():
         if answer["reason"]:
             return reason if process == me else f"process {process}: {answer['reason']}"
