@@ -462,6 +462,9 @@ struct Scatter {
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
+    // Where there are many rows, before them: what is zeroed can be most of a buffer, and they are on their way
+    // meanwhile.
+    if (!kFew && !args.blocks) pad(places);
 #pragma unroll 1
     while (item < num_candidates) {
       deliver_row(arriving, places, team);
@@ -470,7 +473,7 @@ struct Scatter {
       arriving = look_for_row(item, team);
       if (arriving.comes) await_row(arriving, team);
     }
-    if (!args.blocks) pad(places);
+    if (kFew && !args.blocks) pad(places);
   }
 
   // A unit of this lane in each of some chunks and, last, the scales of the one with this lane's number.
@@ -484,6 +487,7 @@ struct Scatter {
     bool comes;
     RowPlace place;
     RowHeader header;  // of a new route, for k = lane
+    int32_t row;       // of an old one, for k = lane
     Taken first;       // this warp's first batch
   };
 
@@ -496,6 +500,10 @@ struct Scatter {
     arriving.comes = arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
     arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
+    if (!new_route() && !args.blocks) {
+      const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
+      arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
+    }
     if (is_far(peers, arriving.source)) {  // units may be there in part before the row's signal is
       for (uint4& unit : arriving.first.units) unit = empty_unit();
       return arriving;
@@ -640,8 +648,7 @@ struct Scatter {
     if (args.blocks) {
       if (lane_id() == 0) row = static_cast<int32_t>(candidate);
     } else if (lane_id() < args.top_k) {
-      row = new_route() ? new_row(source, arriving.header, places)
-                        : __ldg(args.known_rows + candidate * args.top_k + lane_id());
+      row = new_route() ? new_row(source, arriving.header, places) : arriving.row;
     }
     if (keeps_route) {
       args.rows[candidate * args.top_k + lane_id()] = row;
@@ -756,7 +763,8 @@ struct Scatter {
     }
   }
 
-  // combine's cotangents: weight * row to each expert's row, and the row's product with y.
+  // combine's cotangents: weight * row to each expert's row, and the row's product with y, which is asked for before
+  // anything is written, as a load waits for the stores before it.
   __device__ void combine_back(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
                                const Team& team) const {
 #pragma unroll 1
@@ -764,11 +772,20 @@ struct Scatter {
       const int32_t k = __ffs(left) - 1;
       const int64_t target = __shfl_sync(kAllLanes, row, k);
       const float weight = args.row_weights[target];
+      Vector<X> y[kReceiveBatch];
+#pragma unroll
+      for (int i = 0; i < kReceiveBatch; ++i) {
+        const int32_t chunk = chunk_of(first, i, team);
+        y[i].bits = uint4{};
+        if (!args.y || !has_unit(chunk)) continue;
+        const auto* row_of_y = static_cast<const uint8_t*>(args.y) + target * args.out_row_bytes;
+        y[i] = load_vector<X>(row_of_y, chunk * kChunkUnits + lane_id());
+      }
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, team);
-        if (has_unit(chunk)) product += combine_back_unit(taken.units[i], target, chunk, weight);
+        if (has_unit(chunk)) product += combine_back_unit(taken.units[i], y[i], target, chunk, weight);
       }
       __syncwarp();
       if (!args.y) continue;
@@ -777,18 +794,17 @@ struct Scatter {
     }
   }
 
-  __device__ float combine_back_unit(const uint4& unit, int64_t row, int32_t chunk, float weight) const {
-    const int32_t i = chunk * kChunkUnits + lane_id();
+  __device__ float combine_back_unit(const uint4& unit, const Vector<X>& y, int64_t row, int32_t chunk,
+                                     float weight) const {
     Vector<X> g, cotangent;
     g.bits = unit;
-#pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
-    out_row(row)[i] = cotangent.bits;
     float product = 0;
-    if (!args.y) return product;
-    const Vector<X> y = load_vector<X>(static_cast<const uint8_t*>(args.y) + row * args.out_row_bytes, i);
 #pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) product += to_float(g.element[e]) * to_float(y.element[e]);
+    for (int e = 0; e < Vector<X>::kSize; ++e) {
+      cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
+      product += to_float(g.element[e]) * to_float(y.element[e]);
+    }
+    out_row(row)[chunk * kChunkUnits + lane_id()] = cotangent.bits;
     return product;
   }
 
