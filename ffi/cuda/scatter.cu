@@ -100,12 +100,12 @@ struct Scatter {
           op.send_number(peer, op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(),
                          lookup.experts[expert]);
         }
+        if (threadIdx.x < peers.num_ranks) {
+          op.send_number(threadIdx.x, &op.control_of(threadIdx.x).num_rows[op.state.slot][peers.rank],
+                         lookup.ranks[threadIdx.x]);
+        }
       }
-      if (threadIdx.x < peers.num_ranks) {
-        op.send_number(threadIdx.x, &op.control_of(threadIdx.x).num_rows[op.state.slot][peers.rank],
-                       lookup.ranks[threadIdx.x]);
-        op.announce(threadIdx.x);
-      }
+      if (threadIdx.x < peers.num_ranks) op.announce(threadIdx.x);
     }
     op.stamp(2);
     op.tell_former_finished();
