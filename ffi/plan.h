@@ -134,8 +134,8 @@ constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
 // Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. What a block
 // spends on finding out where its teams' next tokens go, it spends once for all of them. The warps of a team that
 // receives, with `team_in_block`, are of one block. `num_chunks` is of a row under way.
-constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_chunks, int32_t num_sms,
-                                  bool team_in_block) {
+constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
+                                  int32_t num_sms, bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
   Shape shape = {};
   switch (form_for(num_tokens, num_sms)) {
@@ -151,8 +151,9 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       break;
     }
     case Form::kUsual: {
-      const int32_t eighths = num_tokens <= 256 && log_chunks > 3 ? 5 : 4;
-      shape = {Form::kUsual, 4, std::min(log_chunks, 4), std::clamp(log_chunks - 2, 0, 2), eighths};
+      const int32_t most = top_k <= 2 ? 3 : 4;  // a row that goes to few ranks takes its warps no time to send
+      const int32_t eighths = num_tokens <= 256 && std::min(log_chunks, most) > 3 ? 5 : 4;
+      shape = {Form::kUsual, 4, std::min(log_chunks, most), std::clamp(log_chunks - 2, 0, 2), eighths};
       break;
     }
   }

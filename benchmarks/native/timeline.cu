@@ -238,7 +238,7 @@ int main(int argc, char** argv) {
     return plan;
   };
   const LaunchPlan out =
-      adjusted(plan_scatter(tokens, num_ranks, num_chunks(cast ? kHidden : kRowBytes), kNumSms, false), 3);
+      adjusted(plan_scatter(tokens, num_ranks, kTopK, num_chunks(cast ? kHidden : kRowBytes), kNumSms, false), 3);
   const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, kTopK, num_chunks(kRowBytes), kNumSms), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;

@@ -298,7 +298,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
   const auto scatter = [&](auto args) {
     on_all([&](const Member& member, Rank& rank) {
       const ScatterArgs call = args(rank);
-      const LaunchPlan plan = plan_scatter(kTokens, num_ranks, num_chunks(call.num_scales ? kHidden : kRowBytes),
+      const LaunchPlan plan = plan_scatter(kTokens, num_ranks, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes),
                                            num_blocks, call.arrival == Arrival::kCombineBack);
       member.halves->launch(call, rank.stream, [&](const ScatterArgs& half, cudaStream_t stream) {
         return launch_scatter(member.peers, half, ElementType::kFloat32, blocks.adjust(plan), stream);
@@ -397,7 +397,7 @@ bool is_refused(const std::function<void()>& launch) {
 void unlike_halves() {
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
-  const LaunchPlan plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false);
+  const LaunchPlan plan = plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false);
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);
@@ -432,7 +432,7 @@ void more_blocks_than_fit() {
   constexpr int32_t kBlocks = 1000;
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
-  LaunchPlan scatter_plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false),
+  LaunchPlan scatter_plan = plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false),
              gather_plan = plan_gather(kTokens, 1, kTopK, num_chunks(kRowBytes), 0);
   for (LaunchPlan* plan : {&scatter_plan, &gather_plan}) plan->num_blocks = plan->num_senders + kBlocks;
   Rank rank(1, 0);
