@@ -71,7 +71,7 @@ def main(logs: Path) -> None:
     for path in sorted(logs.glob("*.status")):
         status, seconds = path.read_text().split()
         steps[path.stem] = {"ok": status == "0", "seconds": int(seconds)}
-        log = path.with_suffix(".log").read_text(errors="replace").splitlines()
+        log = path.with_suffix(".log").read_text(errors="replace").replace(f"{ROOT}/", "").splitlines()
         if counts := [line for line in log if re.search(r"\d+ passed", line)]:
             steps[path.stem]["pytest"] = counts[-1]
         if status != "0":

@@ -12,7 +12,6 @@ import os
 import warnings
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -380,9 +379,9 @@ class CudaBackend:
             vmap_method="sequential",
             has_side_effect=op.endswith(("_start", "_done")) and _compat.FFI_EFFECTS_ARE_ALLOWED,
         )
-        launch = partial(ffi_call, group=np.int64(self._id), hash=np.int64(call), **attrs)
         # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
-        return lax.optimization_barrier(launch(*lax.optimization_barrier(operands)))
+        operands = lax.optimization_barrier(operands)
+        return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs))
 
 
 def choose_sharing(devices: np.ndarray) -> str:
