@@ -134,7 +134,7 @@ struct Rank {
     args.hash = static_cast<uint32_t>(op);
     args.axis_index = axis_index.device;
     args.num_tokens = kTokens, args.top_k = kTopK;
-    args.y = recv.device, args.row_bytes = kRowBytes, args.num_rows = capacity;
+    args.y = recv.device, args.row_bytes = kRowBytes;
     args.rows = rows.device, args.num_arrived = num_arrived.device, args.place = place.device;
     args.out = result.device, args.out_type = ElementType::kFloat32;
     return args;
