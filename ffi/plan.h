@@ -10,6 +10,7 @@ namespace jax_ep {
 
 inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
 inline constexpr int32_t kDefaultSms = 128;
+inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
 // next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). On few SMs:
@@ -91,8 +92,8 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
   const int64_t most_receive = std::max(blocks * shape.receive_eighths / 8, 1);
   const auto receivers =
       static_cast<int32_t>(std::min(blocks_for(receives, shape.log_receive_warps) + 1, most_receive));
-  const auto senders = static_cast<int32_t>(
-      std::min({blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}, int64_t{kMaxSenders}}));
+  const auto senders =
+      static_cast<int32_t>(std::min(blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}));
   // A team must not be larger than all that there are.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
     while (log_warps > log_block && row_blocks << log_block >> log_warps == 0) --log_warps;

@@ -107,7 +107,7 @@ struct Rank {
     GatherArgs args = {};
     args.op = OpKind::kCombine, args.hash = 2, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
-    args.y = y, args.row_bytes = kRowBytes, args.num_rows = capacity, args.row_weights = weights;
+    args.y = y, args.row_bytes = kRowBytes, args.row_weights = weights;
     args.rows = rows, args.num_arrived = num_arrived, args.place = place;
     args.out = out, args.out_type = ElementType::kBFloat16;
     must(launch_gather(peers, args, ElementType::kBFloat16, plan, stream));

@@ -92,7 +92,7 @@ struct Scatter {
       op.await_entry();
       if (args.splits) count_splits(lookup);
     }
-    if (op.state.sends && !op.state.failed) {
+    if (!op.state.failed) {
       if (sends_numbers()) {
 #pragma unroll 1
         for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
@@ -225,9 +225,8 @@ struct Scatter {
     uint32_t ranks;  // that it goes to, of a new route
   };
 
-  // A block's teams send as many tokens at once, which follow one another. A done whose send has sent the rows only
-  // makes the route anew. The next token's row is on its way while one is counted and sent; the first is cast while the
-  // block is `entering`.
+  // A block's teams send as many tokens at once, which follow one another. The next token's row is on its way while one
+  // is counted and sent; the first is cast while the block is `entering`.
   __device__ void send(bool entering) const {
     const Lookup lookup = this->lookup();
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
@@ -257,7 +256,7 @@ struct Scatter {
       if (args.place && team.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
         args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
       }
-      const bool sends = op.state.sends && !op.state.failed;
+      const bool sends = !op.state.failed;
       if (sends) send_row(token, packed, route, team);
       if constexpr (kHasNetwork) put_rows(route, team, sends);
       op.stamp(3);
@@ -915,7 +914,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
     if (block == 0) scatter.announce();
     if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again
     if (is_sender && (block > 0 || plan.num_senders == 1)) scatter.send(block > 0);
-    if (block >= plan.first_receiver && args.half != Half::kSend) scatter.receive(!is_sender);
+    if (block >= plan.first_receiver) scatter.receive(!is_sender);
   }
   scatter.op.end(blocks_before, [&] { scatter.poison(); });
 }
@@ -953,9 +952,8 @@ cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementT
                            cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
   const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank);
-  const int32_t num_blocks = args.half == Half::kSend ? plan.num_senders : plan.num_blocks;
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);
-  kernel<<<num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
+  kernel<<<plan.num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
   return cudaGetLastError();
 }
 

@@ -53,8 +53,6 @@ struct ScatterArgs : Call {
   const float* row_weights;  // [num_rows]
   const void* y;             // [num_rows, out_row_bytes] or null
   float* weights_cotangent;  // [num_rows] or null
-
-  Reads reads() const { return {x, x_scales, topk_idx, topk_weights}; }  // of a dispatch
 };
 
 // Shared memory that the kernels have besides their own: where rows go, of each source and expert, or what a sender has

@@ -11,12 +11,11 @@ constexpr int32_t kWarp = 32;
 __global__ void __launch_bounds__(kWarp)
     start_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Call call) {
   __shared__ State state;
-  const Operation op = {peers, call, call.ticket, state, kWarp};
+  const Operation op = {peers, call, call.epoch, state, kWarp};
   wait_for_dependencies();
   op.stamp(0);
   const uint32_t blocks_before = op.begin(false);
-  for (int32_t block = threadIdx.x; block < kMaxSenders; block += kWarp) call.ticket->has_sent[block] = 0;
-  if (threadIdx.x == 0) *call.pending = call.ticket->epoch = state.epoch;
+  if (threadIdx.x == 0) *call.epoch = state.epoch;
   op.tell_former_finished();
   op.end(blocks_before, [] {});
 }

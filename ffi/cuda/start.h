@@ -1,4 +1,4 @@
-// What comes before a send and a done: an operation in halves takes its turn.
+// What comes before a done: an operation in halves takes its turn.
 #pragma once
 
 #include <cuda_runtime_api.h>
