@@ -44,6 +44,7 @@ _Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and f
 _Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
 _NONE: _Result = ((0,), jnp.float32)
 _EPOCH: _Result = ((1,), jnp.int32)  # of what is started
+_Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, None for _NONE; the epoch
 
 
 class RouteArrays(NamedTuple):
@@ -196,7 +197,7 @@ class CudaBackend:
 
     def dispatch_start(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
-    ) -> Sequence[jax.Array]:
+    ) -> _Started:
         operands = (*_parts(call, x), topk_idx, topk_weights)
         attrs = self._dispatch_attrs(call, zero_pad=zero_pad)
         return self._start("dispatch", operands, self._dispatch_results(call), **attrs)
@@ -257,7 +258,7 @@ class CudaBackend:
         )
         return (None if rows is None else x[:, :channels]), (None if weights is None else topk_weights)
 
-    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> Sequence[jax.Array]:
+    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> _Started:
         operands = (y, weights, *route.arrays[:3])
         return self._start("combine", operands, [_sums(route, y, out_dtype)])
 
@@ -353,7 +354,7 @@ class CudaBackend:
         operands = (lax.axis_index(self._group.axis_name), *operands)
         return self._ffi_call(op, operands, results, hash=call, **attrs)
 
-    def _start(self, op: str, operands: tuple[Any, ...], results: list[_Result], **attrs: Any) -> tuple[jax.Array, ...]:
+    def _start(self, op: str, operands: tuple[Any, ...], results: list[_Result], **attrs: Any) -> _Started:
         """Starts `op`; gives the memory that its done will return as the results, and the epoch.
 
         The memory comes from a pure call of its own: what jax.checkpoint runs again in a backward pass, as it does with
@@ -361,11 +362,12 @@ class CudaBackend:
         """
         room = self._ffi_call("room", operands, results)
         (epoch,) = self._call(f"{op}_start", (*operands, *room), [_EPOCH], **attrs)
-        return *room, epoch
+        # An array of no elements, as the argument of a program or of shard_map, is too much for XLA of jax 0.11.
+        return *(None if result is _NONE else array for array, result in zip(room, results, strict=True)), epoch
 
-    def _done(self, op: str, operands: tuple[Any, ...], started: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def _done(self, op: str, operands: tuple[Any, ...], started: _Started) -> Sequence[jax.Array]:
         """Ends `op`, which was `started` with `operands`, so that XLA keeps them and the results' memory for it."""
-        *results, _ = [(array.shape, array.dtype) for array in started]
+        results = [_NONE if array is None else (array.shape, array.dtype) for array in started[:-1]]
         aliases = {len(operands) + i: i for i in range(len(results))}
         return self._ffi_call(f"{op}_done", (*operands, *started), results, aliases)
 
