@@ -13,10 +13,11 @@ inline constexpr int32_t kDefaultSms = 128;
 inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). On few SMs:
-// a warp has more of a row under way, since there are few warps.
-enum class Form : int32_t { kFewRows, kFewSms, kUsual };
-inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewSms, Form::kUsual};
+// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). For many:
+// blocks that have sent take rows, too. On few SMs: likewise, and a warp has more of a row under way, since there are
+// few warps. A kernel may use the code of one form for another.
+enum class Form : int32_t { kFewRows, kUsual, kManyRows, kFewSms };
+inline constexpr Form kForms[] = {Form::kFewRows, Form::kUsual, Form::kManyRows, Form::kFewSms};
 inline constexpr int32_t kFewRowsBlockWarps = 8;
 constexpr bool has_control_warp(Form form) { return form == Form::kFewRows; }
 constexpr int32_t most_threads(Form form) {
@@ -115,7 +116,8 @@ constexpr LaunchPlan sending_in_blocks(LaunchPlan plan) {
 }
 
 constexpr Form form_for(int64_t num_tokens, int32_t num_sms) {
-  return num_sms > 0 ? Form::kFewSms : num_tokens <= 32 ? Form::kFewRows : Form::kUsual;
+  if (num_sms > 0) return Form::kFewSms;
+  return num_tokens <= 32 ? Form::kFewRows : num_tokens <= 256 ? Form::kUsual : Form::kManyRows;
 }
 
 constexpr int32_t log2_ceil(int32_t n) {
@@ -138,8 +140,9 @@ constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
 constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t num_sms, bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
+  const Form form = form_for(num_tokens, num_sms);
   Shape shape = {};
-  switch (form_for(num_tokens, num_sms)) {
+  switch (form) {
     case Form::kFewRows: {
       const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
       const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
@@ -151,14 +154,17 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       shape = {Form::kFewSms, 4, log_team(num_tokens, warps, most), log_team(num_tokens * num_ranks, warps, most), 5};
       break;
     }
-    case Form::kUsual: {
+    case Form::kUsual:
+    case Form::kManyRows: {
       const int32_t most = top_k <= 2 ? 3 : 4;  // a row that goes to few ranks takes its warps no time to send
-      const int32_t eighths = num_tokens <= 256 && std::min(log_chunks, most) > 3 ? 5 : 4;
-      shape = {Form::kUsual, 4, std::min(log_chunks, most), std::clamp(log_chunks - 2, 0, 2), eighths};
+      const int32_t eighths = form == Form::kUsual && std::min(log_chunks, most) > 3 ? 5 : 4;
+      shape = {form, 4, std::min(log_chunks, most), std::clamp(log_chunks - 2, 0, 2), eighths};
       break;
     }
   }
-  if (team_in_block) shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
+  if (team_in_block || form == Form::kManyRows || form == Form::kFewSms) {  // where rows are claimed, by a team at once
+    shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
+  }
   return plan_launch(num_tokens, num_tokens * num_ranks, shape, num_sms);
 }
 
@@ -167,8 +173,9 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                  int32_t num_sms) {
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
+  const Form form = form_for(num_tokens, num_sms);
   Shape shape = {};
-  switch (form_for(num_tokens, num_sms)) {
+  switch (form) {
     case Form::kFewRows:
       shape = {Form::kFewRows, num_tokens <= 2 ? 2 : 3, std::min(num_tokens <= 16 ? 4 : 3, most), 5, 5};
       break;
@@ -177,11 +184,12 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       shape = {Form::kFewSms, 4, log_team(num_tokens * num_ranks, warps, most), log_team(num_tokens, warps, most), 3};
       break;
     }
-    case Form::kUsual: {
-      const int32_t eighths = num_tokens <= 256 && top_k < 4 * num_ranks ? 4 : 3;
-      shape = {Form::kUsual, 4, std::min(4, most), num_tokens <= 256 ? 4 : 2, eighths};
+    case Form::kUsual:
+      shape = {form, 4, std::min(4, most), 4, top_k < 4 * num_ranks ? 4 : 3};
       break;
-    }
+    case Form::kManyRows:
+      shape = {form, 4, std::min(4, most), 2, 3};
+      break;
   }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
   return plan_launch(num_tokens * num_ranks, num_tokens, shape, num_sms);

@@ -268,6 +268,7 @@ struct Operation {
     state.epoch = *call.epoch;
     state.slot = slot_of(state.epoch);
     state.slot_is_free = false;
+    count_release(&own().bodies_begun[state.slot], 1);
   }
 
   __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
@@ -296,6 +297,29 @@ struct Operation {
   __device__ __noinline__ static void await_own_slot(Operation op) {
     const auto newest = [&] { return op.newest_known(op.peers.rank); };
     op.wait_for(op.peers.rank, op.epoch_before(), newest, FailureReason::kSlotTaken);
+  }
+
+  // --- work that blocks share ---------------------------------------------------------------------------------------
+
+  // Before a thread's first claim(). The first `num_rows` rows are nobody's to claim.
+  __device__ __forceinline__ void open_claims(int32_t num_rows) const {
+    for (Work work : {Work::kRows, Work::kPadding}) {
+      unsigned long long* const word = &own().claimed[static_cast<int32_t>(work)][state.slot];
+      const unsigned long long seen = load_relaxed(word);
+      if (seen >> 32 == state.epoch) continue;
+      atomicCAS(word, seen, tagged(state.epoch, work == Work::kRows ? num_rows : 0));  // of those who try, one does it
+    }
+  }
+  // Gives each number once, in their order.
+  __device__ __forceinline__ uint32_t claim(Work work) const {
+    return static_cast<uint32_t>(atomicAdd(&own().claimed[static_cast<int32_t>(work)][state.slot], 1ull));
+  }
+
+  // Whether all blocks of the launch run, or have: what a block that has been here longer waits for is on its way.
+  __device__ __forceinline__ bool all_have_begun() const {
+    const uint32_t begun = takes_turn() ? load_relaxed(&own().num_entering) - state.num_entered
+                                        : load_relaxed(&own().bodies_begun[state.slot]);
+    return static_cast<int32_t>(begun - gridDim.x) >= 0;
   }
 
   // Leaves the launch, with all threads; `blocks_before` is what begin() gave. poison() fills the results of a failed
