@@ -178,7 +178,7 @@ def events_of(run: Callable[[], Any]) -> list[list[Event]]:
     return [sorted(events, key=lambda event: event.start_ns) for events in trace(partial(executions, EXECUTIONS))]
 
 
-def communicates(event: Event, kinds: Sequence[str] = (*KINDS, "start")) -> bool:
+def communicates(event: Event, kinds: Sequence[str] = (*KINDS, "start", "hold")) -> bool:
     return any(f"{kind}_kernel" in event.name for kind in kinds)
 
 

@@ -8,7 +8,8 @@
 namespace jax_ep {
 Halves::Event::Event() { check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }
 
-Halves::Halves(const Peers& peers, LaunchStart launch_start) : peers_(peers), launch_start_(launch_start) {
+Halves::Halves(const Peers& peers, LaunchStart launch_start, LaunchHold launch_hold)
+    : peers_(peers), launch_start_(launch_start), launch_hold_(launch_hold) {
   int lowest = 0, highest = 0;
   check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   // Its blocks need not wait until a computation that is running has no more blocks to begin.
@@ -28,15 +29,17 @@ void Halves::expect_open() const {
     throw std::invalid_argument("its group is closed; make a new Group and trace the function again");
 }
 
-void Halves::start(Call call, Buffers buffers, Launch launch, cudaStream_t stream) {
+void Halves::start(Call call, Buffers buffers, Body body, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   expect_open();
   call.half = Half::kStart;
   check(launch_start_(peers_, call, stream), "the kernel was not launched");
   auto turn_taken = std::make_unique<Event>();
   check(cudaEventRecord(turn_taken->event, stream), "cudaEventRecord");
+  // If there are others, their bodies may come first.
+  if (started_.empty()) check(launch_hold_(peers_, call.epoch, body.num_blocks, stream), "the kernel was not launched");
   const void* const epoch = buffers.back();
-  started_.insert_or_assign(epoch, Started{std::move(turn_taken), std::move(buffers), std::move(launch)});
+  started_.insert_or_assign(epoch, Started{std::move(turn_taken), std::move(buffers), std::move(body)});
 }
 
 void Halves::done(const Buffers& buffers, cudaStream_t stream) {
@@ -52,7 +55,7 @@ void Halves::done(const Buffers& buffers, cudaStream_t stream) {
   started_.erase(found);
   const Event ended;
   check(cudaStreamWaitEvent(stream_, started.turn_taken->event), "cudaStreamWaitEvent");
-  check(started.launch(stream_), "the kernel was not launched");
+  check(started.body.launch(stream_), "the kernel was not launched");
   check(cudaEventRecord(ended.event, stream_), "cudaEventRecord");
   check(cudaStreamWaitEvent(stream, ended.event), "cudaStreamWaitEvent");
 }

@@ -119,12 +119,12 @@ ffi::Error enqueued(const char* op, Enqueue enqueue) {
 
 // Launches a whole operation, or starts one in halves, which needs `buffers`.
 ffi::Error begin(const char* op, const Member& member, const Call& call, const Buffers& buffers, cudaStream_t stream,
-                 const Halves::Launch& launch) {
+                 const Halves::Body& body) {
   return enqueued(op, [&] {
     if (call.half == Half::kWhole) {
-      check(launch(stream), "the kernel was not launched");
+      check(body.launch(stream), "the kernel was not launched");
     } else {
-      member.halves->start(call, buffers, launch, stream);
+      member.halves->start(call, buffers, body, stream);
     }
   });
 }
@@ -148,7 +148,7 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
     return kernels.launch_scatter(peers, args, type, plan, on);
   };
-  return begin(op, **member, args, buffers, stream, launch);
+  return begin(op, **member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
@@ -161,7 +161,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
     return kernels.launch_gather(peers, args, type, plan, on);
   };
-  return begin(op, **member, args, buffers, stream, launch);
+  return begin(op, **member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
 // Memory that a start will need: XLA has allocated it, which is all.

@@ -298,27 +298,30 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
   const auto on_all = [&](auto launch) {
     for (int32_t r = 0; r < num_ranks; ++r) launch(group.members()[r], *ranks[r]);
   };
-  const auto launch_of = [&](const Member& member, const auto& call) -> Halves::Launch {
+  const auto body_of = [&](const Member& member, const auto& call) -> Halves::Body {
     const Peers& peers = member.peers;
     if constexpr (std::is_same_v<decltype(call), const ScatterArgs&>) {
-      const LaunchPlan plan = plan_scatter(kTokens, num_ranks, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes),
-                                           num_blocks, call.arrival == Arrival::kCombineBack);
-      return [&peers, call, plan = blocks.adjust(plan)](cudaStream_t stream) {
+      const LaunchPlan plan =
+          blocks.adjust(plan_scatter(kTokens, num_ranks, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                                     num_blocks, call.arrival == Arrival::kCombineBack));
+      const auto launch = [&peers, call, plan](cudaStream_t stream) {
         return launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
       };
+      return {launch, plan.num_blocks};
     } else {
-      return [&peers, call, gather_plan](cudaStream_t stream) {
+      const auto launch = [&peers, call, gather_plan](cudaStream_t stream) {
         return launch_gather(peers, call, ElementType::kFloat32, gather_plan, stream);
       };
+      return {launch, gather_plan.num_blocks};
     }
   };
   const auto whole = [&](auto args) {
-    on_all([&](const Member& member, Rank& rank) { must(launch_of(member, args(rank))(rank.stream)); });
+    on_all([&](const Member& member, Rank& rank) { must(body_of(member, args(rank)).launch(rank.stream)); });
   };
   const auto start = [&](auto args) {
     on_all([&](const Member& member, Rank& rank) {
       const auto call = args(rank);
-      member.halves->start(call, buffers_of(call), launch_of(member, call), rank.stream);
+      member.halves->start(call, buffers_of(call), body_of(member, call), rank.stream);
     });
   };
   const auto done = [&](auto args) {
@@ -409,10 +412,10 @@ void unlike_halves() {
   const ScatterArgs call = rank.dispatch_in_halves(0);
   const Buffers buffers = buffers_of(call);
   const auto start = [&] {
-    member.halves->start(
-        call, buffers,
-        [&](cudaStream_t on) { return launch_scatter(member.peers, call, ElementType::kFloat32, plan, on); },
-        rank.stream);
+    const auto launch = [&](cudaStream_t on) {
+      return launch_scatter(member.peers, call, ElementType::kFloat32, plan, on);
+    };
+    member.halves->start(call, buffers, {launch, plan.num_blocks}, rank.stream);
   };
   const auto is_refused = [&](const Buffers& buffers) {
     try {
@@ -462,8 +465,13 @@ int main(int argc, char** argv) {
   const bool is_quick = argc > 2;  // for the sanitizers, under which a kernel takes long
   const Blocks any = {0, Form::kFewRows};
   const std::vector<Blocks> quick = {any, {1, Form::kFewSms}, {5, Form::kFewSms}, {5, Form::kUsual}};
-  const std::vector<Blocks> all = {
-      any, {1, Form::kUsual}, {2, Form::kFewSms}, {5, Form::kFewSms}, {5, Form::kUsual}, {16, Form::kUsual}};
+  const std::vector<Blocks> all = {any,
+                                   {1, Form::kUsual},
+                                   {2, Form::kFewSms},
+                                   {5, Form::kFewSms},
+                                   {5, Form::kUsual},
+                                   {16, Form::kUsual},
+                                   {16, Form::kManyRows}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
     for (int32_t cast = 0; cast <= 2; ++cast) {
       for (Blocks blocks : is_quick ? quick : all) {
