@@ -113,10 +113,9 @@ struct Control {
   uint32_t owner;        // the launch that takes a new epoch, 0 if none does
 
   uint32_t failed;  // written by peers, too: 0, or 1 + the rank that failed first; kClosed after close()
-  uint32_t num_entering, num_left;   // blocks one by one: like num_entered with the owner's, and those that have left
-  uint32_t done_left[kMaxSlots];     // blocks of each slot's done that have left
-  uint32_t bodies_begun[kMaxSlots];  // and that have begun
-  uint32_t poisons[2][kMaxSlots];    // 1 while a block poisons the results of a launch, of a done, in each slot
+  uint32_t num_entering, num_left;  // blocks one by one: like num_entered with the owner's, and those that have left
+  uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
+  uint32_t poisons[2][kMaxSlots];   // 1 while a block poisons the results of a launch, of a done, in each slot
   unsigned long long claimed[2][kMaxSlots];  // {epoch, how many} of each Work, in each slot
   // The epoch whose rows each rank has read last in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];

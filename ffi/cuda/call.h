@@ -9,12 +9,18 @@ namespace jax_ep {
 
 enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16 };
 
+// What a start leaves for its done, in memory of XLA's: of a slot there can be several starts.
+struct Ticket {
+  uint32_t epoch;
+  uint32_t blocks_begun;  // of the body
+};
+
 struct Call {
   OpKind op;
   Half half;
   uint32_t hash;              // of all that must be equal on all ranks
   const int32_t* axis_index;  // the rank that XLA runs here
-  uint32_t* epoch;            // of halves: what the start tells the done
+  Ticket* ticket;             // of halves
   int32_t num_tokens, top_k;
 };
 

@@ -37,9 +37,10 @@ void Halves::start(Call call, Buffers buffers, Body body, cudaStream_t stream) {
   auto turn_taken = std::make_unique<Event>();
   check(cudaEventRecord(turn_taken->event, stream), "cudaEventRecord");
   // If there are others, their bodies may come first.
-  if (started_.empty()) check(launch_hold_(peers_, call.epoch, body.num_blocks, stream), "the kernel was not launched");
-  const void* const epoch = buffers.back();
-  started_.insert_or_assign(epoch, Started{std::move(turn_taken), std::move(buffers), std::move(body)});
+  if (started_.empty())
+    check(launch_hold_(peers_, call.ticket, body.num_blocks, stream), "the kernel was not launched");
+  const void* const ticket = buffers.back();
+  started_.insert_or_assign(ticket, Started{std::move(turn_taken), std::move(buffers), std::move(body)});
 }
 
 void Halves::done(const Buffers& buffers, cudaStream_t stream) {

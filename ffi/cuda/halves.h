@@ -18,7 +18,7 @@
 
 namespace jax_ep {
 
-// The addresses of all that an operation reads and writes, and last that of its epoch.
+// The addresses of all that an operation reads and writes, and last that of its ticket.
 using Buffers = std::vector<const void*>;
 
 // The halves of one group on one device. XLA may call from any thread, in the order in which it enqueues.
@@ -61,7 +61,7 @@ class Halves {
   const LaunchHold launch_hold_;
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
-  // By the address of the epoch, which an older start that was never done loses to the next one.
+  // By the address of the ticket, which an older start that was never done loses to the next one.
   std::map<const void*, Started> started_;
 };
 

@@ -172,7 +172,7 @@ Buffers addresses(const Buffer&... buffers) {
   return {data<const void>(buffers)...};
 }
 
-// The operands are the start's, but for its axis_index, and the epoch; the results are in the place of some of them.
+// The operands are the start's, but for its axis_index, and the ticket; the results are in the place of some of them.
 ffi::Error done(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands) {
   const auto member = member_for(op, group, ordinal, 0, 0);
   if (member.has_error()) return member.error();
@@ -242,14 +242,14 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
 ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
                           Operand x_scales, Operand topk_idx, Operand topk_weights, Operand out, Operand out_scales,
                           Operand weights, Operand counts, Operand group_sizes, Operand num_dropped, Operand place,
-                          Operand rows, Operand num_arrived, Result epoch) {
+                          Operand rows, Operand num_arrived, Result ticket) {
   ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, place, rows, num_arrived);
   args.half = Half::kDone;
-  args.epoch = data<uint32_t>(epoch);
+  args.ticket = data<Ticket>(ticket);
   return scatter("dispatch_start", stream, ordinal, attrs.group, element_type(args.x_scales ? out : x), args,
                  addresses(x, x_scales, topk_idx, topk_weights, out, out_scales, weights, counts, group_sizes,
-                           num_dropped, place, rows, num_arrived, epoch));
+                           num_dropped, place, rows, num_arrived, ticket));
 }
 
 ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
@@ -350,12 +350,12 @@ ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operan
 
 ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                          Operand row_weights, Operand place, Operand rows, Operand num_arrived, Operand out,
-                         Result epoch) {
+                         Result ticket) {
   GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived, out);
   args.half = Half::kDone;
-  args.epoch = data<uint32_t>(epoch);
+  args.ticket = data<Ticket>(ticket);
   return gather("combine_start", stream, ordinal, attrs.group, element_type(y), args,
-                addresses(y, row_weights, place, rows, num_arrived, out, epoch));
+                addresses(y, row_weights, place, rows, num_arrived, out, ticket));
 }
 
 ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,

@@ -265,10 +265,10 @@ struct Operation {
   __device__ __forceinline__ void enter_started() const {
     state.entered = true;
     state.failed = load_relaxed(&own().failed) != 0;
-    state.epoch = *call.epoch;
+    state.epoch = call.ticket->epoch;
     state.slot = slot_of(state.epoch);
     state.slot_is_free = false;
-    count_release(&own().bodies_begun[state.slot], 1);
+    count(&call.ticket->blocks_begun, 1);
   }
 
   __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
@@ -317,8 +317,8 @@ struct Operation {
 
   // Whether all blocks of the launch run, or have: what a block that has been here longer waits for is on its way.
   __device__ __forceinline__ bool all_have_begun() const {
-    const uint32_t begun = takes_turn() ? load_relaxed(&own().num_entering) - state.num_entered
-                                        : load_relaxed(&own().bodies_begun[state.slot]);
+    const uint32_t begun =
+        takes_turn() ? load_relaxed(&own().num_entering) - state.num_entered : load_relaxed(&call.ticket->blocks_begun);
     return static_cast<int32_t>(begun - gridDim.x) >= 0;
   }
 

@@ -10,8 +10,8 @@
 namespace jax_ep {
 
 cudaError_t launch_start(const Peers& peers, const Call& call, cudaStream_t stream);
-// `epoch`: the start's. The body has `num_blocks`.
-cudaError_t launch_hold(const Peers& peers, const uint32_t* epoch, int32_t num_blocks, cudaStream_t stream);
+// `ticket`: the start's. The body has `num_blocks`.
+cudaError_t launch_hold(const Peers& peers, const Ticket* ticket, int32_t num_blocks, cudaStream_t stream);
 
 // Loads the kernels on the current device: a kernel loaded while a peer waits can deadlock.
 cudaError_t load_start();

@@ -43,8 +43,8 @@ _SHARING = "JAX_EP_SHARING"  # in the environment: how processes map each other'
 _Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and file descriptors
 _Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
 _NONE: _Result = ((0,), jnp.float32)
-_EPOCH: _Result = ((1,), jnp.int32)  # of what is started
-_Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, None for _NONE; the epoch
+_TICKET: _Result = ((2,), jnp.int32)  # struct Ticket in ffi/cuda/call.h
+_Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, None for _NONE; the ticket
 
 
 class RouteArrays(NamedTuple):
@@ -355,15 +355,15 @@ class CudaBackend:
         return self._ffi_call(op, operands, results, hash=call, **attrs)
 
     def _start(self, op: str, operands: tuple[Any, ...], results: list[_Result], **attrs: Any) -> _Started:
-        """Starts `op`; gives the memory that its done will return as the results, and the epoch.
+        """Starts `op`; gives the memory that its done will return as the results, and the ticket.
 
         The memory comes from a pure call of its own: what jax.checkpoint runs again in a backward pass, as it does with
         barriers that stand behind a start, then has other memory, and XLA need not copy.
         """
         room = self._ffi_call("room", operands, results)
-        (epoch,) = self._call(f"{op}_start", (*operands, *room), [_EPOCH], **attrs)
+        (ticket,) = self._call(f"{op}_start", (*operands, *room), [_TICKET], **attrs)
         # An array of no elements, as the argument of a program or of shard_map, is too much for XLA of jax 0.11.
-        return *(None if result is _NONE else array for array, result in zip(room, results, strict=True)), epoch
+        return *(None if result is _NONE else array for array, result in zip(room, results, strict=True)), ticket
 
     def _done(self, op: str, operands: tuple[Any, ...], started: _Started) -> Sequence[jax.Array]:
         """Ends `op`, which was `started` with `operands`, so that XLA keeps them and the results' memory for it."""

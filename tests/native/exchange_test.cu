@@ -54,7 +54,7 @@ struct Rank {
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
       rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
-  Array<uint32_t> dispatch_epoch{1}, combine_epoch{1};
+  Array<Ticket> dispatch_ticket{1}, combine_ticket{1};
   Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
       weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
       cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
@@ -112,7 +112,7 @@ struct Rank {
   }
   ScatterArgs dispatch_in_halves(int32_t cast) {
     ScatterArgs args = dispatch(cast);
-    args.half = Half::kDone, args.epoch = dispatch_epoch.device;
+    args.half = Half::kDone, args.ticket = dispatch_ticket.device;
     return args;
   }
   ScatterArgs along_route(OpKind op, Array<float>& result) {
@@ -145,7 +145,7 @@ struct Rank {
   }
   GatherArgs combine_in_halves() {
     GatherArgs args = combine();
-    args.half = Half::kDone, args.epoch = combine_epoch.device;
+    args.half = Half::kDone, args.ticket = combine_ticket.device;
     return args;
   }
   GatherArgs dispatch_back() {
@@ -156,8 +156,8 @@ struct Rank {
 };
 
 // Some of what a start and its done must have in common.
-Buffers buffers_of(const ScatterArgs& args) { return {args.x, args.out, args.epoch}; }
-Buffers buffers_of(const GatherArgs& args) { return {args.y, args.out, args.epoch}; }
+Buffers buffers_of(const ScatterArgs& args) { return {args.x, args.out, args.ticket}; }
+Buffers buffers_of(const GatherArgs& args) { return {args.y, args.out, args.ticket}; }
 
 __global__ void count_differences(const uint32_t* a, const uint32_t* b, size_t words, int32_t* differences) {
   for (size_t i = threadIdx.x; i < words; i += blockDim.x) {
@@ -428,8 +428,8 @@ void unlike_halves() {
   for (int32_t round = 0; round < 3; ++round) {
     EXPECT_EQ(is_refused(buffers), true);
     start();
-    EXPECT_EQ(is_refused({call.x, call.out, rank.combine_epoch.device}), true);
-    EXPECT_EQ(is_refused({call.out, call.out, call.epoch}), true);
+    EXPECT_EQ(is_refused({call.x, call.out, rank.combine_ticket.device}), true);
+    EXPECT_EQ(is_refused({call.out, call.out, call.ticket}), true);
     EXPECT_EQ(is_refused(buffers), false);
   }
   must(cudaDeviceSynchronize());
