@@ -11,6 +11,8 @@ namespace jax_ep {
 inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
 inline constexpr int32_t kDefaultSms = 128;
 inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
+// A whole operation that took turns with it on another rank must find a free one: each would wait for the other's peer.
+inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
 // next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). For many:
@@ -25,11 +27,12 @@ constexpr int32_t most_threads(Form form) {
 }
 constexpr int32_t least_blocks_per_sm(Form form) { return form == Form::kFewRows ? 2 : 1; }
 
-// A thread block sends, or receives. Senders come first, as blocks are started in their order, and wait for no peer's
-// rows: what a receiver waits for is always on its way. Only a launch of one block does both, one after the other.
+// A thread block sends, or receives; or, where rows are shared, sends and then receives. Senders come first, as blocks
+// are started in their order, and wait for no peer's rows: what a receiver waits for is always on its way. Only a
+// launch of one block does both, one after the other.
 //
 // If there are others, the first sender sends no rows: it tells the peers which call this is, and how many rows come.
-// And the first receiver takes none: it writes the small results, and pads.
+// And the first receiver begins with none: it writes the small results, and pads.
 struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
@@ -162,7 +165,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       break;
     }
   }
-  if (team_in_block || form == Form::kManyRows || form == Form::kFewSms) {  // where rows are claimed, by a team at once
+  if (team_in_block || form != Form::kFewRows) {  // where rows are claimed, a team's warps tell one another
     shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   }
   return plan_launch(num_tokens, num_tokens * num_ranks, shape, num_sms);

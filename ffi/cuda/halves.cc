@@ -36,7 +36,8 @@ void Halves::start(Call call, Buffers buffers, Body body, cudaStream_t stream) {
   check(launch_start_(peers_, call, stream), "the kernel was not launched");
   auto turn_taken = std::make_unique<Event>();
   check(cudaEventRecord(turn_taken->event, stream), "cudaEventRecord");
-  // If there are others, their bodies may come first.
+  // If there are others, their bodies may come first. (A start that is never done costs the later ones their hold.)
+  started_.erase(buffers.back());
   if (started_.empty())
     check(launch_hold_(peers_, call.ticket, body.num_blocks, stream), "the kernel was not launched");
   const void* const ticket = buffers.back();

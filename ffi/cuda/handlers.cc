@@ -132,7 +132,8 @@ ffi::Error begin(const char* op, const Member& member, const Call& call, const B
 // SMs for an operation of the group.
 int32_t num_sms(int64_t group, Half half) {
   const int32_t chosen = find_group(group)->num_sms();
-  return chosen == 0 && half != Half::kWhole ? kDefaultSmsBesideOthers : chosen;
+  if (half == Half::kWhole) return chosen;
+  return chosen == 0 ? kDefaultSmsBesideOthers : std::min(chosen, kMostSmsBesideOthers);
 }
 
 ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,

@@ -3,7 +3,8 @@
 //
 // An operation is one launch per rank, or two (halves.h): a start, which takes its turn, and a done, which does the
 // rest. All blocks of a launch begin() it and end() it. Blocks that send wait for no rows, and are started before those
-// that receive: no block waits for one that cannot run yet, however few run at a time.
+// that receive: no block waits for one that cannot run yet, however few run at a time. Those that have sent may
+// receive, but only once all_have_begun().
 //
 // A block's last warp, the control warp, enters the operation for it, while the others do what needs no epoch, up to
 // await_entry(). It may be one of the workers, or do nothing else.

@@ -485,7 +485,7 @@ struct Scatter {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
       op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
-    if (kShares && lane_id() == 0) op.open_claims(first_shared_row());
+    if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     place_rows(places);
     if (!kShares && arriving.comes) await_row(arriving, team);
     op.stamp(8);
@@ -516,7 +516,7 @@ struct Scatter {
   __device__ void help() const {
     if (named_barrier_or(kWorkersBarrier, op.num_workers, threadIdx.x == 0 && !op.all_have_begun())) return;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
-    if (lane_id() == 0) op.open_claims(first_shared_row());
+    if (lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     place_rows(places);
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     const Team team = Team::of_receivers(plan, plan.num_blocks - 1, warp_id());
@@ -529,7 +529,7 @@ struct Scatter {
   __device__ uint32_t first_shared_row() const { return Team::of_receivers(plan, plan.num_blocks - 1, 0).num_teams; }
 
   // The item, if it was looked for already, and those that the team claims then. While a row is on its way, padding is
-  // zeroed; what is left of that, in the end.
+  // zeroed; what is left of that, in the end. (A far row must not be looked at before its signal is there.)
   __device__ void take_shared_rows(uint32_t item, Arriving& arriving, bool looked, const Places& places,
                                    const Team& team) const {
     bool has_padding = args.zero_pad && !args.blocks;
@@ -539,7 +539,7 @@ struct Scatter {
       if (has_row && !looked) arriving = look_for_row(item, team);
       looked = false;
 #pragma unroll 1
-      while (has_padding && !(has_row && (!arriving.comes || has_come(arriving)))) {
+      while (has_padding && !(has_row && (!arriving.comes || has_come(arriving) || is_far(peers, arriving.source)))) {
         has_padding = pad_some(places);
         if (has_row) look_at_batch(arriving.place, team.warp, team, arriving.first);
       }

@@ -444,14 +444,20 @@ void more_blocks_than_fit() {
   constexpr int32_t kBlocks = 1000;
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
-  LaunchPlan scatter_plan = plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false),
-             gather_plan = plan_gather(kTokens, 1, kTopK, num_chunks(kRowBytes), 0);
-  for (LaunchPlan* plan : {&scatter_plan, &gather_plan}) plan->num_blocks = plan->num_senders + kBlocks;
+  LaunchPlan gather_plan = plan_gather(kTokens, 1, kTopK, num_chunks(kRowBytes), 0);
+  LaunchPlan scatter_plans[] = {plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false),
+                                plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 5, false)};  // with shared rows
+  for (LaunchPlan* plan : {&gather_plan, &scatter_plans[0], &scatter_plans[1]}) {
+    plan->num_senders = plan->first_receiver = kBlocks;
+    plan->num_blocks = 2 * kBlocks;
+  }
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);
   for (int32_t round = 0; round < 3; ++round) {
-    must(launch_scatter(peers, rank.dispatch(0), ElementType::kFloat32, scatter_plan, rank.stream));
+    for (const LaunchPlan& plan : scatter_plans) {
+      must(launch_scatter(peers, rank.dispatch(0), ElementType::kFloat32, plan, rank.stream));
+    }
     must(launch_gather(peers, rank.combine(), ElementType::kFloat32, gather_plan, rank.stream));
   }
   must(cudaDeviceSynchronize());
@@ -470,8 +476,8 @@ int main(int argc, char** argv) {
                                    {2, Form::kFewSms},
                                    {5, Form::kFewSms},
                                    {5, Form::kUsual},
-                                   {16, Form::kUsual},
-                                   {16, Form::kManyRows}};
+                                   {8, Form::kUsual},
+                                   {8, Form::kManyRows}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
     for (int32_t cast = 0; cast <= 2; ++cast) {
       for (Blocks blocks : is_quick ? quick : all) {

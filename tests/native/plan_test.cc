@@ -45,9 +45,12 @@ void test_plans() {
       for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
         for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
           for (bool team_in_block : {false, true}) {
-            const LaunchPlan plan = plan_scatter(tokens, ranks, 8, chunks, num_sms, team_in_block);
-            expect_sound(plan, num_sms);
-            if (team_in_block) EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
+            for (int32_t top_k : {1, 8}) {
+              const LaunchPlan plan = plan_scatter(tokens, ranks, top_k, chunks, num_sms, team_in_block);
+              expect_sound(plan, num_sms);
+              if (!team_in_block && plan.form == Form::kFewRows) continue;
+              EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
+            }
           }
           expect_sound(plan_gather(tokens, ranks, 8, chunks, num_sms), num_sms);
         }
