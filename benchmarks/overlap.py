@@ -178,7 +178,7 @@ def events_of(run: Callable[[], Any]) -> list[list[Event]]:
     return [sorted(events, key=lambda event: event.start_ns) for events in trace(partial(executions, EXECUTIONS))]
 
 
-def communicates(event: Event, kinds: Sequence[str] = (*KINDS, "start")) -> bool:
+def communicates(event: Event, kinds: Sequence[str] = (*KINDS, "start", "hold")) -> bool:
     return any(f"{kind}_kernel" in event.name for kind in kinds)
 
 
@@ -199,7 +199,9 @@ def step_us(gpus: Sequence[Sequence[Event]]) -> float:
     """
     times = []
     for events in gpus:
-        starts = [step[0].start_ns for step in by_step([event for event in events if communicates(event)])]
+        starts = [
+            step[0].start_ns for step in by_step([event for event in events if communicates(event, (*KINDS, "start"))])
+        ]
         times += [(starts[i + STEPS - 1] - starts[i + 1]) / (STEPS - 2) / 1e3 for i in range(0, len(starts), STEPS)]
     return statistics.median(times)
 
@@ -224,7 +226,7 @@ def beside_gemms(gpus: Sequence[Sequence[Event]]) -> float:
     total = beside = 0.0
     for events in gpus:
         gemms = [(e.start_ns, e.start_ns + e.duration_ns) for e in events if not communicates(e)]  # one at a time
-        for event in filter(communicates, events):
+        for event in (event for event in events if communicates(event, KINDS)):
             end = event.start_ns + event.duration_ns
             total += event.duration_ns
             beside += sum(max(0.0, min(end, stop) - max(event.start_ns, start)) for start, stop in gemms)

@@ -98,13 +98,8 @@ struct Counters {
   PeerCounters peer[kMaxRanks];
 };
 
-// What a start tells its send and its done. Not in memory of XLA's, which may be something else's by the time that an
-// operation that is never done sends.
-inline constexpr int kMaxSenders = 255;
-struct Ticket {
-  uint32_t epoch;
-  uint32_t has_sent[kMaxSenders];  // of each block: 0 or 1
-};
+// What the blocks of a launch share as they come to it.
+enum class Work : int32_t { kRows, kPadding };
 
 // Control memory of one rank; the counts of arriving rows follow it. It outlives the group, so that an executable that
 // still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
@@ -121,12 +116,12 @@ struct Control {
   uint32_t num_entering, num_left;  // blocks one by one: like num_entered with the owner's, and those that have left
   uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
   uint32_t poisons[2][kMaxSlots];   // 1 while a block poisons the results of a launch, of a done, in each slot
+  unsigned long long claimed[2][kMaxSlots];  // {epoch, how many} of each Work, in each slot
   // The epoch whose rows each rank has read last in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];
   unsigned long long op[kMaxSlots][kMaxRanks];        // {epoch, hash of the call} of each rank
   unsigned long long num_rows[kMaxSlots][kMaxRanks];  // {epoch, rows that each rank sends here}
   Counters counters;
-  Ticket tickets[kMaxSlots];  // of as many starts as may be under way
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
 inline constexpr uint32_t kNewestIsWhole = 1u << 31;
@@ -149,16 +144,14 @@ struct FailureRecord {
 };
 enum class FailureReason : uint32_t {
   kTimeout,
-  kOtherOp,     // a peer is in another call
-  kWrongRank,   // XLA runs another rank on this device than the group's mesh says
-  kSlotTaken,   // the operation that had the slot before was started and never done
-  kNotStarted,  // what is pending is of another start
-  kElsewhere    // in another process, on another host perhaps: the record is there
+  kOtherOp,    // a peer is in another call
+  kWrongRank,  // XLA runs another rank on this device than the group's mesh says
+  kSlotTaken,  // the operation that had the slot before was started and never done
+  kElsewhere   // in another process, on another host perhaps: the record is there
 };
 
-// An operation runs in one launch, or in three: a start, which takes its turn; a send, beside whatever comes then; and
-// a done.
-enum class Half : int32_t { kWhole, kStart, kSend, kDone };
+// An operation runs in one launch, or in two: a start, which takes its turn, and a done, beside whatever comes then.
+enum class Half : int32_t { kWhole, kStart, kDone };
 
 // The kernel ABI: all that a kernel knows of its peers. Who fills it (ffi/cuda/group.cc) decides the transport. Kernels
 // for groups over a network (ffi/cuda/network.h) find a NetworkTable in its place.

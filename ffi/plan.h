@@ -10,12 +10,16 @@ namespace jax_ep {
 
 inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
 inline constexpr int32_t kDefaultSms = 128;
+inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
+// A whole operation that took turns with it on another rank must find a free one: each would wait for the other's peer.
+inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). On few SMs:
-// a warp has more of a row under way, since there are few warps.
-enum class Form : int32_t { kFewRows, kFewSms, kUsual };
-inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewSms, Form::kUsual};
+// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). For many:
+// blocks that have sent take rows, too. On few SMs: likewise, and a warp has more of a row under way, since there are
+// few warps. A kernel may use the code of one form for another.
+enum class Form : int32_t { kFewRows, kUsual, kManyRows, kFewSms };
+inline constexpr Form kForms[] = {Form::kFewRows, Form::kUsual, Form::kManyRows, Form::kFewSms};
 inline constexpr int32_t kFewRowsBlockWarps = 8;
 constexpr bool has_control_warp(Form form) { return form == Form::kFewRows; }
 constexpr int32_t most_threads(Form form) {
@@ -23,11 +27,12 @@ constexpr int32_t most_threads(Form form) {
 }
 constexpr int32_t least_blocks_per_sm(Form form) { return form == Form::kFewRows ? 2 : 1; }
 
-// A thread block sends, or receives. Senders come first, as blocks are started in their order, and wait for no peer's
-// rows: what a receiver waits for is always on its way. Only a launch of one block does both, one after the other.
+// A thread block sends, or receives; or, where rows are shared, sends and then receives. Senders come first, as blocks
+// are started in their order, and wait for no peer's rows: what a receiver waits for is always on its way. Only a
+// launch of one block does both, one after the other.
 //
 // If there are others, the first sender sends no rows: it tells the peers which call this is, and how many rows come.
-// And the first receiver takes none: it writes the small results, and pads.
+// And the first receiver begins with none: it writes the small results, and pads.
 struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
@@ -91,8 +96,8 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
   const int64_t most_receive = std::max(blocks * shape.receive_eighths / 8, 1);
   const auto receivers =
       static_cast<int32_t>(std::min(blocks_for(receives, shape.log_receive_warps) + 1, most_receive));
-  const auto senders = static_cast<int32_t>(
-      std::min({blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}, int64_t{kMaxSenders}}));
+  const auto senders =
+      static_cast<int32_t>(std::min(blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}));
   // A team must not be larger than all that there are.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
     while (log_warps > log_block && row_blocks << log_block >> log_warps == 0) --log_warps;
@@ -114,7 +119,8 @@ constexpr LaunchPlan sending_in_blocks(LaunchPlan plan) {
 }
 
 constexpr Form form_for(int64_t num_tokens, int32_t num_sms) {
-  return num_sms > 0 ? Form::kFewSms : num_tokens <= 32 ? Form::kFewRows : Form::kUsual;
+  if (num_sms > 0) return Form::kFewSms;
+  return num_tokens <= 32 ? Form::kFewRows : num_tokens <= 256 ? Form::kUsual : Form::kManyRows;
 }
 
 constexpr int32_t log2_ceil(int32_t n) {
@@ -134,11 +140,12 @@ constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
 // Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. What a block
 // spends on finding out where its teams' next tokens go, it spends once for all of them. The warps of a team that
 // receives, with `team_in_block`, are of one block. `num_chunks` is of a row under way.
-constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_chunks, int32_t num_sms,
-                                  bool team_in_block) {
+constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
+                                  int32_t num_sms, bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
+  const Form form = form_for(num_tokens, num_sms);
   Shape shape = {};
-  switch (form_for(num_tokens, num_sms)) {
+  switch (form) {
     case Form::kFewRows: {
       const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
       const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
@@ -150,13 +157,17 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       shape = {Form::kFewSms, 4, log_team(num_tokens, warps, most), log_team(num_tokens * num_ranks, warps, most), 5};
       break;
     }
-    case Form::kUsual: {
-      const int32_t eighths = num_tokens <= 256 && log_chunks > 3 ? 5 : 4;
-      shape = {Form::kUsual, 4, std::min(log_chunks, 4), std::clamp(log_chunks - 2, 0, 2), eighths};
+    case Form::kUsual:
+    case Form::kManyRows: {
+      const int32_t most = top_k <= 2 ? 3 : 4;  // a row that goes to few ranks takes its warps no time to send
+      const int32_t eighths = form == Form::kUsual && std::min(log_chunks, most) > 3 ? 5 : 4;
+      shape = {form, 4, std::min(log_chunks, most), std::clamp(log_chunks - 2, 0, 2), eighths};
       break;
     }
   }
-  if (team_in_block) shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
+  if (team_in_block || form != Form::kFewRows) {  // where rows are claimed, a team's warps tell one another
+    shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
+  }
   return plan_launch(num_tokens, num_tokens * num_ranks, shape, num_sms);
 }
 
@@ -165,8 +176,9 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                  int32_t num_sms) {
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
+  const Form form = form_for(num_tokens, num_sms);
   Shape shape = {};
-  switch (form_for(num_tokens, num_sms)) {
+  switch (form) {
     case Form::kFewRows:
       shape = {Form::kFewRows, num_tokens <= 2 ? 2 : 3, std::min(num_tokens <= 16 ? 4 : 3, most), 5, 5};
       break;
@@ -175,11 +187,12 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       shape = {Form::kFewSms, 4, log_team(num_tokens * num_ranks, warps, most), log_team(num_tokens, warps, most), 3};
       break;
     }
-    case Form::kUsual: {
-      const int32_t eighths = num_tokens <= 256 && top_k < 4 * num_ranks ? 4 : 3;
-      shape = {Form::kUsual, 4, std::min(4, most), num_tokens <= 256 ? 4 : 2, eighths};
+    case Form::kUsual:
+      shape = {form, 4, std::min(4, most), 4, top_k < 4 * num_ranks ? 4 : 3};
       break;
-    }
+    case Form::kManyRows:
+      shape = {form, 4, std::min(4, most), 2, 3};
+      break;
   }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
   return plan_launch(num_tokens * num_ranks, num_tokens, shape, num_sms);

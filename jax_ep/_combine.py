@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep import _checks, _compat
 from jax_ep._group import check_usable
@@ -45,7 +46,10 @@ def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DType
     """
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
     operands = _compat.in_one_place(operands)
-    return Pending((*operands, _start(None, *operands)), "combine", recv.group, out_dtype)
+    # The gradient takes the way of the operands, which the done is given again.
+    y, weights, route = jax.tree.map(lax.stop_gradient, operands)
+    started = route.backend.combine_start(route, y, weights, out_dtype)
+    return Pending((*operands, started), "combine", recv.group, out_dtype)
 
 
 @_compat.named
@@ -75,25 +79,15 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     return out_dtype, *_compat.vary((y, recv.weights, route), [group.axis_name])
 
 
-def _start_rows(_: None, y: jax.Array, weights: jax.Array, route: Route) -> jax.Array | None:
-    return route.backend.combine_start(route, y, weights)
+def _combine_rows(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:
+    return route.backend.combine(route, y, weights, started, out_dtype)
 
 
-# The gradient takes the way of the operands, which the done is given again.
-_start = _compat.without_gradient(_start_rows)
-
-
-def _combine_rows(
-    out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route, ticket: jax.Array | None
-) -> jax.Array:
-    return route.backend.combine(route, y, weights, ticket, out_dtype)
-
-
-def _combine_fwd(out_dtype: Any, y: Any, weights: Any, route: Any, ticket: Any) -> tuple[jax.Array, Any]:
+def _combine_fwd(out_dtype: Any, y: Any, weights: Any, route: Any, started: Any) -> tuple[jax.Array, Any]:
     needs_y = weights.perturbed
-    y, weights, route, ticket = _compat.values((y, weights, route, ticket))
+    y, weights, route, started = _compat.values((y, weights, route, started))
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
-    return _combine_rows(out_dtype, y, weights, route, ticket), (y if needs_y else None, weights, route)
+    return _combine_rows(out_dtype, y, weights, route, started), (y if needs_y else None, weights, route)
 
 
 def _combine_bwd(out_dtype: Any, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:

@@ -127,18 +127,6 @@ def differentiable(function: Callable[..., Any], forward: Callable[..., Any], ba
     return partial(jax.jit, static_argnums=(0,), inline=True)(rule)
 
 
-def without_gradient(function: Callable[..., Any]) -> Any:
-    """`function(static, *operands)`, whose result's cotangents are dropped."""
-
-    def forward(static: Any, *operands: Any) -> Any:
-        return function(static, *values(operands)), (None,) * len(operands)
-
-    def backward(static: Any, zeros: Any, g: Any) -> Any:
-        return zeros
-
-    return differentiable(function, forward, backward)
-
-
 def values(operands: Any) -> Any:
     """The operands of a forward rule without the marks of what is differentiated."""
     return jax.tree.map(lambda primal: primal.value, operands)

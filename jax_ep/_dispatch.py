@@ -249,18 +249,26 @@ def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: i
     return int(capacity)
 
 
-def _start_rows(call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None) -> jax.Array | None:
-    return call.backend.dispatch_start(call, x, topk_idx, topk_weights)
+def _start_rows(call: DispatchCall, *operands: Any) -> Any:
+    return call.backend.dispatch_start(call, *operands, zero_pad=bool(call.zero_pad))
 
 
-# The gradient takes the way of the operands, which the done is given again.
-_start = _compat.without_gradient(_start_rows)
+def _start_fwd(call: DispatchCall, *operands: Any) -> tuple[Any, None]:
+    started = call.backend.dispatch_start(call, *_compat.values(operands), zero_pad=call.zero_pad is not False)
+    return started, None
+
+
+def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[None, None, None]:
+    return None, None, None  # the gradient takes the way of the operands, which the done is given again
+
+
+_start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)
 
 
 def _dispatch_rows(
-    call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, ticket: jax.Array | None
+    call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, started: Any
 ) -> Dispatched:
-    return call.backend.dispatch(call, x, topk_idx, topk_weights, ticket, zero_pad=bool(call.zero_pad))
+    return call.backend.dispatch(call, x, topk_idx, topk_weights, started, zero_pad=bool(call.zero_pad))
 
 
 def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatched, Route]:

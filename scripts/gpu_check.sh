@@ -2,6 +2,7 @@
 # Builds jax_ep on a machine with GPUs, runs all that needs one, and writes benchmarks/results/gpu_check-*.json.
 #
 #   scripts/gpu_check.sh [build native sanitizer tests train processes bench layer overlap]    # no names: all steps
+#   scripts/gpu_check.sh processes-2-nvlink bench-7-grad                                       # parts of them
 #
 # Uses the environment of $PYTHON (python3), which must hold jax with its CUDA plugin, scikit-build-core, nanobind, pytest
 # and hypothesis: nothing is fetched. Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses). PYTEST_ARGS goes to
@@ -20,7 +21,7 @@ failed=0
 step() {  # step NAME COMMAND...: runs a step if it was asked for; its log and status are what the report reads
   local name=$1 begun=$SECONDS
   shift
-  [[ " $steps " == *" ${name%%-*} "* ]] || return 0
+  [[ " $steps " == *" ${name%%-*} "* || " $steps " == *" $name "* ]] || return 0
   timeout "${STEP_TIMEOUT:-540}" "$@" >"$logs/$name.log" 2>&1
   local status=$?
   echo "$status $((SECONDS - begun))" >"$logs/$name.status"
@@ -50,7 +51,7 @@ done
 # With a process for each GPU: what is particular to that; then the contract's tests, over NVLink, and over NVSHMEM between
 # two halves of the GPUs, for which nvidia-nvshmem-cu13 must be there.
 step processes-1 "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
-if [[ " $steps " == *" processes "* ]]; then
+if [[ " $steps " == *" processes"* ]]; then
   num_gpus=$("$python" -c "import jax; print(jax.device_count())")
   in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-}"
   step processes-2-nvlink $in_processes tests

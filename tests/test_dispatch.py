@@ -217,9 +217,10 @@ def test_permuted_mesh_is_an_error_or_right(make_group, mesh, layout):
     recv = run_spmd(lambda *inputs: ep.dispatch(*inputs, group=group, layout=layout), permuted, *inputs)
     assert (recv.counts == 0).all()
     assert (recv.num_dropped == -1).all()
-    with pytest.raises(ep.Error, match="mesh"):
+    # All ranks are wrong; over a network, one that hears of another's failure first does not look at its own.
+    with pytest.raises(ep.Error, match="mesh|Group.check of its process says why"):
         group.check()
-    with pytest.raises(ep.Error, match="mesh"):
+    with pytest.raises(ep.Error, match="mesh|Group.check of its process says why"):
         run_spmd(lambda *inputs: ep.dispatch(*inputs, group=group, layout=layout).counts, mesh, *inputs)
 
 

@@ -5,8 +5,8 @@
 //   row received, of dispatch] [of combine]
 //
 // 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; HIDDEN=7168,
-// TOP_K=8, EXPERTS=256, NUM_SMS=0 and SKEWED=0 (1: half of a token's experts are the first rank's) are as the bench's
-// options. bfloat16; routing is uniform otherwise.
+// TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
+// experts are the first rank's) are as the bench's options. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -64,6 +64,7 @@ struct Rank {
           *num_arrived = device_array<int32_t>(num_ranks), *counts = device_array<int32_t>(kExperts),
           *group_sizes = device_array<int32_t>(kExperts), *num_dropped = device_array<int32_t>(1);
   float *topk_weights = device_array<float>(tokens * kTopK), *weights = device_array<float>(capacity),
+        *weights_cotangent = device_array<float>(capacity),
         *scales = device_array<float>(capacity * (kHidden / kChannelsPerScale));
   uint8_t *x = device_array<uint8_t>(tokens * kRowBytes), *recv = device_array<uint8_t>(capacity * kRowBytes),
           *y = device_array<uint8_t>(capacity * kRowBytes), *out = device_array<uint8_t>(tokens * kRowBytes);
@@ -107,9 +108,34 @@ struct Rank {
     GatherArgs args = {};
     args.op = OpKind::kCombine, args.hash = 2, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
-    args.y = y, args.row_bytes = kRowBytes, args.num_rows = capacity, args.row_weights = weights;
+    args.y = y, args.row_bytes = kRowBytes, args.row_weights = weights;
     args.rows = rows, args.num_arrived = num_arrived, args.place = place;
     args.out = out, args.out_type = ElementType::kBFloat16;
+    must(launch_gather(peers, args, ElementType::kBFloat16, plan, stream));
+  }
+
+  // Along the route of a dispatch.
+  void combine_back(const LaunchPlan& plan) const {
+    ScatterArgs args = {};
+    args.op = OpKind::kCombineBack, args.hash = 3, args.axis_index = axis_index;
+    args.num_tokens = tokens, args.top_k = kTopK;
+    args.x = x, args.row_bytes = kRowBytes, args.arrival = Arrival::kCombineBack;
+    args.known_place = place, args.known_rows = rows, args.known_num_arrived = num_arrived;
+    args.known_counts = counts, args.known_group_sizes = group_sizes;
+    args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = 1;
+    args.zero_pad = setting("ZERO_PAD", 1) != 0;
+    args.out = recv, args.out_row_bytes = kRowBytes;
+    args.y = y, args.row_weights = weights, args.weights_cotangent = weights_cotangent;
+    must(launch_scatter(peers, args, ElementType::kBFloat16, plan, stream));
+  }
+
+  void dispatch_back(const LaunchPlan& plan) const {
+    GatherArgs args = {};
+    args.op = OpKind::kDispatchBack, args.hash = 4, args.axis_index = axis_index;
+    args.num_tokens = tokens, args.top_k = kTopK;
+    args.y = recv, args.row_bytes = kRowBytes, args.weights_to_send = weights_cotangent;
+    args.rows = rows, args.num_arrived = num_arrived, args.place = place;
+    args.out = out, args.out_type = ElementType::kBFloat16, args.topk_weights = topk_weights;
     must(launch_gather(peers, args, ElementType::kBFloat16, plan, stream));
   }
 };
@@ -225,6 +251,7 @@ int main(int argc, char** argv) {
   must(cudaGetDeviceCount(&num_devices));
   const int32_t num_ranks = setting("RANKS", num_devices);
   const int32_t tokens = arg(1, 128), cast = arg(2, 0);
+  const bool grad = setting("GRAD", 0) != 0;
   const auto log_of = [](int32_t n) { return n < 2 ? 0 : n < 4 ? 1 : n < 8 ? 2 : n < 16 ? 3 : n < 32 ? 4 : 5; };
   const auto adjusted = [&](LaunchPlan plan, int first) {
     const int32_t senders = arg(first, plan.num_senders), receivers = arg(first + 1, plan.num_receivers());
@@ -238,7 +265,7 @@ int main(int argc, char** argv) {
     return plan;
   };
   const LaunchPlan out =
-      adjusted(plan_scatter(tokens, num_ranks, num_chunks(cast ? kHidden : kRowBytes), kNumSms, false), 3);
+      adjusted(plan_scatter(tokens, num_ranks, kTopK, num_chunks(cast ? kHidden : kRowBytes), kNumSms, grad), 3);
   const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, kTopK, num_chunks(kRowBytes), kNumSms), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
@@ -249,20 +276,23 @@ int main(int argc, char** argv) {
     ranks.push_back(std::make_unique<Rank>(group.members()[r], r, num_ranks, tokens, cast));
     must(cudaDeviceSynchronize());
   }
-  const float dispatch = measure(ranks, [&](Rank& rank) { rank.dispatch(out); });
+  const auto scatter = [&](Rank& rank) { grad ? rank.combine_back(out) : rank.dispatch(out); };
+  const auto gather = [&](Rank& rank) { grad ? rank.dispatch_back(back) : rank.combine(back); };
+  if (grad) measure(ranks, [&](Rank& rank) { rank.dispatch(out); });
+  const float out_us = measure(ranks, scatter);
   std::vector<std::vector<uint64_t>> stamps;
   const auto print_plan = [](const char* name, const LaunchPlan& plan) {
     std::printf(" %s %d+%d blocks of %d warps, %d, %d a row;", name, plan.num_senders, plan.num_receivers(),
                 plan.block_warps(), 1 << plan.log_send_warps, 1 << plan.log_receive_warps);
   };
   std::printf("T %d cast %d:", tokens, cast);
-  print_plan("dispatch", out), print_plan("combine", back);
+  print_plan(grad ? "combine_back" : "dispatch", out), print_plan(grad ? "dispatch_back" : "combine", back);
   std::printf("\n");
   print_timeline(ranks, out);
-  const float combine = measure(ranks, [&](Rank& rank) { rank.combine(back); });
+  const float back_us = measure(ranks, gather);
   print_timeline(ranks, back);
-  const float pair = measure(ranks, [&](Rank& rank) { rank.dispatch(out), rank.combine(back); });
-  std::printf("  dispatch %.2f combine %.2f pair %.2f us%s\n", dispatch, combine, pair,
-              group.failure() ? " FAILED" : "");
+  const float pair = measure(ranks, [&](Rank& rank) { scatter(rank), gather(rank); });
+  std::printf("  %s %.2f %s %.2f pair %.2f us%s\n", grad ? "combine_back" : "dispatch", out_us,
+              grad ? "dispatch_back" : "combine", back_us, pair, group.failure() ? " FAILED" : "");
   return group.failure() ? 1 : 0;
 }

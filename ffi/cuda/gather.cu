@@ -49,7 +49,7 @@ struct Gather {
 
   __device__ void announce() const {
     op.await_entry();
-    if (op.state.sends && !op.state.failed) {
+    if (!op.state.failed) {
       for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += op.num_workers) {
         if (args.num_sent) {
           op.send_number(peer, &op.control_of(peer).num_rows[op.state.slot][peers.rank], args.num_sent[peer]);
@@ -74,7 +74,7 @@ struct Gather {
     }
     if (entering) op.await_entry();
     op.stamp(1);
-    bool gives_up = !op.state.sends || op.state.failed;
+    bool gives_up = op.state.failed;
     // Warps that meet at a barrier for a far rank's rows must agree: they go on to the end, or do not begin.
     if (kHasNetwork) gives_up = any_of_team(team, kFirstBarrier, gives_up);
     if (gives_up) return;
@@ -116,8 +116,7 @@ struct Gather {
       source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
     }
     source.present = source.index < num_rows_of(source.peer);
-    // Of a start that is never done, XLA may use the route's memory again while rows are sent: they may be anything.
-    if (!source.present || source.row >= args.num_rows) source.row = -1;
+    if (!source.present) source.row = -1;
     source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
     source.rows = __ballot_sync(kAllLanes, source.row >= 0);
     return source;
@@ -324,7 +323,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   if (gather.op.is_worker()) {
     if (block == 0) gather.announce();
     if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send(block > 0);
-    if (block >= plan.first_receiver && args.half != Half::kSend) gather.receive(!is_sender);
+    if (block >= plan.first_receiver) gather.receive(!is_sender);
   }
   gather.op.end(blocks_before, [&] { gather.poison(); });
 }
@@ -346,10 +345,9 @@ auto kernel_of(Form form) {
 cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& best,
                           cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
-  const int32_t num_blocks = args.half == Half::kSend ? plan.num_senders : plan.num_blocks;
   with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.form);
-    kernel<<<num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);
+    kernel<<<plan.num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);
   });
   return cudaGetLastError();
 }

@@ -11,9 +11,8 @@ namespace jax_ep {
 
 struct GatherArgs : Call {
   // Experts' side.
-  const void* y;      // [num_rows, row_bytes]
-  int64_t row_bytes;  // 0 if only weights go back
-  int64_t num_rows;
+  const void* y;                 // [num_rows, row_bytes]
+  int64_t row_bytes;             // 0 if only weights go back
   const float* row_weights;      // [num_rows] to sum with, or null for 1
   const float* weights_to_send;  // [num_rows] cotangents that return to [T, K], or null
   const int32_t* rows;           // [R, T, K] of the route; null for all_to_all_back
@@ -25,8 +24,6 @@ struct GatherArgs : Call {
   void* out;                // [T, elements of row_bytes], or null
   ElementType out_type;
   float* topk_weights;  // [T, K] or null
-
-  Reads reads() const { return {y, row_weights, rows, num_arrived}; }  // of a combine
 };
 
 // Enqueues one kernel. `type` is that of y.

@@ -126,7 +126,7 @@ void Group::open_member(Member& member) {
   peers.control = control_at(control);
   peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
-  member.halves = std::make_unique<Halves>(peers, kernels().launch_start);
+  member.halves = std::make_unique<Halves>(peers, kernels().launch_start, kernels().launch_hold);
   for (auto load : {kernels().load_scatter, kernels().load_gather, kernels().load_start, load_dispatch_layout}) {
     check(load(), "loading the kernels");
   }

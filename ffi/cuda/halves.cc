@@ -1,26 +1,25 @@
 #include "ffi/cuda/halves.h"
 
 #include <stdexcept>
-#include <string>
+#include <utility>
+
+#include "ffi/cuda/runtime.h"
 
 namespace jax_ep {
+Halves::Event::Event() { check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }
 
-Halves::Halves(const Peers& peers, LaunchStart launch_start) : peers_(peers), launch_start_(launch_start) {
+Halves::Halves(const Peers& peers, LaunchStart launch_start, LaunchHold launch_hold)
+    : peers_(peers), launch_start_(launch_start), launch_hold_(launch_hold) {
   int lowest = 0, highest = 0;
   check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   // Its blocks need not wait until a computation that is running has no more blocks to begin.
   check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
-  for (int32_t slot = 0; slot < peers.layout.num_slots; ++slot) {
-    Place& place = places_.emplace_back();
-    place.ticket = &peers.control->tickets[slot];
-    check(cudaEventCreateWithFlags(&place.event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  }
 }
 
 void Halves::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ == nullptr) return;
-  for (const Place& place : places_) cudaEventDestroy(place.event);
+  started_.clear();
   cudaStreamDestroy(stream_);
   stream_ = nullptr;
 }
@@ -30,49 +29,37 @@ void Halves::expect_open() const {
     throw std::invalid_argument("its group is closed; make a new Group and trace the function again");
 }
 
-void Halves::start(Call call, const Reads& reads, cudaStream_t stream, const LaunchHalf& launch) {
+void Halves::start(Call call, Buffers buffers, Body body, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   expect_open();
-  Place* free = nullptr;
-  for (Place& place : places_) {
-    // An older start whose memory XLA uses again is never done: its done was left out, or its program has failed.
-    if (place.pending == call.pending) place.pending = nullptr;
-    if (place.pending == nullptr) free = &place;
-  }
-  if (free == nullptr) {
-    throw std::invalid_argument(std::to_string(places_.size()) +
-                                " operations of the group are under way that are started and not done, and it has room "
-                                "for no more; do one of them before, in the program that starts it");
-  }
-  // The send of a start without a done may still look at its ticket.
-  check(cudaStreamWaitEvent(stream, free->event), "cudaStreamWaitEvent");
   call.half = Half::kStart;
-  call.ticket = free->ticket;
-  check(launch_start_(peers_, call, stream), kNotLaunched);
-  check(cudaEventRecord(free->event, stream), "cudaEventRecord");
-  check(cudaStreamWaitEvent(stream_, free->event), "cudaStreamWaitEvent");
-  launch(Half::kSend, free->ticket, stream_);
-  check(cudaEventRecord(free->event, stream_), "cudaEventRecord");
-  free->pending = call.pending;
-  free->reads = reads;
+  check(launch_start_(peers_, call, stream), "the kernel was not launched");
+  auto turn_taken = std::make_unique<Event>();
+  check(cudaEventRecord(turn_taken->event, stream), "cudaEventRecord");
+  // If there are others, their bodies may come first. (A start that is never done costs the later ones their hold.)
+  started_.erase(buffers.back());
+  if (started_.empty())
+    check(launch_hold_(peers_, call.ticket, body.num_blocks, stream), "the kernel was not launched");
+  const void* const ticket = buffers.back();
+  started_.insert_or_assign(ticket, Started{std::move(turn_taken), std::move(buffers), std::move(body)});
 }
 
-void Halves::done(const Call& call, const Reads& reads, cudaStream_t stream, const LaunchHalf& launch) {
+void Halves::done(const Buffers& buffers, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   expect_open();
-  const char* kept =
-      "start and done must be in one program, once each, and nothing between them (a jit boundary, the "
-      "carry of a loop, donation) may copy what is pending";
-  for (Place& place : places_) {
-    if (place.pending != call.pending) continue;
-    check(cudaStreamWaitEvent(stream, place.event), "cudaStreamWaitEvent");  // or XLA may use again what it reads
-    if (place.reads != reads)
-      throw std::invalid_argument(std::string("an operand is not where its start had it; ") + kept);
-    place.pending = nullptr;
-    launch(Half::kDone, place.ticket, stream);
-    return;
+  const auto found = started_.find(buffers.back());
+  if (found == started_.end() || found->second.buffers != buffers) {
+    throw std::invalid_argument(
+        "there is no start that it could end; start and done must be in one program, once each, and nothing between "
+        "them (a jit boundary, the carry of a loop, a branch of cond) may copy what is pending");
   }
-  throw std::invalid_argument(std::string("there is no start that it could end; ") + kept);
+  const Started started = std::move(found->second);
+  started_.erase(found);
+  const Event ended;
+  check(cudaStreamWaitEvent(stream_, started.turn_taken->event), "cudaStreamWaitEvent");
+  check(started.body.launch(stream_), "the kernel was not launched");
+  check(cudaEventRecord(ended.event, stream_), "cudaEventRecord");
+  check(cudaStreamWaitEvent(stream, ended.event), "cudaStreamWaitEvent");
 }
 
 }  // namespace jax_ep

@@ -1,67 +1,68 @@
-// Operations in halves: a start takes its turn on XLA's stream, its rows are sent on a stream beside that, and its done
-// comes behind both. XLA believes that a start has ended when its turn is taken. So what a send reads must stay where
-// it is, which holds where the done has the same operands: here that is checked, or else wrong rows might be sent.
+// Operations in halves: a start takes its turn on XLA's stream; all else, the body, runs on a stream beside that, from
+// there on, and XLA's stream waits for it at the done.
+//
+// It is launched when the done is enqueued, which is soon: XLA enqueues far ahead. What it reads and writes is XLA's to
+// use again, but for the done, which has all of it as operands: without one, whatever the reason, it must not run.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "ffi/cuda/call.h"
-#include "ffi/cuda/runtime.h"
 #include "ffi/cuda/start.h"
 
 namespace jax_ep {
 
+// The addresses of all that an operation reads and writes, and last that of its ticket.
+using Buffers = std::vector<const void*>;
+
 // The halves of one group on one device. XLA may call from any thread, in the order in which it enqueues.
 class Halves {
  public:
+  struct Body {
+    std::function<cudaError_t(cudaStream_t)> launch;
+    int32_t num_blocks;
+  };
   using LaunchStart = decltype(&jax_ep::launch_start);
-  // On the current device, which `peers` are of. Throws std::runtime_error, as all functions do if CUDA fails.
-  Halves(const Peers& peers, LaunchStart launch_start);
+  using LaunchHold = decltype(&jax_ep::launch_hold);
+  // On the current device, which `peers` are of. All functions throw std::runtime_error if CUDA fails.
+  Halves(const Peers& peers, LaunchStart launch_start, LaunchHold launch_hold);
   // Behind all that has been launched.
   void close();
 
-  // Launches args.half, whole operations included, on `stream`; a start also launches its send beside it. Throws
-  // std::invalid_argument for a start if too many are under way, and for a done if args.pending is of no start, or what
-  // that reads is not where it was.
-  template <typename Args, typename Launch>
-  void launch(Args args, cudaStream_t stream, Launch launch) {
-    if (args.half == Half::kWhole) return check(launch(args, stream), kNotLaunched);
-    const auto launch_half = [&](Half half, Ticket* ticket, cudaStream_t on) {
-      args.half = half;
-      args.ticket = ticket;
-      check(launch(args, on), kNotLaunched);
-    };
-    if (args.half == Half::kStart) {
-      start(args, args.reads(), stream, launch_half);
-    } else {
-      done(args, args.reads(), stream, launch_half);
-    }
-  }
+  // Takes the turn of `call`. What comes next on the stream is held until the body has begun, for a while.
+  void start(Call call, Buffers buffers, Body body, cudaStream_t stream);
+  // Launches the body, and has `stream` wait for it. Throws std::invalid_argument if no start that was not done has had
+  // these buffers.
+  void done(const Buffers& buffers, cudaStream_t stream);
 
  private:
-  using LaunchHalf = std::function<void(Half, Ticket*, cudaStream_t)>;
-  // A place for a start that is under way.
-  struct Place {
-    Ticket* ticket;
-    cudaEvent_t event;              // the send has ended
-    const void* pending = nullptr;  // of the start whose done has not been enqueued; null if the place is free
-    Reads reads = {};
+  struct Event {
+    cudaEvent_t event;
+    Event();
+    Event(const Event&) = delete;
+    ~Event() { cudaEventDestroy(event); }  // what waits for it already does so still
   };
-  static constexpr const char* kNotLaunched = "the kernel was not launched";
+  struct Started {
+    std::unique_ptr<Event> turn_taken;
+    Buffers buffers;
+    Body body;
+  };
 
-  void start(Call call, const Reads& reads, cudaStream_t stream, const LaunchHalf& launch);
-  void done(const Call& call, const Reads& reads, cudaStream_t stream, const LaunchHalf& launch);
   void expect_open() const;
 
   const Peers peers_;
   const LaunchStart launch_start_;
+  const LaunchHold launch_hold_;
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
-  std::vector<Place> places_;
+  // By the address of the ticket, which an older start that was never done loses to the next one.
+  std::map<const void*, Started> started_;
 };
 
 }  // namespace jax_ep

@@ -12,6 +12,7 @@
 #include "ffi/cuda/gather.h"
 #include "ffi/cuda/group.h"
 #include "ffi/cuda/halves.h"
+#include "ffi/cuda/runtime.h"
 #include "ffi/cuda/scatter.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -102,11 +103,12 @@ ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t
   return member;
 }
 
-template <typename Args, typename Launch>
-ffi::Error enqueue(const char* op, const Member& member, const Args& args, cudaStream_t stream, Launch launch) {
+// Turns what is thrown into XLA's errors.
+template <typename Enqueue>
+ffi::Error enqueued(const char* op, Enqueue enqueue) {
   const auto what = [=](const std::exception& error) { return std::string(op) + ": " + error.what(); };
   try {
-    member.halves->launch(args, stream, launch);
+    enqueue();
   } catch (const std::invalid_argument& error) {
     return ffi::Error::InvalidArgument(what(error));
   } catch (const std::runtime_error& error) {
@@ -115,32 +117,69 @@ ffi::Error enqueue(const char* op, const Member& member, const Args& args, cudaS
   return ffi::Error::Success();
 }
 
+// Launches a whole operation, or starts one in halves, which needs `buffers`.
+ffi::Error begin(const char* op, const Member& member, const Call& call, const Buffers& buffers, cudaStream_t stream,
+                 const Halves::Body& body) {
+  return enqueued(op, [&] {
+    if (call.half == Half::kWhole) {
+      check(body.launch(stream), "the kernel was not launched");
+    } else {
+      member.halves->start(call, buffers, body, stream);
+    }
+  });
+}
+
+// SMs for an operation of the group.
+int32_t num_sms(int64_t group, Half half) {
+  const int32_t chosen = find_group(group)->num_sms();
+  if (half == Half::kWhole) return chosen;
+  return chosen == 0 ? kDefaultSmsBesideOthers : std::min(chosen, kMostSmsBesideOthers);
+}
+
 ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
-                   ScatterArgs args) {
+                   const ScatterArgs& args, const Buffers& buffers = {}) {
   // An fp8 row and its scales take less than the same channels in 16 bits.
   const int64_t payload = args.num_scales > 0 ? args.num_scales * kChannelsPerScale : args.row_bytes;
   const auto member = member_for(op, group, ordinal, args.num_tokens, payload);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
-  const LaunchPlan plan = plan_scatter(args.num_tokens, peers.num_ranks, num_chunks(static_cast<int32_t>(payload)),
-                                       find_group(group)->num_sms(), args.arrival == Arrival::kCombineBack);
-  const auto launch = [&](const ScatterArgs& half, cudaStream_t on) {
-    return find_group(group)->kernels().launch_scatter(peers, half, type, plan, on);
+  const LaunchPlan plan =
+      plan_scatter(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
+                   num_sms(group, args.half), args.arrival == Arrival::kCombineBack);
+  const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
+    return kernels.launch_scatter(peers, args, type, plan, on);
   };
-  return enqueue(op, **member, args, stream, launch);
+  return begin(op, **member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
-                  const GatherArgs& args) {
+                  const GatherArgs& args, const Buffers& buffers = {}) {
   const auto member = member_for(op, group, ordinal, args.num_tokens, args.row_bytes);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
   const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, args.top_k,
-                                      num_chunks(static_cast<int32_t>(args.row_bytes)), find_group(group)->num_sms());
-  const auto launch = [&](const GatherArgs& half, cudaStream_t on) {
-    return find_group(group)->kernels().launch_gather(peers, half, type, plan, on);
+                                      num_chunks(static_cast<int32_t>(args.row_bytes)), num_sms(group, args.half));
+  const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
+    return kernels.launch_gather(peers, args, type, plan, on);
   };
-  return enqueue(op, **member, args, stream, launch);
+  return begin(op, **member, args, buffers, stream, {launch, plan.num_blocks});
+}
+
+// Memory that a start will need: XLA has allocated it, which is all.
+ffi::Error room(int64_t, ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
+
+template <typename... Buffer>
+Buffers addresses(const Buffer&... buffers) {
+  return {data<const void>(buffers)...};
+}
+
+// The operands are the start's, but for its axis_index, and the ticket; the results are in the place of some of them.
+ffi::Error done(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands) {
+  const auto member = member_for(op, group, ordinal, 0, 0);
+  if (member.has_error()) return member.error();
+  Buffers buffers;
+  for (size_t i = 0; i < operands.size(); ++i) buffers.push_back(data<const void>(*operands.get<ffi::AnyBuffer>(i)));
+  return enqueued(op, [&] { (*member)->halves->done(buffers, stream); });
 }
 
 void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {
@@ -175,12 +214,13 @@ ScatterArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x,
   return args;
 }
 
-void set_results(ScatterArgs& args, const DispatchAttrs& attrs, Result out, Result out_scales, Result weights,
-                 Result counts, Result group_sizes, Result num_dropped, Result place, Result rows, Result num_arrived) {
+void set_results(ScatterArgs& args, const DispatchAttrs& attrs, Operand out, Operand out_scales, Operand weights,
+                 Operand counts, Operand group_sizes, Operand num_dropped, Operand place, Operand rows,
+                 Operand num_arrived) {
   args.place = data<int32_t>(place);
   args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
   args.zero_pad = attrs.zero_pad;
-  set_out(args, *out);
+  set_out(args, out);
   args.out_scales = data<float>(out_scales);
   args.weights = data<float>(weights);
   args.counts = data<int32_t>(counts);
@@ -195,27 +235,27 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
                     Result weights, Result counts, Result group_sizes, Result num_dropped, Result place, Result rows,
                     Result num_arrived) {
   ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
-  set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, place, rows, num_arrived);
+  set_results(args, attrs, *out, *out_scales, *weights, *counts, *group_sizes, *num_dropped, *place, *rows,
+              *num_arrived);
   return scatter("dispatch", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
 }
 
 ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
-                          Operand x_scales, Operand topk_idx, Operand topk_weights, Result pending) {
-  ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
-  args.half = Half::kStart;
-  args.pending = data<uint32_t>(pending);
-  return scatter("dispatch_start", stream, ordinal, attrs.group, element_type(x), args);
-}
-
-ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
-                         Operand x_scales, Operand topk_idx, Operand topk_weights, Operand pending, Result out,
-                         Result out_scales, Result weights, Result counts, Result group_sizes, Result num_dropped,
-                         Result place, Result rows, Result num_arrived) {
+                          Operand x_scales, Operand topk_idx, Operand topk_weights, Operand out, Operand out_scales,
+                          Operand weights, Operand counts, Operand group_sizes, Operand num_dropped, Operand place,
+                          Operand rows, Operand num_arrived, Result ticket) {
   ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, place, rows, num_arrived);
   args.half = Half::kDone;
-  args.pending = data<uint32_t>(pending);
-  return scatter("dispatch_done", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
+  args.ticket = data<Ticket>(ticket);
+  return scatter("dispatch_start", stream, ordinal, attrs.group, element_type(args.x_scales ? out : x), args,
+                 addresses(x, x_scales, topk_idx, topk_weights, out, out_scales, weights, counts, group_sizes,
+                           num_dropped, place, rows, num_arrived, ticket));
+}
+
+ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
+                         ffi::RemainingRets) {
+  return done("dispatch_done", stream, ordinal, group, operands);
 }
 
 ScatterArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
@@ -285,7 +325,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
 }
 
 GatherArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, Operand row_weights, Operand place,
-                        Operand rows, Operand num_arrived) {
+                        Operand rows, Operand num_arrived, Operand out) {
   GatherArgs args = {};
   args.op = OpKind::kCombine;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -294,39 +334,34 @@ GatherArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, O
   args.top_k = static_cast<int32_t>(rows.dimensions()[2]);
   args.y = y.untyped_data();
   args.row_bytes = row_bytes(y);
-  args.num_rows = num_rows(y);
   args.row_weights = data<float>(row_weights);
   args.rows = data<int32_t>(rows);
   args.num_arrived = data<int32_t>(num_arrived);
   args.place = data<int32_t>(place);
+  args.out = data<void>(out);
+  args.out_type = element_type(out);
   return args;
 }
 
 ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                    Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result out) {
-  GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived);
-  args.out = data<void>(out);
-  args.out_type = element_type(*out);
+  const GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived, *out);
   return gather("combine", stream, ordinal, attrs.group, element_type(y), args);
 }
 
 ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
-                         Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result pending) {
-  GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived);
-  args.half = Half::kStart;
-  args.pending = data<uint32_t>(pending);
-  return gather("combine_start", stream, ordinal, attrs.group, element_type(y), args);
+                         Operand row_weights, Operand place, Operand rows, Operand num_arrived, Operand out,
+                         Result ticket) {
+  GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived, out);
+  args.half = Half::kDone;
+  args.ticket = data<Ticket>(ticket);
+  return gather("combine_start", stream, ordinal, attrs.group, element_type(y), args,
+                addresses(y, row_weights, place, rows, num_arrived, out, ticket));
 }
 
-ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
-                        Operand row_weights, Operand place, Operand rows, Operand num_arrived, Operand pending,
-                        Result out) {
-  GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived);
-  args.half = Half::kDone;
-  args.pending = data<uint32_t>(pending);
-  args.out = data<void>(out);
-  args.out_type = element_type(*out);
-  return gather("combine_done", stream, ordinal, attrs.group, element_type(y), args);
+ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
+                        ffi::RemainingRets) {
+  return done("combine_done", stream, ordinal, group, operands);
 }
 
 ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
@@ -340,7 +375,6 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, 
   args.top_k = static_cast<int32_t>(rows.dimensions()[2]);
   args.y = data<void>(y);
   args.row_bytes = args.y ? row_bytes(y) : 0;
-  args.num_rows = args.y ? num_rows(y) : static_cast<int64_t>(weights.element_count());
   args.weights_to_send = data<float>(weights);
   args.rows = data<int32_t>(rows);
   args.num_arrived = data<int32_t>(num_arrived);
@@ -361,7 +395,6 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
   args.top_k = 1;
   args.y = y.untyped_data();
   args.row_bytes = row_bytes(y);
-  args.num_rows = num_rows(y);
   args.num_sent = data<int32_t>(num_sent);
   args.place = data<int32_t>(place);
   args.out = data<void>(out);
@@ -385,6 +418,15 @@ auto with_buffers(Binding binding) {
   }
 }
 
+auto bind_done() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Attr<int64_t>("group")
+      .RemainingArgs()
+      .RemainingRets();
+}
+
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
 XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
 XLA_FFI_DEFINE_HANDLER(kDispatchLike, dispatch_like, (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
@@ -395,16 +437,18 @@ XLA_FFI_DEFINE_HANDLER(kDispatchBack, dispatch_back, (with_buffers<6, 2>(bind_ca
 XLA_FFI_DEFINE_HANDLER(kAllToAllBack, all_to_all_back, (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
 
 // Halves are not for CUDA graphs: their handlers are asked each time.
-XLA_FFI_DEFINE_HANDLER(kDispatchStart, dispatch_start, (with_buffers<5, 1>(bind_call<DispatchAttrs>())));
-XLA_FFI_DEFINE_HANDLER(kDispatchDone, dispatch_done, (with_buffers<6, 9>(bind_call<DispatchAttrs>())));
-XLA_FFI_DEFINE_HANDLER(kCombineStart, combine_start, (with_buffers<6, 1>(bind_call<CallAttrs>())));
-XLA_FFI_DEFINE_HANDLER(kCombineDone, combine_done, (with_buffers<7, 1>(bind_call<CallAttrs>())));
+XLA_FFI_DEFINE_HANDLER(kRoom, room, ffi::Ffi::Bind().Attr<int64_t>("group").RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER(kDispatchStart, dispatch_start, (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
+XLA_FFI_DEFINE_HANDLER(kDispatchDone, dispatch_done, bind_done());
+XLA_FFI_DEFINE_HANDLER(kCombineStart, combine_start, (with_buffers<7, 1>(bind_call<CallAttrs>())));
+XLA_FFI_DEFINE_HANDLER(kCombineDone, combine_done, bind_done());
 
 }  // namespace
 
 std::vector<std::pair<const char*, XLA_FFI_Handler*>> backend_targets() {
   return {
       {"jax_ep_dispatch", kDispatch},
+      {"jax_ep_room", kRoom},
       {"jax_ep_dispatch_start", kDispatchStart},
       {"jax_ep_dispatch_done", kDispatchDone},
       {"jax_ep_dispatch_like", kDispatchLike},

@@ -62,6 +62,19 @@ __device__ __forceinline__ uint4 load_unit(const void* p) {
   return v;
 }
 
+// Copies a unit to shared memory, beside what this thread does meanwhile; it alone may read it, when it has waited.
+__device__ __forceinline__ void copy_unit_async(void* shared, const void* p) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(p)
+      : "memory");
+}
+// Ends a group of copies, which may have none; waits for all groups but the last `kLeft`.
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
 __device__ __forceinline__ uint32_t load_acquire_here(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

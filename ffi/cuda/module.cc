@@ -51,8 +51,8 @@ XLA_FFI_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
 nb::object group_failure(int64_t id) {
   const std::optional<FailureRecord> failure = find_group(id)->failure();
   if (!failure) return nb::none();
-  static constexpr const char* kReasons[] = {"timeout",    "other op",    "wrong rank",
-                                             "slot taken", "not started", "elsewhere"};  // enum FailureReason
+  static constexpr const char* kReasons[] = {"timeout", "other op", "wrong rank", "slot taken",
+                                             "elsewhere"};  // enum FailureReason
   return nb::make_tuple(kReasons[failure->reason], failure->op, failure->rank, failure->peer, failure->expected,
                         failure->seen);
 }

@@ -45,12 +45,13 @@ struct Kernels {
   decltype(&jax_ep::launch_scatter) launch_scatter;
   decltype(&jax_ep::launch_gather) launch_gather;
   decltype(&jax_ep::launch_start) launch_start;
+  decltype(&jax_ep::launch_hold) launch_hold;
   decltype(&jax_ep::load_scatter) load_scatter;
   decltype(&jax_ep::load_gather) load_gather;
   decltype(&jax_ep::load_start) load_start;
 };
 inline Kernels kernels_of_this_module() {
-  return {launch_scatter, launch_gather, launch_start, load_scatter, load_gather, load_start};
+  return {launch_scatter, launch_gather, launch_start, launch_hold, load_scatter, load_gather, load_start};
 }
 
 // What _nvshmem gives to _cuda.

@@ -1,9 +1,10 @@
 // How the ranks of a group run one operation together: begin and end, bounded waits, and the words that ranks exchange.
 // Kernels (scatter.cu, gather.cu) are written on top of this and know no epochs. Rows are the matter of units.cuh.
 //
-// An operation is one launch per rank, or three (halves.h): a start, which takes its turn; a send, which sends what it
-// can without waiting; and a done. All blocks of a launch begin() it and end() it. Blocks that send wait for no rows,
-// and are started before those that receive: no block waits for one that cannot run yet, however few run at a time.
+// An operation is one launch per rank, or two (halves.h): a start, which takes its turn, and a done, which does the
+// rest. All blocks of a launch begin() it and end() it. Blocks that send wait for no rows, and are started before those
+// that receive: no block waits for one that cannot run yet, however few run at a time. Those that have sent may
+// receive, but only once all_have_begun().
 //
 // A block's last warp, the control warp, enters the operation for it, while the others do what needs no epoch, up to
 // await_entry(). It may be one of the workers, or do nothing else.
@@ -41,7 +42,6 @@ struct State {
   int32_t slot;
   uint32_t whole_slots, num_entered;  // Control's, as this launch found them
   bool slot_is_free;                  // on all ranks, without asking
-  bool sends;                         // this block may write to the peers' slots
   bool entered;                       // it takes part in the launch
   volatile bool failed;               // give up: the results will be poisoned
 #ifdef JAX_EP_TIMELINE
@@ -188,16 +188,16 @@ struct Operation {
     uint32_t before = 0;
     if (threadIdx.x % 32 == 0) {
       if (takes_turn()) {
-        before = enter_epoch(to_send);
+        before = enter_epoch();
       } else {
-        enter_started(to_send);
+        enter_started();
       }
     }
     state.table.arena[peer] = arena;
     state.table.control[peer] = control;
     __syncwarp();
     if (!state.slot_is_free && !state.failed) {
-      if (state.sends) {
+      if (to_send) {
         claim_slots(*this);
       } else if (call.half != Half::kStart && peer == 0) {
         await_own_slot(*this);
@@ -208,11 +208,10 @@ struct Operation {
       if (blockIdx.x == 0 && threadIdx.x % 32 == 0) order_words();
       __syncwarp();
     }
-    if (call.half == Half::kSend && peer == 0) call.ticket->has_sent[blockIdx.x] = state.sends;
     return before;
   }
 
-  __device__ bool takes_turn() const { return call.half == Half::kWhole || call.half == Half::kStart; }
+  __device__ bool takes_turn() const { return call.half != Half::kDone; }
 
   // The first unit of the control memory.
   struct Turn {
@@ -222,7 +221,7 @@ struct Operation {
   // A whole operation, or a start. Such launches take turns, should XLA let them run at once: one is the owner until
   // all of its blocks have entered, and the next goes on when all of them have left. Behind a kernel that has ended, a
   // block finds all that out in one round trip to memory. Gives the blocks of this launch that were in before.
-  __device__ __forceinline__ uint32_t enter_epoch(bool to_send) const {
+  __device__ __forceinline__ uint32_t enter_epoch() const {
     Turn turn = {};
     uint32_t group_failed = 0;
     const uint32_t self = static_cast<uint32_t>(reinterpret_cast<unsigned long long>(result) >> 6) | 1;
@@ -248,7 +247,6 @@ struct Operation {
     state.whole_slots = turn.whole_slots;
     state.num_entered = turn.num_entered;
     state.slot_is_free = newest_is_whole && (turn.whole_slots >> slot_of(epoch) & 1);
-    state.sends = to_send;
     if (!state.entered) return 0;
     if (blockIdx.x == 0) {
       if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
@@ -264,17 +262,14 @@ struct Operation {
     store_unit(&own(), make_uint4(state.epoch, whole_slots, state.num_entered + gridDim.x, 0));
   }
 
-  // A send, or a done, which sends what the send has not.
-  __device__ __forceinline__ void enter_started(bool to_send) const {
+  // A done, with the epoch of its start.
+  __device__ __forceinline__ void enter_started() const {
     state.entered = true;
     state.failed = load_relaxed(&own().failed) != 0;
     state.epoch = call.ticket->epoch;
     state.slot = slot_of(state.epoch);
     state.slot_is_free = false;
-    state.sends = to_send && call.ticket->has_sent[blockIdx.x] == 0;
-    if (call.half == Half::kDone && !state.failed && *call.pending != state.epoch) {
-      fail(*this, FailureReason::kNotStarted, peers.rank, state.epoch, *call.pending);
-    }
+    count(&call.ticket->blocks_begun, 1);
   }
 
   __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
@@ -283,21 +278,12 @@ struct Operation {
     if (axis_index != peers.rank) fail(*this, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
   }
 
-  // Nobody writes to a peer's slot before the peer has read what it held last. A send never waits: where a peer has yet
-  // to read, it leaves the sending to the done. With one warp.
+  // Nobody writes to a peer's slot before the peer has read what it held last. With one warp.
   __device__ __noinline__ static void claim_slots(Operation op) {
     const int32_t peer = threadIdx.x % 32;
-    bool is_free = true;
-    if (op.call.half == Half::kSend) {
-      is_free = peer >= op.peers.num_ranks || op.newest_known(peer) == op.epoch_before();
-    } else {
-      if (peer == op.peers.rank) await_own_slot(op);  // if it is not free, the others' will not be, either
-      __syncwarp();
-      if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
-    }
-    is_free = __all_sync(0xffffffffu, is_free);
-    if (peer == 0) op.state.sends = is_free;
+    if (peer == op.peers.rank) await_own_slot(op);  // if it is not free, the others' will not be, either
     __syncwarp();
+    if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
   }
 
   // The operation that had the slot before, once the peer has read its rows. (It may have read this one's by the time
@@ -314,6 +300,29 @@ struct Operation {
     op.wait_for(op.peers.rank, op.epoch_before(), newest, FailureReason::kSlotTaken);
   }
 
+  // --- work that blocks share ---------------------------------------------------------------------------------------
+
+  // Before a thread's first claim(). The first `num_rows` rows are nobody's to claim.
+  __device__ __forceinline__ void open_claims(int32_t num_rows) const {
+    for (Work work : {Work::kRows, Work::kPadding}) {
+      unsigned long long* const word = &own().claimed[static_cast<int32_t>(work)][state.slot];
+      const unsigned long long seen = load_relaxed(word);
+      if (seen >> 32 == state.epoch) continue;
+      atomicCAS(word, seen, tagged(state.epoch, work == Work::kRows ? num_rows : 0));  // of those who try, one does it
+    }
+  }
+  // Gives each number once, in their order.
+  __device__ __forceinline__ uint32_t claim(Work work) const {
+    return static_cast<uint32_t>(atomicAdd(&own().claimed[static_cast<int32_t>(work)][state.slot], 1ull));
+  }
+
+  // Whether all blocks of the launch run, or have: what a block that has been here longer waits for is on its way.
+  __device__ __forceinline__ bool all_have_begun() const {
+    const uint32_t begun =
+        takes_turn() ? load_relaxed(&own().num_entering) - state.num_entered : load_relaxed(&call.ticket->blocks_begun);
+    return static_cast<int32_t>(begun - gridDim.x) >= 0;
+  }
+
   // Leaves the launch, with all threads; `blocks_before` is what begin() gave. poison() fills the results of a failed
   // operation.
   template <typename Poison>
@@ -323,7 +332,7 @@ struct Operation {
     const bool takes_turn = this->takes_turn();
     if (takes_turn && state.entered && is_control_warp() && threadIdx.x % 32 == 0 && blocks_before + 1 == gridDim.x)
       end_turn();
-    if (state.failed && call.half != Half::kSend) poison_once(poison);
+    if (state.failed) poison_once(poison);
     if (call.half == Half::kDone) {
       leave_done();
     } else if (takes_turn && threadIdx.x == 0 && state.entered) {
@@ -359,8 +368,7 @@ struct Operation {
     }
   }
 
-  // The last block tells that the slot has been read. What asks for that may be a send, which does not wait; of
-  // what whole operations have read, the next operation tells.
+  // The last block tells that the slot has been read; of what whole operations have read, the next operation tells.
   __device__ __forceinline__ void leave_done() const {
     if (threadIdx.x >= 32) return;
     bool is_last = false;

@@ -21,6 +21,7 @@ struct Shared {
   uint32_t ranks[2][kMaxBlockWarps];
   int64_t sums[kMaxBlockWarps];
   int32_t dropped;
+  uint32_t claimed[kMaxBlockWarps];
 };
 
 // What a sender has counted of the tokens before the one it sends; in dynamic shared memory.
@@ -44,14 +45,26 @@ struct Places {
   }
 };
 
+// Chunks that a warp has under way of a row that arrives.
+constexpr int receive_batch(Arrival arrival, Form form) {
+  return form == Form::kFewRows ? 1 : arrival == Arrival::kDequantize ? 2 : 4;
+}
+
+// Rows of y that a warp has asked for, for combine's cotangents, and their bytes in shared memory.
+constexpr int kRowsAhead = 3;
+constexpr int y_bytes(Arrival arrival, Form form) {
+  return arrival == Arrival::kCombineBack ? kRowsAhead * receive_batch(arrival, form) * kChunkBytes : 0;
+}
+
 // One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
 template <typename X, bool kCasts, Arrival kArrival, Form kForm>
 struct Scatter {
   // Chunks that a warp has under way.
   static constexpr bool kFew = kForm == Form::kFewRows;
   static constexpr int kSendBatch = kFew || kCasts ? 1 : 2;
-  static constexpr int kReceiveBatch = kFew ? 1 : kArrival == Arrival::kDequantize ? 2 : 4;
+  static constexpr int kReceiveBatch = receive_batch(kArrival, kForm);
   static constexpr int kUnroll = kFew ? 1 : 2;
+  static constexpr bool kShares = kForm == Form::kManyRows;  // blocks take rows and padding as they come to it
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
 
   const Peers& peers;
@@ -63,7 +76,7 @@ struct Scatter {
 
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
-  __device__ bool new_route() const { return args.topk_idx != nullptr; }
+  __device__ bool new_route() const { return kArrival != Arrival::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   // Of a row under way, without its scales.
   __device__ int32_t payload_bytes() const {
@@ -92,7 +105,7 @@ struct Scatter {
       op.await_entry();
       if (args.splits) count_splits(lookup);
     }
-    if (op.state.sends && !op.state.failed) {
+    if (!op.state.failed) {
       if (sends_numbers()) {
 #pragma unroll 1
         for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
@@ -100,12 +113,12 @@ struct Scatter {
           op.send_number(peer, op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(),
                          lookup.experts[expert]);
         }
+        if (threadIdx.x < peers.num_ranks) {
+          op.send_number(threadIdx.x, &op.control_of(threadIdx.x).num_rows[op.state.slot][peers.rank],
+                         lookup.ranks[threadIdx.x]);
+        }
       }
-      if (threadIdx.x < peers.num_ranks) {
-        op.send_number(threadIdx.x, &op.control_of(threadIdx.x).num_rows[op.state.slot][peers.rank],
-                       lookup.ranks[threadIdx.x]);
-        op.announce(threadIdx.x);
-      }
+      if (threadIdx.x < peers.num_ranks) op.announce(threadIdx.x);
     }
     op.stamp(2);
     op.tell_former_finished();
@@ -225,9 +238,8 @@ struct Scatter {
     uint32_t ranks;  // that it goes to, of a new route
   };
 
-  // A block's teams send as many tokens at once, which follow one another. A done whose send has sent the rows only
-  // makes the route anew. The next token's row is on its way while one is counted and sent; the first is cast while the
-  // block is `entering`.
+  // A block's teams send as many tokens at once, which follow one another. The next token's row is on its way while one
+  // is counted and sent; the first is cast while the block is `entering`.
   __device__ void send(bool entering) const {
     const Lookup lookup = this->lookup();
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
@@ -257,7 +269,7 @@ struct Scatter {
       if (args.place && team.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
         args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
       }
-      const bool sends = op.state.sends && !op.state.failed;
+      const bool sends = !op.state.failed;
       if (sends) send_row(token, packed, route, team);
       if constexpr (kHasNetwork) put_rows(route, team, sends);
       op.stamp(3);
@@ -434,8 +446,25 @@ struct Scatter {
 
   // --- receivers ----------------------------------------------------------------------------------------------------
 
+  // A unit of this lane in each of some chunks and, last, but for cotangents, the scales of the one with this lane's
+  // number.
+  struct Taken {
+    uint4 units[kReceiveBatch + (kArrival != Arrival::kCombineBack)];
+  };
+
+  // A row that may come.
+  struct Arriving {
+    int32_t source, index;
+    bool comes;
+    RowPlace place;
+    RowHeader header;  // of a new route, for k = lane
+    int32_t row;       // of an old one, for k = lane
+    float weight;      // of that, for combine's cotangents
+    Taken first;       // this warp's first batch
+  };
+
   // Rows that may come, interleaving the sources as they send, a team of warps for each. The first row of a team is
-  // waited for while the block finds out where rows go.
+  // asked for while the block finds out where rows go.
   __device__ void receive(bool entering) const {
     if (threadIdx.x == 0) shared.dropped = 0;
     if (entering) {
@@ -446,46 +475,94 @@ struct Scatter {
     op.stamp(1);
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_rows = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
-    const uint32_t num_candidates = takes_rows ? peers.num_ranks * args.num_tokens : 0;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
+    const uint32_t end = takes_rows ? num_candidates() : 0;
     uint32_t item = team.index;
     Arriving arriving = {};
-    if (item < num_candidates && !op.state.failed)
-      arriving = look_for_row(item, team);  // after close(), there is no row
+    const bool looks = item < end && !op.state.failed;  // after close(), there is no row
+    if (looks) arriving = look_for_row(item, team);
     if (blockIdx.x == plan.first_receiver && op.is_last_worker_warp()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
       op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
+    if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     place_rows(places);
-    if (arriving.comes) await_row(arriving, team);
+    if (!kShares && arriving.comes) await_row(arriving, team);
     op.stamp(8);
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
+    if constexpr (kShares) {
+      if (!args.blocks) pad(places);
+      if (!takes_rows) item = shared_row(claim_row(team), team);
+      take_shared_rows(item, arriving, looks, places, team);
+    } else {
+      // Where there are some rows, before them: they are on their way meanwhile.
+      if (!kFew && !args.blocks) pad(places);
 #pragma unroll 1
-    while (item < num_candidates) {
-      deliver_row(arriving, places, team);
-      item += team.num_teams;
-      if (item >= num_candidates) break;
-      arriving = look_for_row(item, team);
-      if (arriving.comes) await_row(arriving, team);
+      while (item < end) {
+        deliver_row(arriving, places, team);
+        item += team.num_teams;
+        if (item >= end) break;
+        arriving = look_for_row(item, team);
+        if (arriving.comes) await_row(arriving, team);
+      }
+      if (kFew && !args.blocks) pad(places);
     }
-    if (!args.blocks) pad(places);
   }
 
-  // A unit of this lane in each of some chunks and, last, the scales of the one with this lane's number.
-  struct Taken {
-    uint4 units[kReceiveBatch + 1];
-  };
+  // What a sender does then: it takes rows, and padding, that no receiver has come to. Not where blocks are yet to
+  // begin: they may be those that send what it would wait for.
+  __device__ void help() const {
+    if (named_barrier_or(kWorkersBarrier, op.num_workers, threadIdx.x == 0 && !op.all_have_begun())) return;
+    const Places places(scratch, peers.num_ranks, experts_per_rank());
+    if (lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
+    place_rows(places);
+    if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
+    const Team team = Team::of_receivers(plan, plan.num_blocks - 1, warp_id());
+    Arriving arriving = {};
+    take_shared_rows(shared_row(claim_row(team), team), arriving, false, places, team);
+  }
 
-  // A row that may come.
-  struct Arriving {
-    int32_t source, index;
-    bool comes;
-    RowPlace place;
-    RowHeader header;  // of a new route, for k = lane
-    Taken first;       // this warp's first batch
-  };
+  __device__ uint32_t num_candidates() const { return peers.num_ranks * args.num_tokens; }
+  // Those before are the receivers' first ones.
+  __device__ uint32_t first_shared_row() const { return Team::of_receivers(plan, plan.num_blocks - 1, 0).num_teams; }
+
+  // The item, if it was looked for already, and those that the team claims then. While a row is on its way, padding is
+  // zeroed; what is left of that, in the end. (A far row must not be looked at before its signal is there.)
+  __device__ void take_shared_rows(uint32_t item, Arriving& arriving, bool looked, const Places& places,
+                                   const Team& team) const {
+    bool has_padding = args.zero_pad && !args.blocks;
+#pragma unroll 1
+    while (true) {
+      const bool has_row = item < num_candidates();
+      if (has_row && !looked) arriving = look_for_row(item, team);
+      looked = false;
+#pragma unroll 1
+      while (has_padding && !(has_row && (!arriving.comes || has_come(arriving) || is_far(peers, arriving.source)))) {
+        has_padding = pad_some(places);
+        if (has_row) look_at_batch(arriving.place, team.warp, team, arriving.first);
+      }
+      if (!has_row) return;
+      if (arriving.comes) await_row(arriving, team);
+      const uint32_t claimed = claim_row(team);  // comes while this one is written
+      deliver_row(arriving, places, team);
+      item = shared_row(claimed, team);
+    }
+  }
+
+  // With the first thread of a team; then all of it know.
+  __device__ uint32_t claim_row(const Team& team) const {
+    return team.warp == 0 && lane_id() == 0 ? op.claim(Work::kRows) : 0;
+  }
+  __device__ uint32_t shared_row(uint32_t claimed, const Team& team) const {
+    if (team.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);
+    uint32_t& item = shared.claimed[warp_id() / team.num_warps];
+    sync_team(team);  // all have read what it was before
+    if (team.warp == 0 && lane_id() == 0) item = claimed;
+    sync_team(team);
+    return item;
+  }
 
   // Asks for what there is of it.
   __device__ Arriving look_for_row(uint32_t item, const Team& team) const {
@@ -496,13 +573,29 @@ struct Scatter {
     arriving.comes = arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
     arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
+    if (!new_route() && !args.blocks) {
+      const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
+      arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
+    }
     if (is_far(peers, arriving.source)) {  // units may be there in part before the row's signal is
       for (uint4& unit : arriving.first.units) unit = empty_unit();
-      return arriving;
+    } else {
+      look_at_batch(arriving.place, team.warp, team, arriving.first);
+      if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
     }
-    look_at_batch(arriving.place, team.warp, team, arriving.first);
-    if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
+    if constexpr (kArrival == Arrival::kCombineBack) {
+      if (arriving.row >= 0) arriving.weight = __ldg(args.row_weights + arriving.row);
+      ask_for_y(arriving.row, team.warp, team);
+    }
     return arriving;
+  }
+
+  // As far as this warp has looked.
+  __device__ bool has_come(const Arriving& arriving) const {
+    bool missing = false;
+#pragma unroll
+    for (const uint4& unit : arriving.first.units) missing = missing || is_empty(unit);
+    return !__any_sync(kAllLanes, missing);
   }
 
   __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
@@ -640,8 +733,7 @@ struct Scatter {
     if (args.blocks) {
       if (lane_id() == 0) row = static_cast<int32_t>(candidate);
     } else if (lane_id() < args.top_k) {
-      row = new_route() ? new_row(source, arriving.header, places)
-                        : __ldg(args.known_rows + candidate * args.top_k + lane_id());
+      row = new_route() ? new_row(source, arriving.header, places) : arriving.row;
     }
     if (keeps_route) {
       args.rows[candidate * args.top_k + lane_id()] = row;
@@ -654,12 +746,13 @@ struct Scatter {
     for (int32_t first = team.warp; first < chunks(); first += kReceiveBatch * team.num_warps) {
       if (first != team.warp) {
         look_at_batch(arriving.place, first, team, arriving.first);
+        if constexpr (kArrival == Arrival::kCombineBack) ask_for_y(row, first, team);
         take_batch(source, arriving.place, first, team, arriving.first, [] { return true; });
       }
       op.stamp(6);
       if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, team);
       if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets, team);
-      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving.first, first, row, targets, team);
+      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving, first, targets, team);
       op.stamp(7);
     }
     if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, team);
@@ -757,38 +850,77 @@ struct Scatter {
   }
 
   // combine's cotangents: weight * row to each expert's row, and the row's product with y.
-  __device__ void combine_back(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
-                               const Team& team) const {
+  __device__ void combine_back(const Arriving& arriving, int32_t first, uint32_t targets, const Team& team) const {
+    uint32_t ahead = targets;  // rows of y that were not asked for
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) ahead &= ahead - 1;
+    int32_t slot = 0;
 #pragma unroll 1
     for (uint32_t left = targets; left; left &= left - 1) {
       const int32_t k = __ffs(left) - 1;
-      const int64_t target = __shfl_sync(kAllLanes, row, k);
-      const float weight = args.row_weights[target];
+      const int64_t target = __shfl_sync(kAllLanes, arriving.row, k);
+      const float weight = __shfl_sync(kAllLanes, arriving.weight, k);
+      await_copies<kRowsAhead - 1>();
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, team);
-        if (has_unit(chunk)) product += combine_back_unit(taken.units[i], target, chunk, weight);
+        if (!has_unit(chunk)) continue;
+        product +=
+            combine_back_unit(arriving.first.units[i], args.y ? *y_unit(slot, i) : uint4{}, target, chunk, weight);
       }
       __syncwarp();
       if (!args.y) continue;
       product = warp_sum(product);
       if (lane_id() == 0) shared.products[warp_id()][k] += product;
+      ahead = ask_for_row_of_y(ahead, slot, arriving.row, first, team);  // has been used
+      slot = slot + 1 == kRowsAhead ? 0 : slot + 1;
     }
   }
 
-  __device__ float combine_back_unit(const uint4& unit, int64_t row, int32_t chunk, float weight) const {
-    const int32_t i = chunk * kChunkUnits + lane_id();
-    Vector<X> g, cotangent;
-    g.bits = unit;
+  // y is asked for before the row is there that it is multiplied with: it comes to shared memory, where a lane's units
+  // have places of their own, which it alone fills and reads. The first of y's rows; the others follow as these are
+  // used.
+  __device__ void ask_for_y(int32_t row, int32_t first, const Team& team) const {
+    uint32_t left = args.y ? __ballot_sync(kAllLanes, row >= 0) : 0;
+#pragma unroll 1
+    for (int32_t slot = 0; slot < kRowsAhead; ++slot) left = ask_for_row_of_y(left, slot, row, first, team);
+  }
+
+  // The first that is left; gives the others. Where none is, something ends all the same: they are counted.
+  __device__ uint32_t ask_for_row_of_y(uint32_t left, int32_t slot, int32_t row, int32_t first,
+                                       const Team& team) const {
+    if (left) {
+      const int64_t target = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      const auto* row_of_y = static_cast<const uint8_t*>(args.y) + target * args.out_row_bytes;
 #pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
-    out_row(row)[i] = cotangent.bits;
+      for (int i = 0; i < kReceiveBatch; ++i) {
+        const int32_t chunk = chunk_of(first, i, team);
+        if (has_unit(chunk))
+          copy_unit_async(y_unit(slot, i), row_of_y + (chunk * kChunkUnits + lane_id()) * kUnitBytes);
+      }
+    }
+    end_copies();
+    return left & (left - 1);
+  }
+
+  __device__ uint4* y_unit(int32_t slot, int i) const {
+    auto* y = static_cast<uint8_t*>(scratch) + scatter_scratch_bytes(peers.num_ranks, experts_per_rank());
+    return reinterpret_cast<uint4*>(y) + ((warp_id() * kRowsAhead + slot) * kReceiveBatch + i) * kChunkUnits +
+           lane_id();
+  }
+
+  __device__ float combine_back_unit(const uint4& unit, const uint4& unit_of_y, int64_t row, int32_t chunk,
+                                     float weight) const {
+    Vector<X> g, y, cotangent;
+    g.bits = unit, y.bits = unit_of_y;
     float product = 0;
-    if (!args.y) return product;
-    const Vector<X> y = load_vector<X>(static_cast<const uint8_t*>(args.y) + row * args.out_row_bytes, i);
 #pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) product += to_float(g.element[e]) * to_float(y.element[e]);
+    for (int e = 0; e < Vector<X>::kSize; ++e) {
+      cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
+      product += to_float(g.element[e]) * to_float(y.element[e]);
+    }
+    out_row(row)[chunk * kChunkUnits + lane_id()] = cotangent.bits;
     return product;
   }
 
@@ -817,13 +949,14 @@ struct Scatter {
   // --- padding ------------------------------------------------------------------------------------------------------
 
   // Rows that hold no token: behind each group, and behind the last one. Their weights are zero; they are themselves,
-  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it.
+  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it. What blocks
+  // take as they come to it, pad_some() does.
   __device__ void pad(const Places& places) const {
-    const bool is_ragged = args.layout == Layout::kRagged;
+    const bool is_ragged = args.layout == Layout::kRagged, zeroes = args.zero_pad && !kShares;
     const bool is_first = blockIdx.x == plan.first_receiver;
-    if (!args.zero_pad && !is_first) return;
-    const int32_t worker = (args.zero_pad ? blockIdx.x - plan.first_receiver : 0) * plan.block_warps() + warp_id();
-    const int32_t workers = (args.zero_pad ? plan.num_receivers() : 1) * plan.block_warps();
+    if (!zeroes && !is_first) return;
+    const int32_t worker = (zeroes ? blockIdx.x - plan.first_receiver : 0) * plan.block_warps() + warp_id();
+    const int32_t workers = (zeroes ? plan.num_receivers() : 1) * plan.block_warps();
     int32_t last = 0;
 #pragma unroll 1
     for (int32_t base = 0; base < experts_per_rank(); base += 32) {
@@ -837,11 +970,11 @@ struct Scatter {
 #pragma unroll 1
       for (uint32_t gaps = __ballot_sync(kAllLanes, begin < end); gaps; gaps &= gaps - 1) {
         const int32_t lane = __ffs(gaps) - 1;
-        pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane), is_ragged || args.zero_pad,
-                 worker, workers);
+        pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane),
+                 zeroes || (is_ragged && !args.zero_pad), worker, workers);
       }
     }
-    pad_rows(last, static_cast<int32_t>(args.num_rows), args.zero_pad, worker, workers);
+    pad_rows(last, static_cast<int32_t>(args.num_rows), zeroes, worker, workers);
   }
 
   __device__ void pad_rows(int32_t begin, int32_t end, bool zero, int32_t worker, int32_t workers) const {
@@ -852,6 +985,35 @@ struct Scatter {
     }
 #pragma unroll 1
     for (int32_t row = begin + worker; zero && row < end; row += workers) zero_row(row);
+  }
+
+  // Zeroes what hold no token of the next rows of the result; a warp does not claim few of many. False if none are
+  // left.
+  __device__ bool pad_some(const Places& places) const {
+    const int32_t num_rows = static_cast<int32_t>(args.num_rows);
+    const int32_t size = min(max(num_rows / 4096, 1), 8);
+    uint32_t claimed = 0;
+    if (lane_id() == 0) claimed = op.claim(Work::kPadding);
+    claimed = __shfl_sync(kAllLanes, claimed, 0);
+    if (claimed * static_cast<uint64_t>(size) >= num_rows) return false;
+    const int32_t row = claimed * size + lane_id();
+#pragma unroll 1
+    for (uint32_t left = __ballot_sync(kAllLanes, lane_id() < size && row < num_rows && holds_none(places, row)); left;
+         left &= left - 1) {
+      zero_row(claimed * size + __ffs(left) - 1);
+    }
+    return true;
+  }
+
+  // It lies in the group of the last expert whose first row is not behind it, or in the gap behind that.
+  __device__ bool holds_none(const Places& places, int32_t row) const {
+    int32_t expert = 0;
+#pragma unroll 1
+    for (int32_t behind = experts_per_rank(); behind - expert > 1;) {
+      const int32_t middle = (expert + behind) / 2;
+      (places.first_row[middle] <= row ? expert : behind) = middle;
+    }
+    return row >= places.first_row[expert] + places.counts[expert];
   }
 
   __device__ void zero_row(int64_t row) const {
@@ -899,7 +1061,11 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
     if (block == 0) scatter.announce();
     if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again
     if (is_sender && (block > 0 || plan.num_senders == 1)) scatter.send(block > 0);
-    if (block >= plan.first_receiver && args.half != Half::kSend) scatter.receive(!is_sender);
+    if (block >= plan.first_receiver) {
+      scatter.receive(!is_sender);
+    } else if constexpr (Scatter<X, kCasts, kArrival, kForm>::kShares) {
+      scatter.help();
+    }
   }
   scatter.op.end(blocks_before, [&] { scatter.poison(); });
 }
@@ -927,8 +1093,14 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
 }
 
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
-  return form == Form::kFewRows ? kernel_of<Form::kFewRows>(type, casts, arrival)
-                                : kernel_of<Form::kUsual>(type, casts, arrival);  // also on few SMs
+  switch (form) {
+    case Form::kFewRows:
+      return kernel_of<Form::kFewRows>(type, casts, arrival);
+    case Form::kUsual:
+      return kernel_of<Form::kUsual>(type, casts, arrival);
+    default:
+      return kernel_of<Form::kManyRows>(type, casts, arrival);
+  }
 }
 
 }  // namespace
@@ -936,10 +1108,10 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
 cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& best,
                            cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
-  const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank);
-  const int32_t num_blocks = args.half == Half::kSend ? plan.num_senders : plan.num_blocks;
+  const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
+                          int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.form);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);
-  kernel<<<num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
+  kernel<<<plan.num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
   return cudaGetLastError();
 }
 
@@ -949,7 +1121,9 @@ cudaError_t load_scatter() {
     for (Arrival arrival : {Arrival::kCopy, Arrival::kDequantize, Arrival::kCombineBack}) {
       for (bool casts : {false, true}) {
         for (Form form : kForms) {
-          if (status == cudaSuccess) status = load_kernel(kernel_of(type, casts, arrival, form), kMaxScratch);
+          if (status != cudaSuccess) return status;
+          status =
+              load_kernel(kernel_of(type, casts, arrival, form), kMaxScratch + kMaxBlockWarps * y_bytes(arrival, form));
         }
       }
     }

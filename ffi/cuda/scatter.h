@@ -53,16 +53,14 @@ struct ScatterArgs : Call {
   const float* row_weights;  // [num_rows]
   const void* y;             // [num_rows, out_row_bytes] or null
   float* weights_cotangent;  // [num_rows] or null
-
-  Reads reads() const { return {x, x_scales, topk_idx, topk_weights}; }  // of a dispatch
 };
 
 // Shared memory that the kernels have besides their own: where rows go, of each source and expert, or what a sender has
-// counted. It limits the number of experts.
+// counted. It limits the number of experts. A multiple of 16 bytes.
 inline constexpr int64_t kMaxScratch = 96 * 1024;
 constexpr int64_t scatter_scratch_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   const int64_t num_experts = int64_t{num_ranks} * experts_per_rank;
-  return 4 * std::max(num_experts + num_ranks, num_experts + 3 * experts_per_rank);
+  return align_up(4 * std::max(num_experts + num_ranks, num_experts + 3 * experts_per_rank), 16);
 }
 
 // Enqueues one kernel.

@@ -15,10 +15,24 @@ __global__ void __launch_bounds__(kWarp)
   wait_for_dependencies();
   op.stamp(0);
   const uint32_t blocks_before = op.begin(false);
-  for (int32_t block = threadIdx.x; block < kMaxSenders; block += kWarp) call.ticket->has_sent[block] = 0;
-  if (threadIdx.x == 0) *call.pending = call.ticket->epoch = state.epoch;
+  if (threadIdx.x == 0) {
+    *call.ticket = {state.epoch, 0};
+  }
   op.tell_former_finished();
   op.end(blocks_before, [] {});
+}
+
+// Ends when `num_blocks` of the body have begun; or soon, if the host has yet to launch it, or something else has the
+// SMs.
+__global__ void __launch_bounds__(kWarp)
+    hold_kernel(const __grid_constant__ Peers peers, const Ticket* ticket, int32_t num_blocks) {
+  constexpr uint64_t kPatienceNs = 50'000;
+  wait_for_dependencies();
+  if (threadIdx.x != 0) return;
+  const uint64_t begun = globaltimer_ns();
+  while (load_relaxed(&ticket->blocks_begun) < static_cast<uint32_t>(num_blocks) &&
+         load_relaxed(&peers.control->failed) == 0 && globaltimer_ns() - begun < kPatienceNs) {
+  }
 }
 
 }  // namespace
@@ -28,6 +42,14 @@ cudaError_t launch_start(const Peers& peers, const Call& call, cudaStream_t stre
   return cudaGetLastError();
 }
 
-cudaError_t load_start() { return load_kernel(start_kernel, 0); }
+cudaError_t launch_hold(const Peers& peers, const Ticket* ticket, int32_t num_blocks, cudaStream_t stream) {
+  hold_kernel<<<1, kWarp, 0, stream>>>(peers, ticket, num_blocks);
+  return cudaGetLastError();
+}
+
+cudaError_t load_start() {
+  const cudaError_t status = load_kernel(start_kernel, 0);
+  return status != cudaSuccess ? status : load_kernel(hold_kernel, 0);
+}
 
 }  // namespace jax_ep

@@ -36,9 +36,9 @@ class Backend(Protocol):
         ...
 
     def dispatch_start(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None
-    ) -> jax.Array | None:
-        """Sends what it can without waiting; the ticket with which `dispatch` ends the operation."""
+        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+    ) -> Any:
+        """Begins a `dispatch` and waits for no peer; arrays that belong to that, to be given to it and nothing else."""
 
     def dispatch(
         self,
@@ -46,13 +46,13 @@ class Backend(Protocol):
         x: Any,
         topk_idx: jax.Array,
         topk_weights: jax.Array | None,
-        ticket: Any,
+        started: Any,
         *,
         zero_pad: bool,
     ) -> Dispatched:
         """Sends x [T, H] (or its (fp8, scales) pair) to the ranks of its experts and lays out what arrives.
 
-        With the ticket of a `dispatch_start` of the same operands it ends that; with None it is a whole operation.
+        With what a `dispatch_start` of the same operands returned, it ends that; with None it is a whole operation.
         """
 
     def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
@@ -63,11 +63,11 @@ class Backend(Protocol):
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None."""
 
-    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array) -> jax.Array | None:
+    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> Any:
         """As dispatch_start, for `combine`."""
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, ticket: Any, out_dtype: Any) -> jax.Array:
-        """Sums y [rows, H] times weights [rows] to [T, H]; ends a `combine_start` if given its ticket."""
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
+        """Sums y [rows, H] times weights [rows] to [T, H]; ends a `combine_start` if given what that returned."""
 
     def combine_back(
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array

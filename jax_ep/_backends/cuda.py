@@ -43,7 +43,8 @@ _SHARING = "JAX_EP_SHARING"  # in the environment: how processes map each other'
 _Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and file descriptors
 _Result: TypeAlias = tuple[tuple[int, ...], Any]  # shape, dtype
 _NONE: _Result = ((0,), jnp.float32)
-_TICKET: _Result = ((1,), jnp.int32)
+_TICKET: _Result = ((2,), jnp.int32)  # struct Ticket in ffi/cuda/call.h
+_Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, None for _NONE; the ticket
 
 
 class RouteArrays(NamedTuple):
@@ -174,11 +175,6 @@ class CudaBackend:
                 f"{op}: rank {rank} has no room for another operation while older halves are under way; end each start "
                 "before the group's second (if its arena is small, fourth) operation after it"
             )
-        if reason == "not started":
-            raise Error(
-                f"{op}_done: on rank {rank} what is pending is of another start (operation {seen} against {expected}); "
-                "start and done must be in one program, once each"
-            )
         if reason == "elsewhere":
             raise Error(f"{op}: rank {peer} gave up, and rank {rank} with it; Group.check of its process says why")
         raise Error(
@@ -200,16 +196,11 @@ class CudaBackend:
         }
 
     def dispatch_start(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None
-    ) -> jax.Array:
-        x, x_scales = x if call.quantized else (x, None)
-        (ticket,) = self._call(
-            "dispatch_start",
-            (x, x_scales, topk_idx, topk_weights),
-            [_TICKET],
-            **self._dispatch_attrs(call, zero_pad=False),
-        )
-        return ticket
+        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+    ) -> _Started:
+        operands = (*_parts(call, x), topk_idx, topk_weights)
+        attrs = self._dispatch_attrs(call, zero_pad=zero_pad)
+        return self._start("dispatch", operands, self._dispatch_results(call), **attrs)
 
     def dispatch(
         self,
@@ -217,34 +208,17 @@ class CudaBackend:
         x: Any,
         topk_idx: jax.Array,
         topk_weights: jax.Array | None,
-        ticket: Any,
+        started: Any,
         *,
         zero_pad: bool,
     ) -> Dispatched:
-        group = self._group
-        num_ranks, num_experts = group.num_ranks, group.experts_per_rank
-        x, x_scales = x if call.quantized else (x, None)
-        route = call.route(None)
-        shape = route.rows_shape
-        rows_dtype = _wires.FP8 if call.returns_fp8 else group.dtype
-        scales_shape = (*shape, group.hidden // _wires.CHANNELS_PER_SCALE)
-        rows, scales, weights, counts, group_sizes, num_dropped, place, arrived_rows, num_arrived = self._call(
-            "dispatch",
-            (x, x_scales, topk_idx, topk_weights),
-            [
-                ((*shape, group.hidden), rows_dtype),
-                (scales_shape, jnp.float32) if call.returns_fp8 else _NONE,
-                (shape, jnp.float32),
-                ((num_experts,), jnp.int32),
-                ((num_experts,), jnp.int32),
-                ((), jnp.int32),
-                ((call.num_tokens, num_ranks), jnp.int32),
-                ((num_ranks, call.num_tokens, group.top_k), jnp.int32),
-                ((num_ranks,), jnp.int32),
-            ],
-            ticket=ticket,
-            **self._dispatch_attrs(call, zero_pad=zero_pad),
-        )
+        operands = (*_parts(call, x), topk_idx, topk_weights)
+        if started is None:
+            attrs = self._dispatch_attrs(call, zero_pad=zero_pad)
+            results = self._call("dispatch", operands, self._dispatch_results(call), **attrs)
+        else:
+            results = self._done("dispatch", operands, started)
+        rows, scales, weights, counts, group_sizes, num_dropped, place, arrived_rows, num_arrived = results
         return Dispatched(
             x=rows,
             counts=counts,
@@ -284,18 +258,16 @@ class CudaBackend:
         )
         return (None if rows is None else x[:, :channels]), (None if weights is None else topk_weights)
 
-    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array) -> jax.Array:
+    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> _Started:
         operands = (y, weights, *route.arrays[:3])
-        (ticket,) = self._call("combine_start", operands, [_TICKET])
-        return ticket
+        return self._start("combine", operands, [_sums(route, y, out_dtype)])
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, ticket: Any, out_dtype: Any) -> jax.Array:
-        (out,) = self._call(
-            "combine",
-            (y, weights, *route.arrays[:3]),
-            [((route.num_tokens, y.shape[-1]), out_dtype)],
-            ticket=ticket,
-        )
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
+        operands = (y, weights, *route.arrays[:3])
+        if started is None:
+            (out,) = self._call("combine", operands, [_sums(route, y, out_dtype)])
+        else:
+            (out,) = self._done("combine", operands, started)
         return out
 
     def combine_back(
@@ -341,6 +313,23 @@ class CudaBackend:
         )
         return out
 
+    def _dispatch_results(self, call: DispatchCall) -> list[_Result]:
+        group = self._group
+        num_ranks, num_experts = group.num_ranks, group.experts_per_rank
+        shape = call.route(None).rows_shape
+        scales_shape = (*shape, group.hidden // _wires.CHANNELS_PER_SCALE)
+        return [
+            ((*shape, group.hidden), _wires.FP8 if call.returns_fp8 else group.dtype),
+            (scales_shape, jnp.float32) if call.returns_fp8 else _NONE,
+            (shape, jnp.float32),
+            ((num_experts,), jnp.int32),
+            ((num_experts,), jnp.int32),
+            ((), jnp.int32),
+            ((call.num_tokens, num_ranks), jnp.int32),
+            ((num_ranks, call.num_tokens, group.top_k), jnp.int32),
+            ((num_ranks,), jnp.int32),
+        ]
+
     def _dispatch_attrs(self, call: DispatchCall, *, zero_pad: bool) -> dict[str, Any]:
         return {
             "agreed": (call.layout, call.capacity, call.alignment, call.wire),
@@ -357,31 +346,52 @@ class CudaBackend:
         results: list[_Result],
         *,
         agreed: tuple[Any, ...] = (),
-        ticket: jax.Array | None = None,
         **attrs: Any,
     ) -> Sequence[jax.Array]:
-        """One FFI call: of `op`, or, with the ticket of its start, of its done.
-
-        The kernels compare a hash of operation, operands' types and `agreed` between ranks.
-        """
+        """One FFI call: a whole operation, or a start. The kernels compare its hash, of what ranks must agree on."""
         types = [None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands]
         call = zlib.crc32(repr((op.removesuffix("_start"), types, agreed)).encode())
-        axis = self._group.axis_name
-        operands = (lax.axis_index(axis), *operands)
-        if ticket is not None:
-            op, operands = f"{op}_done", (*operands, ticket)
+        operands = (lax.axis_index(self._group.axis_name), *operands)
+        return self._ffi_call(op, operands, results, hash=call, **attrs)
+
+    def _start(self, op: str, operands: tuple[Any, ...], results: list[_Result], **attrs: Any) -> _Started:
+        """Starts `op`; gives the memory that its done will return as the results, and the ticket.
+
+        The memory comes from a pure call of its own: what jax.checkpoint runs again in a backward pass, as it does with
+        barriers that stand behind a start, then has other memory, and XLA need not copy.
+        """
+        room = self._ffi_call("room", operands, results)
+        (ticket,) = self._call(f"{op}_start", (*operands, *room), [_TICKET], **attrs)
+        # An array of no elements, as the argument of a program or of shard_map, is too much for XLA of jax 0.11.
+        return *(None if result is _NONE else array for array, result in zip(room, results, strict=True)), ticket
+
+    def _done(self, op: str, operands: tuple[Any, ...], started: _Started) -> Sequence[jax.Array]:
+        """Ends `op`, which was `started` with `operands`, so that XLA keeps them and the results' memory for it."""
+        results = [_NONE if array is None else (array.shape, array.dtype) for array in started[:-1]]
+        aliases = {len(operands) + i: i for i in range(len(results))}
+        return self._ffi_call(f"{op}_done", (*operands, *started), results, aliases)
+
+    def _ffi_call(
+        self,
+        op: str,
+        operands: tuple[Any, ...],
+        results: list[_Result],
+        aliases: dict[int, int] | None = None,  # operand -> result in the same memory
+        **attrs: Any,
+    ) -> Sequence[jax.Array]:
         operands = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
-        operands = _compat.vary(operands, [axis])
+        operands = _compat.vary(operands, [self._group.axis_name])
         attrs = {name: value if isinstance(value, bool) else np.int64(value) for name, value in attrs.items()}
         ffi_call = jax.ffi.ffi_call(
             f"jax_ep_{op}",
             [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results],
             vmap_method="sequential",
             has_side_effect=op.endswith(("_start", "_done")) and _compat.FFI_EFFECTS_ARE_ALLOWED,
+            input_output_aliases=aliases,
         )
         # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
         operands = lax.optimization_barrier(operands)
-        return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), hash=np.int64(call), **attrs))
+        return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), **attrs))
 
 
 def choose_sharing(devices: np.ndarray) -> str:
@@ -424,6 +434,15 @@ def _expect_own_gpus(told: dict[int, Any]) -> None:
                     f"Group: processes {user} and {process} use the same GPU ({gpu}); give each its own, by "
                     "local_device_ids of jax.distributed.initialize or by CUDA_VISIBLE_DEVICES"
                 )
+
+
+def _parts(call: DispatchCall, x: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The rows, and their scales if x is quantised."""
+    return x if call.quantized else (x, None)
+
+
+def _sums(route: Route, y: jax.Array, out_dtype: Any) -> _Result:
+    return (route.num_tokens, y.shape[-1]), out_dtype
 
 
 def _route_attrs(route: Route) -> dict[str, Any]:

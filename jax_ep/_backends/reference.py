@@ -45,7 +45,7 @@ class ReferenceBackend:
     def stats(self) -> dict[str, Any]:
         return {}  # to count what XLA runs would take a call of the host in each operation
 
-    def dispatch_start(self, call: DispatchCall, *operands: Any) -> None:
+    def dispatch_start(self, call: DispatchCall, *operands: Any, zero_pad: bool) -> None:
         """The whole operation runs in its done."""
 
     def dispatch(
@@ -54,11 +54,11 @@ class ReferenceBackend:
         x: Any,
         topk_idx: jax.Array,
         topk_weights: jax.Array | None,
-        ticket: None,
+        started: None,
         *,
         zero_pad: bool,
     ) -> Dispatched:
-        del ticket, zero_pad  # padding is always zero here
+        del started, zero_pad  # padding is always zero here
         placement, arrays = self._route(call, self._gather(topk_idx))
         route = call.route(arrays)
         scales = None
@@ -99,8 +99,8 @@ class ReferenceBackend:
     def combine_start(self, route: Route, *operands: Any) -> None:
         """The whole operation runs in its done."""
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, ticket: None, out_dtype: Any) -> jax.Array:
-        del ticket
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: None, out_dtype: Any) -> jax.Array:
+        del started
         return self._sum_over_ranks(_partial_sums(route, y, weights).astype(y.dtype), out_dtype)
 
     def combine_back(

@@ -17,7 +17,8 @@ stands for what cannot be measured here:
     wall_pair_us                         on the host's clock: the median time of ten executions, one behind the other
                                          as in a loop that waits for none, divided by their pairs
     wall_waiting_pair_us                 the same of executions that the host waits for one by one
-    grad_*                               with --grad: the same of a pair's backward pass
+    grad_*                               with --grad: the same of a pair's backward pass. All else is then that of a
+                                         differentiated call, which zeroes rows that hold no token (zero_pad), too
     lax_pair_us, lax_ragged_pair_us      on the host's clock, with lax.all_to_all (padded) and lax.ragged_all_to_all
     floor_dispatch_us, floor_combine_us  what the link needs: a push of one row per token and rank, and a barrier
     floor_pair_us                        the sum of the two

@@ -29,7 +29,7 @@ from jax_ep.bench.timing import Timing, time_backward, time_forward
 def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
     """A row of the report: the case, and all that was measured of it."""
     with open_group(case, mesh, backend) as group:
-        exchange = EpExchange(group, case.layout, case.wire)
+        exchange = EpExchange(group, case.layout, case.wire, zero_pad=grad)
         forward = time_forward(exchange, case, mesh, pairs, traced=True)
         group.check()
         backward = time_backward(exchange, forward, mesh, pairs) if grad else None
@@ -38,6 +38,7 @@ def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax
             "backend": group.backend,
             "device": mesh.devices.flat[0].device_kind,
             "chain": pairs,
+            "zero_pad": grad,
             "arena_bytes": group.memory_bytes,
         }
     topk_idx, timing = np.asarray(forward.inputs.topk_idx), forward.timing

@@ -63,6 +63,7 @@ class EpExchange:
     layout: str
     wire: str | None
     capacity: int | None = None
+    zero_pad: bool | None = None
 
     @property
     def casts(self) -> bool:
@@ -70,7 +71,14 @@ class EpExchange:
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> ep.Dispatched:
         return ep.dispatch(
-            x, topk_idx, topk_weights, group=self.group, layout=self.layout, capacity=self.capacity, wire=self.wire
+            x,
+            topk_idx,
+            topk_weights,
+            group=self.group,
+            layout=self.layout,
+            capacity=self.capacity,
+            wire=self.wire,
+            zero_pad=self.zero_pad,
         )
 
     def rows(self, recv: ep.Dispatched) -> jax.Array:

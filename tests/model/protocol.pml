@@ -1,10 +1,10 @@
 /* How the ranks of a group share the slots of their arenas (ffi/cuda/protocol.cuh; docs/design.md section 5), for spin.
  *
  * All ranks run the same program: OPS operations, each whole or in halves, dones in any order, of which none needs a
- * slot whose start is done only later. A start is followed by a send, on a stream of its own, any time between the start
- * and its done. A launch is a loop that takes the steps of its thread blocks in any order. A step is what other ranks can
- * tell from the one before: a store to a peer, or a look at words that peers write. So stores come in any order, but
- * before their kernel ends.
+ * slot whose start is done only later. Dones run on a stream of their own, any time behind their start, and the other
+ * stream comes to a place, its join, where it waits for one. A launch is a loop that takes the steps of its thread
+ * blocks in any order. A step is what other ranks can tell from the one before: a store to a peer, or a look at words
+ * that peers write. So stores come in any order, but before their kernel ends.
  *
  * tests/test_model.py says which of these settings are checked together:
  *
@@ -12,7 +12,6 @@
  *   ROWLESS      ranks, the first ones, that may have no row for their peers
  *   STARTS       at most so many of the operations are in halves
  *   ONE_SENDER   a block both announces and sends rows; else each has a block of its own
- *   OVERLAP      dones run beside the launches that take an epoch, on the stream of the sends; else one after the other
  *   FAULT        rank 0 may stop anywhere, a start may never be done; time is up when nothing else can happen
  *   HASTE        time may be up whenever something is waited for
  *   WITHOUT      one of the orders below: a mutant, which must fail
@@ -31,10 +30,8 @@
 #define TELLING_OF_WHOLES 7        /* by the launch behind them */
 #define TELLING_OF_DONES 8
 #define ONE_TELLER 9               /* a launch tells what it has noted itself, not what it sees of others' dones */
-#define TICKET 10                  /* a done sends what its send has left, */
-#define JOIN 11                    /* and comes behind it */
-#define WARNING 12                 /* who gives up tells the peers */
-#define LOOKING_AT_FAILED 13       /* who is told waits no more */
+#define WARNING 10                 /* who gives up tells the peers */
+#define LOOKING_AT_FAILED 11       /* who is told waits no more */
 #ifndef WITHOUT
 #define WITHOUT NOTHING
 #endif
@@ -51,14 +48,14 @@
 #define LAST (SLOTS + OPS) /* epoch; the first is SLOTS + 1, so that what the slots held before is no less than 1 */
 #define slot_of(epoch) ((epoch) % SLOTS)
 
-/* Launches; SEND + epoch, DONE + epoch. */
+/* Launches, DONE + epoch among them; JOIN + epoch is none. */
 #define WHOLE 1
 #define START 2
-#define SEND 2
-#define DONE (SEND + LAST)
+#define DONE 2
+#define JOIN (DONE + LAST)
 #define takes_turn (half <= START)
-#define is_send (half > SEND && half <= DONE)
-#define is_done (half > DONE)
+#define is_done (half > DONE && half <= JOIN)
+#define is_join (half > JOIN)
 
 /* Blocks that send. */
 #define ANNOUNCER 1
@@ -85,8 +82,7 @@ typedef Rank {
   byte whole_slots;
   bit newest_is_whole;
   bit failed;
-  byte ticket[LAST + 1]; /* the blocks of a send that have sent */
-  bit sent[LAST + 1];    /* the send has ended */
+  bit done[LAST + 1];    /* the operation's done has ended */
   bit has_row[LAST + 1]; /* of an operation, for its peers */
   bit late[SLOTS]        /* of a mutant: units that are yet to be left empty */
 }
@@ -145,9 +141,9 @@ inline enter_epoch() {
 inline enter_started() {
   slot = slot_of(epoch);
   assert(own.failed || mine.from[self].finished < epoch);
-  claims = (WITHOUT == TICKET && is_done -> 0 : SENDERS & ~own.ticket[epoch]);
-  receives = is_done;
-  finishes = is_done
+  claims = SENDERS;
+  receives = 1;
+  finishes = 1
 }
 
 /* From now on, blocks write into the peers' slots. */
@@ -159,21 +155,12 @@ inline may_send(blocks) {
   if
   :: ((blocks) & ROW_SENDER) && own.has_row[epoch] -> sends_row = OTHERS
   :: else
-  fi;
-  if
-  :: is_send -> own.ticket[epoch] = own.ticket[epoch] | (blocks)
-  :: else
   fi
 }
 
-/* A send does not wait: it leaves to the done what it may not send. */
-#define may_ask (slot_is_free || is_send)
 inline claim(block) {
   claims = claims & ~block;
-  if
-  :: slot_is_free -> may_send(block)
-  :: else
-  fi
+  may_send(block)
 }
 
 /* --- it sends and receives -------------------------------------------------------------------------------------- */
@@ -265,7 +252,7 @@ inline look_at_words() {
   tells = OTHERS
 }
 
-#define is_waiting (receives && !all_have_sent || claims && !may_ask)
+#define is_waiting (receives && !all_have_sent || claims && !slot_is_free)
 #if defined(HASTE)
 #define gives_up is_waiting
 #elif defined(FAULT)
@@ -292,8 +279,7 @@ inline warn(p) {
 inline leave() {
   if
   :: takes_turn -> own.left = epoch
-  :: is_send -> own.sent[epoch] = 1
-  :: is_done -> own.ticket[epoch] = 0; own.sent[epoch] = 0
+  :: is_done -> own.done[epoch] = 1
   fi;
   if
   :: half == WHOLE || is_done -> own.has_row[epoch] = 0
@@ -309,28 +295,25 @@ inline leave() {
 
 /* --- the program ------------------------------------------------------------------------------------------------ */
 
-/* What the two streams of all ranks, XLA's and that of the sends, have yet to launch. It is made up as they go. */
+/* What the two streams of all ranks, XLA's and that of the dones, have yet to launch. It is made up as they go. */
 chan todo[RANKS * 2] = [2 * OPS] of { byte };
-#define my_todo todo[self * 2 + of_sends]
+#define my_todo todo[self * 2 + of_dones]
 
 byte planned = SLOTS; /* epoch */
-short started;        /* of these, the starts that have no done */
+short started;        /* of these, the starts whose join is yet to come, */
+short undone;         /* and their done, too */
 byte num_started;
 bit is_complete;
 
 #define waits_for_slot(epoch) (started & bit_of((epoch) - SLOTS))
-#ifdef OVERLAP /* Where a done stands among launches of the other stream makes no difference. */
-#define is_time_for_dones (planned == LAST || waits_for_slot(planned + 1))
-#define OF_DONES 1
-#else
-#define is_time_for_dones true
-#define OF_DONES 0
-#endif
 
-#define done_option(i)                                                                                      \
-  :: is_time_for_dones && (started & bit_of(SLOTS + i)) && !waits_for_slot(SLOTS + i) ->                    \
-     started = started & ~bit_of(SLOTS + i);                                                                \
-     add(DONE + SLOTS + i, OF_DONES)
+#define done_options(i)                                              \
+  :: (undone & bit_of(SLOTS + i)) && !waits_for_slot(SLOTS + i) ->   \
+     undone = undone & ~bit_of(SLOTS + i);                           \
+     add(DONE + SLOTS + i, 1)                                        \
+  :: started & ~undone & bit_of(SLOTS + i) ->                        \
+     started = started & ~bit_of(SLOTS + i);                         \
+     add(JOIN + SLOTS + i, 0)
 
 inline add(launch, stream) {
   for (p : 0 .. RANKS - 1) {
@@ -345,13 +328,14 @@ inline plan() {
   :: planned < LAST && num_started < STARTS ->
      planned++; num_started++;
      started = started | bit_of(planned);
-     add(START, 0); add(SEND + planned, 1)
-  done_option(1)
-  done_option(2)
-  done_option(3)
-  done_option(4)
-  done_option(5)
-  done_option(6)
+     undone = undone | bit_of(planned);
+     add(START, 0)
+  done_options(1)
+  done_options(2)
+  done_options(3)
+  done_options(4)
+  done_options(5)
+  done_options(6)
   :: planned == LAST && !started -> is_complete = 1
 #ifdef FAULT
   :: planned < LAST && waits_for_slot(planned + 1) -> planned++; add(WHOLE, 0)
@@ -360,8 +344,8 @@ inline plan() {
   fi
 }
 
-/* Behind its start, and a done behind the send, too. */
-#define may_begin (own.left >= epoch && (!is_done || own.sent[epoch] || WITHOUT == JOIN))
+/* A done comes behind its start. */
+#define may_go_on (is_join -> own.done[epoch] : own.left >= epoch)
 
 /* --- a stream --------------------------------------------------------------------------------------------------- */
 
@@ -371,7 +355,7 @@ inline plan() {
   :: d_step { (tells & bit_of(p)) && !(claims & ANNOUNCER) -> tell(p) }   \
   :: d_step { warns & bit_of(p) -> warn(p) }
 
-proctype Stream(byte self; bit of_sends) {
+proctype Stream(byte self; bit of_dones) {
   byte half, epoch, slot, p, senders;
   byte claims;                             /* blocks that have to ask first */
   byte announces, sends_row, tells, warns; /* peers */
@@ -384,7 +368,7 @@ next:
   atomic {
     do
     :: nempty(my_todo) -> my_todo ? half; break
-    :: empty(my_todo) && !is_complete && !of_sends -> plan()
+    :: empty(my_todo) && !is_complete && !of_dones -> plan()
     :: empty(my_todo) && is_complete -> goto end_of_program
     od;
     if
@@ -400,20 +384,24 @@ next:
       skip; /* no jump may lead into a d_step */
       d_step { enter_epoch() }
     :: else ->
-      epoch = half - (is_done -> DONE : SEND);
+      epoch = half - (is_join -> JOIN : DONE);
       if
-      :: may_begin
-      :: knows_of_failure && !may_begin -> epoch = 0; goto next
-      :: self == 0 && has_died && !may_begin -> goto end_of_program
+      :: may_go_on
+      :: knows_of_failure && !may_go_on -> epoch = 0; goto next
+      :: self == 0 && has_died && !may_go_on -> goto end_of_program
+      fi;
+      if
+      :: is_join -> own.done[epoch] = 0; epoch = 0; goto next
+      :: else
       fi;
       skip;
       d_step { enter_started() }
     fi
   }
   do
-  :: d_step { (claims & ANNOUNCER) && may_ask -> claim(ANNOUNCER) }
+  :: d_step { (claims & ANNOUNCER) && slot_is_free -> claim(ANNOUNCER) }
 #ifndef ONE_SENDER
-  :: d_step { (claims & ROW_SENDER) && may_ask -> claim(ROW_SENDER) }
+  :: d_step { (claims & ROW_SENDER) && slot_is_free -> claim(ROW_SENDER) }
 #endif
   for_peer(0)
   for_peer(1)

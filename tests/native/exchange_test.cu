@@ -5,10 +5,10 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -54,7 +54,7 @@ struct Rank {
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
       rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
-  Array<uint32_t> pending_dispatch{1}, pending_combine{1};
+  Array<Ticket> dispatch_ticket{1}, combine_ticket{1};
   Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
       weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
       cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
@@ -110,10 +110,9 @@ struct Rank {
     args.num_arrived = num_arrived.device;
     return args;
   }
-  ScatterArgs dispatch_half(int32_t cast, Half half) {
+  ScatterArgs dispatch_in_halves(int32_t cast) {
     ScatterArgs args = dispatch(cast);
-    args.half = half, args.pending = pending_dispatch.device;
-    if (half == Half::kStart) args.place = nullptr, args.out = nullptr;
+    args.half = Half::kDone, args.ticket = dispatch_ticket.device;
     return args;
   }
   ScatterArgs along_route(OpKind op, Array<float>& result) {
@@ -134,7 +133,7 @@ struct Rank {
     args.hash = static_cast<uint32_t>(op);
     args.axis_index = axis_index.device;
     args.num_tokens = kTokens, args.top_k = kTopK;
-    args.y = recv.device, args.row_bytes = kRowBytes, args.num_rows = capacity;
+    args.y = recv.device, args.row_bytes = kRowBytes;
     args.rows = rows.device, args.num_arrived = num_arrived.device, args.place = place.device;
     args.out = result.device, args.out_type = ElementType::kFloat32;
     return args;
@@ -144,9 +143,9 @@ struct Rank {
     args.row_weights = weights.device;
     return args;
   }
-  GatherArgs combine_half(Half half) {
+  GatherArgs combine_in_halves() {
     GatherArgs args = combine();
-    args.half = half, args.pending = pending_combine.device;
+    args.half = Half::kDone, args.ticket = combine_ticket.device;
     return args;
   }
   GatherArgs dispatch_back() {
@@ -155,6 +154,10 @@ struct Rank {
     return args;
   }
 };
+
+// Some of what a start and its done must have in common.
+Buffers buffers_of(const ScatterArgs& args) { return {args.x, args.out, args.ticket}; }
+Buffers buffers_of(const GatherArgs& args) { return {args.y, args.out, args.ticket}; }
 
 __global__ void count_differences(const uint32_t* a, const uint32_t* b, size_t words, int32_t* differences) {
   for (size_t i = threadIdx.x; i < words; i += blockDim.x) {
@@ -295,32 +298,44 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
   const auto on_all = [&](auto launch) {
     for (int32_t r = 0; r < num_ranks; ++r) launch(group.members()[r], *ranks[r]);
   };
-  const auto scatter = [&](auto args) {
+  const auto body_of = [&](const Member& member, const auto& call) -> Halves::Body {
+    const Peers& peers = member.peers;
+    if constexpr (std::is_same_v<decltype(call), const ScatterArgs&>) {
+      const LaunchPlan plan =
+          blocks.adjust(plan_scatter(kTokens, num_ranks, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                                     num_blocks, call.arrival == Arrival::kCombineBack));
+      const auto launch = [&peers, call, plan](cudaStream_t stream) {
+        return launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
+      };
+      return {launch, plan.num_blocks};
+    } else {
+      const auto launch = [&peers, call, gather_plan](cudaStream_t stream) {
+        return launch_gather(peers, call, ElementType::kFloat32, gather_plan, stream);
+      };
+      return {launch, gather_plan.num_blocks};
+    }
+  };
+  const auto whole = [&](auto args) {
+    on_all([&](const Member& member, Rank& rank) { must(body_of(member, args(rank)).launch(rank.stream)); });
+  };
+  const auto start = [&](auto args) {
     on_all([&](const Member& member, Rank& rank) {
-      const ScatterArgs call = args(rank);
-      const LaunchPlan plan = plan_scatter(kTokens, num_ranks, num_chunks(call.num_scales ? kHidden : kRowBytes),
-                                           num_blocks, call.arrival == Arrival::kCombineBack);
-      member.halves->launch(call, rank.stream, [&](const ScatterArgs& half, cudaStream_t stream) {
-        return launch_scatter(member.peers, half, ElementType::kFloat32, blocks.adjust(plan), stream);
-      });
+      const auto call = args(rank);
+      member.halves->start(call, buffers_of(call), body_of(member, call), rank.stream);
     });
   };
-  const auto gather = [&](auto args) {
-    on_all([&](const Member& member, Rank& rank) {
-      member.halves->launch(args(rank), rank.stream, [&](const GatherArgs& half, cudaStream_t stream) {
-        return launch_gather(member.peers, half, ElementType::kFloat32, gather_plan, stream);
-      });
-    });
+  const auto done = [&](auto args) {
+    on_all([&](const Member& member, Rank& rank) { member.halves->done(buffers_of(args(rank)), rank.stream); });
   };
   std::mt19937 random(num_ranks);
   for (int32_t round = 0; round < 3; ++round) {
     for (auto& rank : ranks) rank->randomize(random);
     must(cudaDeviceSynchronize());
-    scatter([&](Rank& rank) { return rank.dispatch(cast); });
-    scatter([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
-    scatter([&](Rank& rank) { return rank.combine_back(); });
-    gather([&](Rank& rank) { return rank.combine(); });
-    gather([&](Rank& rank) { return rank.dispatch_back(); });
+    whole([&](Rank& rank) { return rank.dispatch(cast); });
+    whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    whole([&](Rank& rank) { return rank.combine_back(); });
+    whole([&](Rank& rank) { return rank.combine(); });
+    whole([&](Rank& rank) { return rank.dispatch_back(); });
     must(cudaDeviceSynchronize());
     EXPECT_EQ(group.failure().has_value(), false);
     const float tolerance = cast ? 0.3f : 1e-5f;
@@ -329,13 +344,15 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
 
     // The same in halves, with another operation between a start and its done, and two starts under way.
     for (auto& rank : ranks) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));
-    scatter([&](Rank& rank) { return rank.dispatch_half(cast, Half::kStart); });
-    scatter([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
-    scatter([&](Rank& rank) { return rank.dispatch_half(cast, Half::kDone); });
-    gather([&](Rank& rank) { return rank.combine_half(Half::kStart); });
-    scatter([&](Rank& rank) { return rank.dispatch_half(cast, Half::kStart); });
-    gather([&](Rank& rank) { return rank.combine_half(Half::kDone); });
-    scatter([&](Rank& rank) { return rank.dispatch_half(cast, Half::kDone); });
+    const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(cast); };
+    const auto combine = [&](Rank& rank) { return rank.combine_in_halves(); };
+    start(dispatch);
+    whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    done(dispatch);
+    start(combine);
+    start(dispatch);
+    done(combine);
+    done(dispatch);
     must(cudaDeviceSynchronize());
     EXPECT_EQ(group.failure().has_value(), false);
     for (auto& rank : ranks) check_rank(*rank, tolerance);
@@ -356,11 +373,11 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
         must(cudaMemsetAsync(repeated.result, 0xff, repeated.words * 4, ranks[r]->stream));
       }
     }
-    scatter([&](Rank& rank) { return rank.dispatch(cast); });
-    scatter([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
-    gather([&](Rank& rank) { return rank.combine(); });
-    scatter([&](Rank& rank) { return rank.combine_back(); });
-    gather([&](Rank& rank) { return rank.dispatch_back(); });
+    whole([&](Rank& rank) { return rank.dispatch(cast); });
+    whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    whole([&](Rank& rank) { return rank.combine(); });
+    whole([&](Rank& rank) { return rank.combine_back(); });
+    whole([&](Rank& rank) { return rank.dispatch_back(); });
     for (int32_t r = 0; r < num_ranks; ++r) {
       for (const Repeated& repeated : results[r]) {
         count_differences<<<1, 256, 0, ranks[r]->stream>>>(repeated.result, repeated.expected, repeated.words,
@@ -377,54 +394,49 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats) {
   if (cast != 0) return;
   for (auto& rank : ranks) rank->look_empty(random);
   must(cudaDeviceSynchronize());
-  scatter([&](Rank& rank) { return rank.dispatch(0); });
-  gather([&](Rank& rank) { return rank.dispatch_back(); });
+  whole([&](Rank& rank) { return rank.dispatch(0); });
+  whole([&](Rank& rank) { return rank.dispatch_back(); });
   must(cudaDeviceSynchronize());
   EXPECT_EQ(group.failure().has_value(), false);
   check_bits(ranks);
-}
-
-bool is_refused(const std::function<void()>& launch) {
-  try {
-    launch();
-  } catch (const std::invalid_argument&) {
-    return true;
-  }
-  return false;
 }
 
 // What is no start and its done is refused, and does no harm to what is.
 void unlike_halves() {
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
-  const LaunchPlan plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false);
+  const LaunchPlan plan = plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false);
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);
-  const auto launch = [&](Half half, Array<uint32_t>& pending, const float* x) {
-    ScatterArgs args = rank.dispatch_half(0, half);
-    args.pending = pending.device, args.x = x;
-    member.halves->launch(args, rank.stream, [&](const ScatterArgs& half, cudaStream_t stream) {
-      return launch_scatter(member.peers, half, ElementType::kFloat32, plan, stream);
-    });
+  const ScatterArgs call = rank.dispatch_in_halves(0);
+  const Buffers buffers = buffers_of(call);
+  const auto start = [&] {
+    const auto launch = [&](cudaStream_t on) {
+      return launch_scatter(member.peers, call, ElementType::kFloat32, plan, on);
+    };
+    member.halves->start(call, buffers, {launch, plan.num_blocks}, rank.stream);
   };
-  const float* x = rank.x.device;
+  const auto is_refused = [&](const Buffers& buffers) {
+    try {
+      member.halves->done(buffers, rank.stream);
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
   for (int32_t round = 0; round < 3; ++round) {
-    EXPECT_EQ(is_refused([&] { launch(Half::kDone, rank.pending_dispatch, x); }), true);
-    launch(Half::kStart, rank.pending_dispatch, x);
-    EXPECT_EQ(is_refused([&] { launch(Half::kDone, rank.pending_combine, x); }), true);
-    EXPECT_EQ(is_refused([&] { launch(Half::kDone, rank.pending_dispatch, rank.recv.device); }), true);
-    launch(Half::kDone, rank.pending_dispatch, x);
+    EXPECT_EQ(is_refused(buffers), true);
+    start();
+    EXPECT_EQ(is_refused({call.x, call.out, rank.combine_ticket.device}), true);
+    EXPECT_EQ(is_refused({call.out, call.out, call.ticket}), true);
+    EXPECT_EQ(is_refused(buffers), false);
   }
   must(cudaDeviceSynchronize());
   EXPECT_EQ(group.failure().has_value(), false);
-  std::vector<std::unique_ptr<Array<uint32_t>>> pending;
-  for (int32_t start = 0; start <= member.peers.layout.num_slots; ++start) {
-    pending.push_back(std::make_unique<Array<uint32_t>>(1));
-    EXPECT_EQ(is_refused([&] { launch(Half::kStart, *pending.back(), x); }), start == member.peers.layout.num_slots);
-  }
-  launch(Half::kStart, *pending.front(), x);  // its memory is used again: its done does not come
-  group.close();                              // with starts under way
+  start();
+  start();  // where the first one's epoch was: its done does not come
+  group.close();
 }
 
 // More blocks than the GPU holds at once: some leave before others enter.
@@ -432,14 +444,20 @@ void more_blocks_than_fit() {
   constexpr int32_t kBlocks = 1000;
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
-  LaunchPlan scatter_plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false),
-             gather_plan = plan_gather(kTokens, 1, kTopK, num_chunks(kRowBytes), 0);
-  for (LaunchPlan* plan : {&scatter_plan, &gather_plan}) plan->num_blocks = plan->num_senders + kBlocks;
+  LaunchPlan gather_plan = plan_gather(kTokens, 1, kTopK, num_chunks(kRowBytes), 0);
+  LaunchPlan scatter_plans[] = {plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false),
+                                plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 5, false)};  // with shared rows
+  for (LaunchPlan* plan : {&gather_plan, &scatter_plans[0], &scatter_plans[1]}) {
+    plan->num_senders = plan->first_receiver = kBlocks;
+    plan->num_blocks = 2 * kBlocks;
+  }
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);
   for (int32_t round = 0; round < 3; ++round) {
-    must(launch_scatter(peers, rank.dispatch(0), ElementType::kFloat32, scatter_plan, rank.stream));
+    for (const LaunchPlan& plan : scatter_plans) {
+      must(launch_scatter(peers, rank.dispatch(0), ElementType::kFloat32, plan, rank.stream));
+    }
     must(launch_gather(peers, rank.combine(), ElementType::kFloat32, gather_plan, rank.stream));
   }
   must(cudaDeviceSynchronize());
@@ -453,8 +471,13 @@ int main(int argc, char** argv) {
   const bool is_quick = argc > 2;  // for the sanitizers, under which a kernel takes long
   const Blocks any = {0, Form::kFewRows};
   const std::vector<Blocks> quick = {any, {1, Form::kFewSms}, {5, Form::kFewSms}, {5, Form::kUsual}};
-  const std::vector<Blocks> all = {
-      any, {1, Form::kUsual}, {2, Form::kFewSms}, {5, Form::kFewSms}, {5, Form::kUsual}, {16, Form::kUsual}};
+  const std::vector<Blocks> all = {any,
+                                   {1, Form::kUsual},
+                                   {2, Form::kFewSms},
+                                   {5, Form::kFewSms},
+                                   {5, Form::kUsual},
+                                   {8, Form::kUsual},
+                                   {8, Form::kManyRows}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
     for (int32_t cast = 0; cast <= 2; ++cast) {
       for (Blocks blocks : is_quick ? quick : all) {
