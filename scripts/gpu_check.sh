@@ -53,10 +53,10 @@ done
 step processes-1 "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
 if [[ " $steps " == *" processes"* ]]; then
   num_gpus=$("$python" -c "import jax; print(jax.device_count())")
-  in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-}"
-  step processes-2-nvlink $in_processes tests
-  step processes-3-nvshmem env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=$((num_gpus / 2)) $in_processes \
-    tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py
+  contract=$(echo tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
+  in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $contract"
+  step processes-2-nvlink $in_processes
+  step processes-3-nvshmem env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=$((num_gpus / 2)) $in_processes
 fi
 # The table of docs/performance.md; then what other shapes and settings cost with 128 tokens.
 bench() {  # bench NAME ARGUMENT...
