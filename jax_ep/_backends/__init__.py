@@ -129,7 +129,8 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
     if me not in processes:
         return f"process {me} has no device in the mesh"
     mine = {"reason": reason, "host": _processes.host(), "override": _network.override()}
-    told = _processes.exchange("jax_ep/processes", mine, processes, timeout)
+    with _processes.Meeting("processes/" + "-".join(map(str, processes)), processes, timeout) as meeting:
+        told = meeting.exchange(mine)
     _network.expect_same_override({process: answer["override"] for process, answer in told.items()})
     for process, answer in told.items():
         if answer["reason"]:
