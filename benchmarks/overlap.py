@@ -290,13 +290,13 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{result['ranks']} x {result['device']}, backend {result['backend']}")
+    table = Table(title=f"{result['ranks']} x {result['device']}, backend {result['backend']}; microseconds")
     table.add_column("form", no_wrap=True)
     table.add_column("SMs", justify="right", no_wrap=True)
-    times = ("alone_us", "gemms_us", "sequential_us", "overlapped_us")
-    shares = ("hidden", "beside_gemms")
-    for name in (*times, *shares, "gemms_slowed"):
-        table.add_column(name.replace("_us", ", us").replace("_", " "), justify="right")
+    times = {"alone_us": "alone", "gemms_us": "GEMMs", "sequential_us": "in turn", "overlapped_us": "overlapped"}
+    shares = {"hidden": "hidden", "beside_gemms": "beside"}
+    for heading in (*times.values(), *shares.values(), "slowed"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in result["rows"]:
         cells = [f"{row[name]:.1f}" if name in row else "-" for name in times]
         cells += [f"{row[name]:.0%}" if name in row else "-" for name in shares]

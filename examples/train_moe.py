@@ -89,7 +89,7 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=options.learning_rate,
-        warmup_steps=max(1, options.steps // 10),
+        warmup_steps=options.steps // 10,
         decay_steps=options.steps,
         end_value=options.learning_rate / 10,
     )

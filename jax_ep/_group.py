@@ -31,7 +31,8 @@ class Group:
         max_tokens_per_rank: the largest T of any call.
         dtype: of activations: bfloat16, float16 or float32.
         backend: "auto" takes the fastest that works here, `jax_ep.backends()` lists them.
-        num_sms: streaming multiprocessors that one operation may use; None lets each choose.
+        num_sms: streaming multiprocessors that one operation may use; None lets each choose. In halves
+            (`dispatch_start`, `combine_start`) it uses at most 64 whatever this says, and 32 with None.
         timeout: seconds that a device waits for a peer before the operation fails; in making the group, seconds that a
             process waits for the others.
 

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep as ep
-from jax_ep import _backends, _checks, _native
+from jax_ep import _backends, _checks, _native, _network
 from jax_ep._backends import cuda
+from jax_ep._errors import Error
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -37,6 +38,7 @@ _TRANSPORTS = {
     "none": "peer memory: all devices are of this process",
     "descriptor": "peer memory, which processes share as file descriptors",
     "ipc": "peer memory, which processes share by CUDA IPC",
+    "network": "NVSHMEM between the hosts that JAX_EP_NODE_SIZE makes of this one, peer memory in each",
 }
 
 
@@ -93,16 +95,24 @@ def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
     }
 
 
-def _choice(devices: Sequence[jax.Device]) -> dict[str, str]:
+def _choice(devices: Sequence[jax.Device]) -> dict[str, str | None]:
     """What `Group(backend="auto")` would use along all `devices`."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        backend = _backends.choose("auto", jax.sharding.Mesh(devices, ("ep",)), "ep")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            backend = _backends.choose("auto", jax.sharding.Mesh(devices, ("ep",)), "ep")
+        transport = _TRANSPORTS[_sharing(devices) if backend == "cuda" else None]
+    except (ValueError, Error) as error:  # as a group would raise it: something in the environment is wrong
+        return {"backend": None, "reason": str(error), "transport": str(error)}
     return {
         "backend": backend,
         "reason": str(caught[0].message) if caught else f"the best on platform {devices[0].platform!r}",
-        "transport": _TRANSPORTS[cuda.choose_sharing(np.array(devices)) if backend == "cuda" else None],
+        "transport": transport,
     }
+
+
+def _sharing(devices: Sequence[jax.Device]) -> str:
+    return "network" if 0 < _network.node_size() < len(devices) else cuda.choose_sharing(np.array(devices))
 
 
 def _links(devices: Sequence[jax.Device]) -> dict[str, Any]:

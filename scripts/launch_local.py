@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -113,8 +114,13 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, help="seconds after which all processes are ended (none)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     options = parser.parse_args()
+    for name in ("processes", "devices"):
+        if (number := getattr(options, name)) < 1:
+            parser.error(f"--{name} is {number}; it must be at least 1")
     if not options.command:
         parser.error("name a program, such as: python examples/multihost.py")
+    if shutil.which(options.command[0]) is None:
+        parser.error(f"there is no program {options.command[0]!r}")
     return launch(options.command, options.processes, options.devices, options.timeout)
 
 

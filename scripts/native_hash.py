@@ -43,15 +43,19 @@ def check() -> str:
         return (
             "WARNING: there are no GPU results in benchmarks/results/; run scripts/gpu_check.sh on a machine with GPUs"
         )
-    newest = max(results, key=lambda result: result["date"])
-    if newest["native_hash"] != native_hash():
+    results.sort(key=lambda result: result["date"])
+    newest, present = results[-1], [result for result in results if result["native_hash"] == native_hash()]
+    if not present:
         return (
             f"WARNING: the native sources ({native_hash()}) have not run on a GPU; the newest results, of "
             f"{newest['date']}, belong to {newest['native_hash']}: run scripts/gpu_check.sh on a machine with GPUs"
         )
-    ran = f"The native sources ({native_hash()}) ran on {newest['num_devices']} x {newest['device']}, {newest['date']}"
-    failed = [name for name, step in newest["steps"].items() if not step["ok"]]
-    return f"WARNING: {ran}, where {', '.join(failed)} failed: see benchmarks/results/" if failed else f"{ran}."
+    devices = sorted({f"{result['num_devices']} x {result['device']}" for result in present})
+    ran = f"The native sources ({native_hash()}) ran on {', '.join(devices)}, last on {present[-1]['date']}"
+    steps = {name: step for result in present for name, step in result["steps"].items()}  # each as it ran last
+    if failed := [name for name, step in steps.items() if not step["ok"]]:
+        return f"WARNING: {ran}, where {', '.join(failed)} failed: see benchmarks/results/"
+    return f"{ran}: {', '.join(sorted(steps))}."
 
 
 if __name__ == "__main__":

@@ -49,6 +49,15 @@ def test_a_machine_without_devices_is_a_finding(monkeypatch):
     assert "the driver is too old" in doctor.report(findings)
 
 
+def test_what_no_group_would_take_is_a_finding(monkeypatch):
+    def fail(*arguments):
+        raise ValueError("JAX_EP_NODE_SIZE is 'two'")
+
+    monkeypatch.setattr(doctor._backends, "choose", fail)
+    findings = doctor.examine(SIZES)
+    assert findings["auto"] == dict.fromkeys(("reason", "transport"), "JAX_EP_NODE_SIZE is 'two'") | {"backend": None}
+
+
 def test_runs_as_a_command():
     done = subprocess.run([sys.executable, "-P", "-m", "jax_ep.doctor"], capture_output=True, text=True, check=True)
     assert f"jax_ep {ep.__version__}" in done.stdout

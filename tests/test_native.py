@@ -1,6 +1,7 @@
 """The native extensions: how they load, the C++ unit tests, layout arithmetic against Python's, and dispatch_layout."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -28,15 +29,44 @@ SIZES = [
 ]
 
 
-def test_results_outlive_comments():
-    """The hash that ties GPU results to sources does not change with what is not compiled."""
+def native_hash():
+    """The script of this name."""
     spec = importlib.util.spec_from_file_location("native_hash", ROOT / "scripts" / "native_hash.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_results_outlive_comments():
+    """The hash that ties GPU results to sources does not change with what is not compiled."""
+    script = native_hash()
     source = rb"""f("// \" /*", 1);  // "one"
     /* two
        lines */ g( 2 );"""
     assert script.compiled(source) == rb"""f("// \" /*", 1); g( 2 );"""
+
+
+def test_the_last_run_of_each_step_counts(monkeypatch, tmp_path):
+    script = native_hash()
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    assert "there are no GPU results" in script.check()
+
+    def write(date, present, **steps):
+        result = {
+            "date": date,
+            "native_hash": script.native_hash() if present else "another",
+            "device": "GPU",
+            "num_devices": 2,
+            "steps": {name: {"ok": ok} for name, ok in steps.items()},
+        }
+        (tmp_path / f"gpu_check-{date}.json").write_text(json.dumps(result))
+
+    write("1", False, tests=True)
+    assert "have not run on a GPU" in script.check()
+    write("2", True, tests=True, layer=False)
+    assert "where layer failed" in script.check()
+    write("3", True, layer=True)
+    assert script.check().endswith("ran on 2 x GPU, last on 3: layer, tests.")
 
 
 def test_cpp_unit_tests(tmp_path):
