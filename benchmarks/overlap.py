@@ -287,10 +287,15 @@ def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{result['ranks']} x {result['device']}, backend {result['backend']}; microseconds")
+    table = Table(
+        title=f"{result['ranks']} x {result['device']}, backend {result['backend']}; microseconds",
+        box=box.SIMPLE,
+        padding=0,
+    )
     table.add_column("form", no_wrap=True)
     table.add_column("SMs", justify="right", no_wrap=True)
     times = {"alone_us": "alone", "gemms_us": "GEMMs", "sequential_us": "in turn", "overlapped_us": "overlapped"}
@@ -298,7 +303,7 @@ def show(result: dict[str, Any]) -> None:
     for heading in (*times.values(), *shares.values(), "slowed"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["rows"]:
-        cells = [f"{row[name]:.1f}" if name in row else "-" for name in times]
+        cells = [f"{row[name]:.0f}" if name in row else "-" for name in times]
         cells += [f"{row[name]:.0%}" if name in row else "-" for name in shares]
         cells += [f"{row['gemms_slowed']:.2f}" if "gemms_slowed" in row else "-"]
         table.add_row(row["form"], str(row["num_sms"] or "auto"), *cells)
