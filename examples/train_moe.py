@@ -89,8 +89,8 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=options.learning_rate,
-        warmup_steps=options.steps // 10,
-        decay_steps=options.steps,
+        warmup_steps=max(1, options.steps // 10),
+        decay_steps=max(2, options.steps),  # the warm-up among them
         end_value=options.learning_rate / 10,
     )
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
