@@ -47,22 +47,6 @@ def host() -> str:
         return socket.gethostname()
 
 
-def exchange(key: str, value: Any, processes: Sequence[int], timeout: float) -> dict[int, Any]:
-    """What each of `processes` gives under `key`, as JSON; this process gives `value`.
-
-    Raises:
-        Error: a process has not come within `timeout` seconds.
-    """
-    me = jax.process_index()
-    if list(processes) == [me]:
-        return {me: value}
-    _compat.publish(f"{key}/{me}", json.dumps(value))
-    deadline = time.monotonic() + timeout
-    texts = {process: _compat.look_up(f"{key}/{process}", deadline - time.monotonic()) for process in processes}
-    _expect_all(processes, (process for process, text in texts.items() if text is not None), timeout)
-    return {process: json.loads(text) for process, text in texts.items() if text is not None}
-
-
 class Meeting:
     """An occasion on which `processes` tell one another something, such as the making of a group.
 
@@ -79,8 +63,22 @@ class Meeting:
         self._rounds = 0
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """What each process gives in this round, by process; this one gives `value`, which must be JSON."""
-        answers = exchange(self._round(), [value, None], self.processes, self.timeout)
+        """What each process gives in this round, by process; this one gives `value`, which must be JSON.
+
+        Raises:
+            Error: a process has not come within the time-out, or says that something was raised there.
+        """
+        me = jax.process_index()
+        if len(self.processes) == 1:
+            return {me: value}
+        key = self._round()
+        _compat.publish(f"{key}/{me}", json.dumps([value, None]))
+        deadline = time.monotonic() + self.timeout
+        texts = {
+            process: _compat.look_up(f"{key}/{process}", deadline - time.monotonic()) for process in self.processes
+        }
+        answers = {process: json.loads(text) for process, text in texts.items() if text is not None}
+        _expect_all(self.processes, answers, self.timeout)  # or what is raised is told in this round, to who comes late
         self._rounds += 1
         for process, (_, error) in answers.items():
             if error is not None:
