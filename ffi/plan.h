@@ -143,7 +143,8 @@ constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
 constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t num_sms, bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
-  const Form form = form_for(num_tokens, num_sms);
+  Form form = form_for(num_tokens, num_sms);
+  if (team_in_block && form == Form::kUsual) form = Form::kManyRows;  // combine's cotangents: there is padding to share
   Shape shape = {};
   switch (form) {
     case Form::kFewRows: {
