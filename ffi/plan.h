@@ -189,7 +189,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       break;
     }
     case Form::kUsual:
-      shape = {form, 4, std::min(4, most), 4, top_k < 4 * num_ranks ? 4 : 3};
+      shape = {form, 4, std::min(4, most), 5, top_k < 4 * num_ranks ? 4 : 3};
       break;
     case Form::kManyRows:
       shape = {form, 4, std::min(4, most), 2, 3};

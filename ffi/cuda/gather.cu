@@ -34,6 +34,8 @@ struct Gather {
   // Of a token's rows here, how many a lane loads before it adds them, and chunks of a row that a warp sums at once.
   static constexpr int kRowsAtOnce = kForm == Form::kFewSms ? 2 : 4, kSumsAtOnce = kForm == Form::kFewSms ? 4 : 2;
   static constexpr int kSize = Vector<X>::kSize;
+  // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.
+  static constexpr bool kStreams = kForm == Form::kUsual;
 
   const Peers& peers;
   const GatherArgs& args;
@@ -169,7 +171,7 @@ struct Gather {
         for (int c = 0; c < kSumsAtOnce; ++c) {
           const int32_t chunk = first + c * team.num_warps;
           y[i][c].bits = uint4{};
-          if (rows && has_unit(chunk)) y[i][c] = load_vector<X>(base, chunk * kChunkUnits + lane_id());
+          if (rows && has_unit(chunk)) y[i][c] = load_vector<X, kStreams>(base, chunk * kChunkUnits + lane_id());
         }
         rows &= rows - 1;
       }
@@ -224,7 +226,7 @@ struct Gather {
       if constexpr (kHasNetwork) await_signal(op, source, index);
     }
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
-    if (args.topk_weights && team.warp == 0) receive_weights(token, row, sources);
+    if (args.topk_weights && team.warp == team.num_warps - 1) receive_weights(token, row, sources);  // has least to do
 #pragma unroll 1
     for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
       float total[kSize] = {};
@@ -333,10 +335,12 @@ auto kernel_of(Form form) {
   switch (form) {
     case Form::kFewRows:
       return gather_kernel<X, Form::kFewRows>;
-    case Form::kFewSms:
-      return gather_kernel<X, Form::kFewSms>;
-    default:
+    case Form::kUsual:
       return gather_kernel<X, Form::kUsual>;
+    case Form::kManyRows:
+      return gather_kernel<X, Form::kManyRows>;
+    default:
+      return gather_kernel<X, Form::kFewSms>;
   }
 }
 

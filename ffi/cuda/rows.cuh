@@ -38,10 +38,12 @@ union Vector {
   __device__ Vector() {}
 };
 
-template <typename X>
+// `kStreams`: what is read is the first to leave the L2 cache.
+template <typename X, bool kStreams>
 __device__ __forceinline__ Vector<X> load_vector(const void* row, int32_t index) {
   Vector<X> v;
-  v.bits = static_cast<const uint4*>(row)[index];
+  const uint4* const unit = static_cast<const uint4*>(row) + index;
+  v.bits = kStreams ? __ldcs(unit) : *unit;
   return v;
 }
 // The fp8 formats of jax_ep/_wires.py; the same bits.
