@@ -105,6 +105,26 @@ def test_shortest_program():
     assert "process 1 of 2: 2 of 4 devices, reference backend, relative error 0.0e+00" in done.stdout
 
 
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_bench(platform, tmp_path, monkeypatch):
+    """All processes' devices are measured, and one process reports them."""
+    on_gpus = platform == "gpu"
+    if not on_gpus:
+        monkeypatch.setenv("JAX_EP_NODE_SIZE", "1")
+    sizes = "--tokens=2,3 --hidden=128 --top-k=2 --experts=16 --chain=3 --wire=fp8 --no-lax".split()
+    program = [sys.executable, "-P", "-m", "jax_ep.bench", f"--json={tmp_path / 'rows.json'}", *sizes]
+    done = launch(2, *program, platform=platform)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("checked") == 1
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["tokens"] for row in rows] == [2, 3]
+    for row in rows:
+        assert (row["processes"], row["ranks"], row["nodes"]) == (2, 2, 1 if on_gpus else 2)
+        assert row["transport"] == ("nvlink" if on_gpus else None)
+        assert (row["pair_us"] is not None) == on_gpus
+        assert row["wall_pair_us"] > 0 and row["checked"]
+
+
 class FakeNative:
     """In place of the native half of the CUDA backend: shares a pipe with the other processes, and no GPU memory."""
 
