@@ -98,7 +98,7 @@ def _times(timing: Timing | None, *, prefix: str = "", scatter: str, gather: str
 
 @functools.cache  # it knows no wires: cases of one run often share it
 def _time_lax(case: Case, mesh: Mesh, pairs: int, *, ragged: bool) -> Timing | None:
-    """None where XLA has no such collective on this platform, or no room for its buffers, which are alike on all ranks."""
+    """None where XLA has no such collective on this platform, or no room for its buffers, on all ranks alike."""
     try:
         return time_forward(LaxExchange(case, ragged), case, mesh, pairs, traced=False).timing
     except jax.errors.JaxRuntimeError as error:
