@@ -111,16 +111,13 @@ def _group(devices: Sequence[jax.Device]) -> dict[str, Any]:
     me, mesh = jax.process_index(), jax.sharding.Mesh(devices, ("ep",))
     told = _processes.exchange("doctor/devices", {"host": _processes.host(), "gpus": _gpus(mesh.local_devices)})
     hosts = {process: answer["host"] for process, answer in told.items()}
-    sharing = None
+    backend = sharing = None
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            backend: str | None = _backends.choose("auto", mesh, "ep")
+        backend, reason = _choice(mesh)
         if backend == "cuda":
             cuda.expect_own_gpus(told)
             is_network = _network.is_needed(np.array([devices]), hosts)
             sharing = "network" if is_network else cuda.choose_sharing(np.array(devices))
-        reason = str(caught[0].message) if caught else f"the best on platform {devices[0].platform!r}"
         transport = _TRANSPORTS[sharing]
     except (ValueError, Error) as error:  # as a group would raise it: something in the environment is wrong
         backend, reason, transport = None, str(error), str(error)
@@ -140,6 +137,14 @@ def _group(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "processes": processes,
         "ways": _ways(devices, hosts, [process["sharing"] for process in processes]),
     }
+
+
+def _choice(mesh: jax.sharding.Mesh) -> tuple[str, str]:
+    """The backend, and why."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backend = _backends.choose("auto", mesh, "ep")
+    return backend, str(caught[0].message) if caught else f"the best on platform {mesh.devices.flat[0].platform!r}"
 
 
 def _gpus(devices: Sequence[jax.Device]) -> list[str]:

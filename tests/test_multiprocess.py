@@ -507,6 +507,13 @@ def test_a_layer_on_gpus(sharing):
 
 
 @pytest.mark.gpu
+def test_doctor_on_gpus(sharing):
+    done = launch(2, sys.executable, "-P", "-m", "jax_ep.doctor", platform="gpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f" 1   {'D' if sharing == 'descriptor' else 'I'}" in done.stdout
+
+
+@pytest.mark.gpu
 def test_processes_of_two_gpus():
     if gpus() < 4:
         pytest.skip("needs four GPUs")
