@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -48,11 +48,15 @@ def node_size() -> int:
     return int(text or 0)
 
 
+def nodes(line: Sequence[jax.Device], hosts: dict[int, str]) -> list[tuple[str, int]]:
+    """For each rank of a line, what it shares with those whose memory it may reach; `hosts`: of each process."""
+    size = node_size() or len(line)
+    return [(hosts[device.process_index], rank // size) for rank, device in enumerate(line)]
+
+
 def is_needed(lines: np.ndarray, hosts: dict[int, str]) -> bool:
     """Whether some ranks of a line may not reach each other's memory; `hosts`: of each process."""
-    if 0 < node_size() < lines.shape[1]:
-        return True
-    return any(len({hosts[device.process_index] for device in line}) > 1 for line in lines)
+    return any(len(set(nodes(list(line), hosts))) > 1 for line in lines)
 
 
 def obstacle(mesh: jax.sharding.Mesh) -> str:

@@ -27,6 +27,19 @@ _MOST_DESCRIPTORS = 253  # that Linux passes in one message
 _meetings: Counter[str] = Counter()  # how often each occasion has been
 
 
+def join() -> bool:
+    """Joins the other processes that this program was started in, if there are any; whether there are.
+
+    As scripts/launch_local.py, srun or mpirun tells in the environment. Before anything else of JAX.
+    """
+    # In a single task JAX would not be joined, but left with the first GPU only.
+    of_several = (int(os.environ.get(name, 1)) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    if "JAX_COORDINATOR_ADDRESS" not in os.environ and not any(of_several):
+        return False
+    jax.distributed.initialize()
+    return True
+
+
 def owners(mesh: jax.sharding.Mesh) -> list[int]:
     """The processes that own devices of `mesh`."""
     return sorted({device.process_index for device in mesh.devices.flat})
@@ -106,6 +119,14 @@ class Meeting:
 
     def _round(self) -> str:
         return f"{self.key}/{self._rounds}"
+
+
+def exchange(
+    occasion: str, value: Any, processes: Sequence[int] | None = None, timeout: float = 300.0
+) -> dict[int, Any]:
+    """What each of `processes`, by default all, gives on an occasion, by process; a meeting of one round."""
+    with Meeting(occasion, processes or list(range(jax.process_count())), timeout) as meeting:
+        return meeting.exchange(value)
 
 
 class Mailbox:

@@ -2,6 +2,7 @@
 
 python -m jax_ep.doctor [--json] [--tokens 128 --hidden 7168 --experts 256 --top-k 8 --dtype bfloat16 --ranks 8]
 
+In several processes, as scripts/launch_local.py, srun or mpirun starts them, it asks all, and process 0 prints.
 docs/doctor.md explains each line of the output.
 """
 
@@ -13,19 +14,21 @@ import json
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_ep as ep
-from jax_ep import _backends, _checks, _native, _network
+from jax_ep import _backends, _checks, _native, _network, _processes
 from jax_ep._backends import cuda
 from jax_ep._errors import Error
 
@@ -38,7 +41,14 @@ _TRANSPORTS = {
     "none": "peer memory: all devices are of this process",
     "descriptor": "peer memory, which processes share as file descriptors",
     "ipc": "peer memory, which processes share by CUDA IPC",
-    "network": "NVSHMEM between the hosts that JAX_EP_NODE_SIZE makes of this one, peer memory in each",
+    "network": "NVSHMEM between hosts, or between what JAX_EP_NODE_SIZE makes of one; peer memory in each",
+}
+_WAYS = {  # how a rank of a CUDA group stores into another's memory: a letter for the matrix, and in words
+    "none": ("P", "peer memory within a process"),
+    "descriptor": ("D", _TRANSPORTS["descriptor"]),
+    "ipc": ("I", _TRANSPORTS["ipc"]),
+    "mapped": ("M", "peer memory, which NVSHMEM maps"),
+    "network": ("N", "NVSHMEM over the network"),
 }
 
 
@@ -61,13 +71,14 @@ def examine(sizes: Sizes) -> dict[str, Any]:
     except Exception as error:  # JAX raises several kinds, AssertionError among them, where a platform does not start
         devices = []
         nothing = f"JAX finds no devices ({type(error).__name__}: {error})"
+    no_group = {"auto": {"backend": None, "reason": nothing, "transport": nothing}, "processes": [], "ways": []}
     return {
         "versions": _versions(),
         "devices": {"error": nothing} if nothing else _describe(devices),
         "links": _links(devices),
         "extensions": {"_cpu": _native.cpu is not None, "_cuda": _native.cuda is not None},
         "backends": {name: status._asdict() for name, status in ep.backends().items()},
-        "auto": {"backend": None, "reason": nothing, "transport": nothing} if nothing else _choice(devices),
+        **(no_group if nothing else _group(devices)),
         "memory": _memory(sizes, len(devices)),
     }
 
@@ -95,24 +106,77 @@ def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
     }
 
 
-def _choice(devices: Sequence[jax.Device]) -> dict[str, str | None]:
-    """What `Group(backend="auto")` would use along all `devices`."""
+def _group(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """What `Group(backend="auto")` would use along all `devices`, and what each process has to do with it."""
+    me, mesh = jax.process_index(), jax.sharding.Mesh(devices, ("ep",))
+    told = _processes.exchange("doctor/devices", {"host": _processes.host(), "gpus": _gpus(mesh.local_devices)})
+    hosts = {process: answer["host"] for process, answer in told.items()}
+    backend = sharing = None
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            backend = _backends.choose("auto", jax.sharding.Mesh(devices, ("ep",)), "ep")
-        transport = _TRANSPORTS[_sharing(devices) if backend == "cuda" else None]
+        backend, reason = _choice(mesh)
+        if backend == "cuda":
+            cuda.expect_own_gpus(told)
+            is_network = _network.is_needed(np.array([devices]), hosts)
+            sharing = "network" if is_network else cuda.choose_sharing(np.array(devices))
+        transport = _TRANSPORTS[sharing]
     except (ValueError, Error) as error:  # as a group would raise it: something in the environment is wrong
-        return {"backend": None, "reason": str(error), "transport": str(error)}
+        backend, reason, transport = None, str(error), str(error)
+    here = [(rank, str(device)) for rank, device in enumerate(devices) if device.process_index == me]
+    mine = {
+        "process": me,
+        "host": socket.gethostname(),
+        "ranks": [rank for rank, _ in here],
+        "devices": [device for _, device in here],
+        "sharing": sharing,
+        "no_group": reason if backend is None else None,
+        "no_network": _network.obstacle(mesh) or None,
+    }
+    processes = list(_processes.exchange("doctor/processes", mine).values())
     return {
-        "backend": backend,
-        "reason": str(caught[0].message) if caught else f"the best on platform {devices[0].platform!r}",
-        "transport": transport,
+        "auto": {"backend": backend, "reason": reason, "transport": transport},
+        "processes": processes,
+        "ways": _ways(devices, hosts, [process["sharing"] for process in processes]),
     }
 
 
-def _sharing(devices: Sequence[jax.Device]) -> str:
-    return "network" if 0 < _network.node_size() < len(devices) else cuda.choose_sharing(np.array(devices))
+def _choice(mesh: jax.sharding.Mesh) -> tuple[str, str]:
+    """The backend, and why."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backend = _backends.choose("auto", mesh, "ep")
+    return backend, str(caught[0].message) if caught else f"the best on platform {mesh.devices.flat[0].platform!r}"
+
+
+def _gpus(devices: Sequence[jax.Device]) -> list[str]:
+    """What CUDA calls those of this process's devices that a CUDA group could use."""
+    if not ep.backends()["cuda"].available or devices[0].platform != "gpu":
+        return []
+    return [cast(ModuleType, _native.cuda).device_uuid(device.local_hardware_id).hex() for device in devices]
+
+
+def _ways(
+    devices: Sequence[jax.Device], hosts: dict[int, str], sharings: Sequence[str | None]
+) -> list[list[str | None]]:
+    """How each rank would store into each other's memory, [from][to]; empty unless all processes agree on CUDA.
+
+    `sharings`: of each process.
+    """
+    if None in sharings:
+        return []
+    nodes = _network.nodes(devices, hosts)
+
+    def way(source: int, to: int) -> str | None:
+        owner = devices[to].process_index
+        if source == to:
+            return None
+        if nodes[source] != nodes[to]:
+            return "network"
+        if devices[source].process_index == owner:
+            return "none"
+        return "mapped" if sharings[owner] == "network" else sharings[owner]
+
+    ranks = range(len(devices))
+    return [[way(source, to) for to in ranks] for source in ranks]
 
 
 def _links(devices: Sequence[jax.Device]) -> dict[str, Any]:
@@ -182,10 +246,11 @@ def _memory(sizes: Sizes, num_devices: int) -> dict[str, Any]:
 
 def report(findings: dict[str, Any]) -> str:
     """`findings` for people."""
-    auto = findings["auto"]
+    auto, are_several = findings["auto"], len(findings["processes"]) > 1
     sections = {
         "versions": [f"{name} {version}" for name, version in findings["versions"].items()],
         "devices": [_devices_line(findings["devices"])],
+        "processes": _processes_lines(findings["processes"]) if are_several else [],
         "links": _links_lines(findings["links"]),
         "extensions": [
             f"{name}: {'loaded' if is_loaded else 'no'}" for name, is_loaded in findings["extensions"].items()
@@ -196,9 +261,10 @@ def report(findings: dict[str, Any]) -> str:
         ],
         'backend="auto" takes': [f"{auto['backend']}: {auto['reason']}"],
         "transport": [str(auto["transport"])],
+        "ways between ranks": _ways_lines(findings["ways"]) if are_several and findings["ways"] else [],
         "memory of a group on the CUDA backend": [_memory_line(findings["memory"])],
     }
-    return "\n".join("\n  ".join([heading, *lines]) for heading, lines in sections.items())
+    return "\n".join("\n  ".join([heading, *lines]) for heading, lines in sections.items() if lines)
 
 
 def _devices_line(devices: dict[str, Any]) -> str:
@@ -206,6 +272,35 @@ def _devices_line(devices: dict[str, Any]) -> str:
         return devices["error"]
     kinds = ", ".join(f"{number} x {kind}" for kind, number in devices["kinds"].items())
     return f"{kinds} (platform {devices['platform']}), process {devices['process']} of {devices['processes']}"
+
+
+def _processes_lines(processes: Sequence[dict[str, Any]]) -> list[str]:
+    """Who is where; then what is wrong, and in which of them."""
+
+    def which(finding: str, cannot: str) -> list[str]:
+        of_reason: dict[str, list[str]] = {}
+        for process in processes:
+            if process[finding]:
+                of_reason.setdefault(process[finding], []).append(str(process["process"]))
+        return [f"process {', '.join(which)} {cannot}: {reason}" for reason, which in of_reason.items()]
+
+    lines = []
+    for process in processes:
+        ranks = ", ".join(map("{} ({})".format, process["ranks"], process["devices"]))
+        lines.append(f"process {process['process']} on {process['host']}: ranks {ranks}")
+    no_network = which("no_network", "cannot use the network") or ["all can use the network"]
+    return [*lines, *which("no_group", "cannot make a group"), *no_network]
+
+
+def _ways_lines(ways: Sequence[Sequence[str | None]]) -> list[str]:
+    """A matrix of letters, and what they mean."""
+    ranks = [str(rank) for rank in range(len(ways))]
+    table = [["from \\ to", *ranks]]
+    table += [[rank, *(_WAYS[way][0] if way else "" for way in row)] for rank, row in zip(ranks, ways, strict=True)]
+    return [
+        *(row[0].rjust(9) + "".join(cell.rjust(4) for cell in row[1:]) for row in table),
+        *(f"{letter}: {words}" for way, (letter, words) in _WAYS.items() if any(way in row for row in ways)),
+    ]
 
 
 def _links_lines(links: dict[str, Any]) -> list[str]:
@@ -261,8 +356,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     options = _parse(argv)
     findings = examine(Sizes(*(getattr(options, name) for name in Sizes._fields)))
-    print(json.dumps(findings, indent=1) if options.json else report(findings))
+    if findings["devices"].get("process", 0) == 0:
+        print(json.dumps(findings, indent=1) if options.json else report(findings))
 
 
 if __name__ == "__main__":
+    _processes.join()
     main()

@@ -49,14 +49,20 @@ for backend in cuda reference; do
     --backend=$backend --steps=300 --dtype=float32 --out="$logs/$backend"
 done
 # With a process for each GPU: what is particular to that; then the contract's tests, over NVLink, and over NVSHMEM between
-# two halves of the GPUs, for which nvidia-nvshmem-cu13 must be there.
+# two halves of the GPUs, for which nvidia-nvshmem-cu13 must be there; then what operations cost in these two ways.
 step processes-1 "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
 if [[ " $steps " == *" processes"* ]]; then
   num_gpus=$("$python" -c "import jax; print(jax.device_count())")
   contract=$(echo tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
-  in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $contract"
-  step processes-2-nvlink $in_processes
-  step processes-3-nvshmem env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=$((num_gpus / 2)) $in_processes
+  in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m"
+  over_nvshmem="env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=$((num_gpus / 2))"
+  run_tests="$in_processes pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $contract"
+  run_bench="$in_processes jax_ep.bench --wire fp8 --no-lax"
+  step processes-2-nvlink $run_tests
+  step processes-3-nvshmem $over_nvshmem $run_tests
+  step processes-4-bench $run_bench --tokens 1,8,32,128,4096 --json "$logs/bench-processes-4.json" ${BENCH_ARGS:-}
+  step processes-5-bench-nvshmem $over_nvshmem $run_bench --tokens 1,8,32,128,1024 \
+    --json "$logs/bench-processes-5.json" ${BENCH_ARGS:-}
 fi
 # The table of docs/performance.md; then what other shapes and settings cost with 128 tokens.
 bench() {  # bench NAME ARGUMENT...

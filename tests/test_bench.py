@@ -15,9 +15,9 @@ from jax_ep import _native
 from jax_ep.bench.__main__ import main
 from jax_ep.bench.cases import ROUTINGS, Case, make_inputs
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
-from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, rows_between_ranks
+from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, over_network, rows_between_ranks
 from jax_ep.bench.report import LiveReport
-from jax_ep.bench.timeline import Event, TimeLine, events_of_gpus, time_line
+from jax_ep.bench.timeline import Event, TimeLine, events_of_gpus, operations_of, time_line
 from jax_ep.bench.timing import time_backward, time_forward
 
 
@@ -103,11 +103,16 @@ def chain_of_events(pairs, period, begin=0):
     return events
 
 
+def times(*gpus, pairs):
+    """The time line of the events of some GPUs, each of which is a rank."""
+    return time_line([operations_of(events) for events in gpus], pairs, len(gpus))
+
+
 def test_time_line_of_executions_on_several_gpus():
     """Pauses between executions do not count, nor does which GPU was seen first."""
     slow = [event for i in range(3) for event in chain_of_events(4, 3000, begin=i * 10**6)]
     fast = [event for i in range(3) for event in chain_of_events(4, 2000, begin=i * 10**6 + 17)]
-    line = time_line([slow, fast], pairs=4)
+    line = times(slow, fast, pairs=4)
     assert line == TimeLine(
         pair_us=2.5, pair_us_fastest_rank=2.0, pair_us_slowest_rank=3.0, scatter_us=0.03, gather_us=0.04
     )
@@ -116,7 +121,7 @@ def test_time_line_of_executions_on_several_gpus():
 def test_the_first_pair_does_not_count():
     """In it, a GPU that was started before the others waits for them."""
     waits = [Event(SCATTER, -500_000, 500_030)] + chain_of_events(4, 2000)[1:]
-    assert time_line([waits, chain_of_events(4, 2000)], pairs=4).pair_us_slowest_rank == 2.0
+    assert times(waits, chain_of_events(4, 2000), pairs=4).pair_us_slowest_rank == 2.0
 
 
 def test_all_work_counts():
@@ -131,23 +136,29 @@ def test_all_work_counts():
             Event(GATHER, start + 80, 40),
             Event("gather_fusion", start + 130, 1),
         ]
-    line = time_line([events], pairs=3)
+    line = times(events, pairs=3)
     assert line.pair_us == 1.0
     assert line.scatter_us == pytest.approx(0.037)
     assert line.gather_us == pytest.approx(0.048)
 
 
 def test_no_time_line_without_the_kernels():
-    assert time_line([], pairs=4) is None
-    assert time_line([[Event("fusion", 0, 1)], []], pairs=4) is None
-    assert time_line([chain_of_events(2, 1000)], pairs=2) is None  # nothing to measure from start to start
+    assert times(pairs=4) is None
+    assert times([Event("fusion", 0, 1)], [], pairs=4) is None
+    assert times(chain_of_events(2, 1000), pairs=2) is None  # nothing to measure from start to start
 
 
 def test_a_broken_trace_gives_no_times():
     whole = chain_of_events(4, 1000)
     for broken in (whole[:-1], whole[:-2], []):
-        with pytest.warns(UserWarning, match="operations of GPU 1, not a multiple of 8"):
-            assert time_line([whole, broken], pairs=4) is None
+        with pytest.warns(UserWarning, match="the trace has 8.* operations .*, not a multiple of 8 of each of 2"):
+            assert times(whole, broken, pairs=4) is None
+
+
+def test_gpus_of_other_processes_do_not_count():
+    """They are in a process's trace, idle."""
+    gpu = operations_of(chain_of_events(4, 1000))
+    assert time_line([[], gpu, []], 4, num_ranks=1) == TimeLine(1.0, 1.0, 1.0, 0.03, 0.04)
 
 
 def test_events_are_those_of_the_streams_of_gpus():
@@ -171,6 +182,14 @@ def test_rows_cross_the_link_once_per_rank():
     case = Case(2, 3, 128, 2, 4, "bfloat16", None, "ragged", "uniform")
     topk_idx = np.array([[[0, 1], [1, 2], [3, 2]], [[2, 3], [3, 2], [2, 1]]])
     np.testing.assert_array_equal(rows_between_ranks(case, topk_idx), [[0, 2], [1, 0]])
+
+
+def test_rows_cross_a_network_once_per_far_rank():
+    case = Case(4, 3, 128, 2, 4, "bfloat16", None, "ragged", "uniform")
+    topk_idx = np.array([[[0, 1], [1, 2], [3, 2]], [[0, 1]] * 3, [[2, 3]] * 3, [[2, 3]] * 3])
+    # Of rank 0's tokens two go to rank 2, one to rank 3, and their sums come back.
+    assert over_network(case, topk_idx, nodes=[0, 0, 1, 1]) == (3, 3 * (256 + 32))
+    assert over_network(case, topk_idx, nodes=[0, 0, 0, 0]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +237,7 @@ def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
     for row in rows:
         assert row["checked"] is True
         assert row["backend"] == backend
+        assert (row["processes"], row["transport"]) == (1, "nvlink" if on_gpus else None)
         assert row["wall_pair_us"] > 0 and row["wall_waiting_pair_us"] > 0
         assert (row["lax_pair_us"] is None) == ("--no-lax" in options)
         assert (row["grad_wall_pair_us"] is None) == ("--grad" not in options)

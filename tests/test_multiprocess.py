@@ -20,7 +20,7 @@ import pytest
 import jax_ep as ep
 import oracle
 from helpers import COMBINE_BOUND, assert_same_bits, assert_trees_same_bits, in_one_process, random_rows, spmd
-from jax_ep import _backends, _compat, _native, _network, _processes
+from jax_ep import _backends, _compat, _native, _network, _processes, doctor
 from shapes import SMALL, make_inputs, np_dtype
 
 pytestmark = in_one_process
@@ -84,6 +84,23 @@ def test_launcher_ends_all_when_the_time_is_up():
     assert launch(2, sys.executable, "-c", "import time; time.sleep(60)", timeout=1).returncode == 124
 
 
+@pytest.mark.parametrize(
+    ("variables", "joins"),
+    [
+        ({}, False),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, False),  # srun --pty bash, in a larger allocation
+        ({"SLURM_STEP_NUM_TASKS": "8"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"JAX_COORDINATOR_ADDRESS": "localhost:1234"}, True),
+    ],
+)
+def test_joining_others(monkeypatch, variables, joins):
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: joined.append(True))
+    monkeypatch.setattr(os, "environ", variables)
+    assert _processes.join() == bool(joined) == joins
+
+
 # --- on CPU devices -------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +120,26 @@ def test_shortest_program():
     done = launch(2, sys.executable, ROOT / "examples" / "multihost.py", devices=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "process 1 of 2: 2 of 4 devices, reference backend, relative error 0.0e+00" in done.stdout
+
+
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_bench(platform, tmp_path, monkeypatch):
+    """All processes' devices are measured, and one process reports them."""
+    on_gpus = platform == "gpu"
+    if not on_gpus:
+        monkeypatch.setenv("JAX_EP_NODE_SIZE", "1")
+    sizes = ["--tokens=2,3", "--hidden=128", "--top-k=2", "--experts=16", "--chain=3", "--wire=fp8", "--no-lax"]
+    program = [sys.executable, "-P", "-m", "jax_ep.bench", f"--json={tmp_path / 'rows.json'}", *sizes]
+    done = launch(2, *program, platform=platform)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("checked") == 1
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["tokens"] for row in rows] == [2, 3]
+    for row in rows:
+        assert (row["processes"], row["ranks"], row["nodes"]) == (2, 2, 1 if on_gpus else 2)
+        assert row["transport"] == ("nvlink" if on_gpus else None)
+        assert (row["pair_us"] is not None) == on_gpus
+        assert row["wall_pair_us"] > 0 and row["checked"]
 
 
 class FakeNative:
@@ -158,7 +195,7 @@ class FakeNative:
 def pretend_cuda():
     """The CUDA backend's way of making groups, on CPU devices."""
     _native.cuda = FakeNative()
-    _backends.choose = lambda requested, mesh, axis_name, timeout: (
+    _backends.choose = lambda requested, mesh, axis_name, timeout=20.0: (
         "cuda" if not _backends._agreed_reason("", mesh, axis_name, timeout) else "reference"
     )
     return _native.cuda
@@ -354,6 +391,56 @@ def groups_over_a_network():
     print("ended")
 
 
+def test_doctor():
+    done = launch(2, sys.executable, "-P", "-m", "jax_ep.doctor", devices=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("versions") == 1
+    assert "4 x cpu (platform cpu), process 0 of 2" in done.stdout
+    assert "ranks 2 (cpu:2048), 3 (cpu:2049)" in done.stdout
+    assert "process 0, 1 cannot use the network: it has 2 devices of the mesh" in done.stdout
+
+
+def test_doctor_of_groups_that_use_cuda():
+    run_program("doctor_of_groups_that_use_cuda", 4)
+
+
+def doctor_of_groups_that_use_cuda():
+    pretend_cuda()
+    me = jax.process_index()
+
+    def examine():
+        findings = doctor.examine(doctor.Sizes())
+        return findings["auto"], findings["ways"], doctor.report(findings)
+
+    auto, ways, text = examine()
+    assert auto["transport"] == "peer memory, which processes share as file descriptors"
+    assert ways[2] == ["descriptor", "descriptor", None, "descriptor"]
+    assert "D: peer memory, which processes share as file descriptors" in text
+
+    # Each process says how its memory is to be mapped; or that it cannot be.
+    os.environ["JAX_EP_SHARING"] = "ipc" if me == 1 else ""
+    assert examine()[1][2] == ["descriptor", "ipc", None, "descriptor"]
+    os.environ["JAX_EP_SHARING"] = "post" if me == 1 else ""
+    _, ways, text = examine()
+    assert ways == []
+    assert "process 1 cannot make a group: JAX_EP_SHARING is 'post'; it must be" in text
+    os.environ["JAX_EP_SHARING"] = ""
+
+    os.environ["JAX_EP_NODE_SIZE"] = "2"
+    auto, ways, text = examine()
+    assert (auto["backend"], ways) == ("reference", [])
+    assert "process 0, 1, 2, 3 cannot use the network: jax_ep was built without NVSHMEM" in text
+    _network._module = FakeNvshmem
+    auto, ways, text = examine()
+    assert auto["transport"].startswith("NVSHMEM between hosts")
+    assert ways[2] == ["network", "network", None, "mapped"]
+    assert [line.split() for line in text.splitlines() if line.startswith("          2")] == [["2", "N", "N", "M"]]
+    assert "all can use the network" in text
+
+    doctor._gpus = lambda devices: ["the only one"]
+    assert "processes 0 and 1 use the same GPU (the only one); give each its own" in examine()[0]["reason"]
+
+
 # --- a layer --------------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +504,13 @@ def sharing(request, monkeypatch):
 @pytest.mark.gpu
 def test_a_layer_on_gpus(sharing):
     run_program("layers_on_gpus", gpus(), platform="gpu")
+
+
+@pytest.mark.gpu
+def test_doctor_on_gpus(sharing):
+    done = launch(2, sys.executable, "-P", "-m", "jax_ep.doctor", platform="gpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f" 1   {'D' if sharing == 'descriptor' else 'I'}" in done.stdout
 
 
 @pytest.mark.gpu

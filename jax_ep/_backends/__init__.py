@@ -129,8 +129,7 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
     if me not in processes:
         return f"process {me} has no device in the mesh"
     mine = {"reason": reason, "host": _processes.host(), "override": _network.override()}
-    with _processes.Meeting("processes/" + "-".join(map(str, processes)), processes, timeout) as meeting:
-        told = meeting.exchange(mine)
+    told = _processes.exchange("processes/" + "-".join(map(str, processes)), mine, processes, timeout)
     _network.expect_same_override({process: answer["override"] for process, answer in told.items()})
     for process, answer in told.items():
         if answer["reason"]:
@@ -139,8 +138,7 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
     if not _network.is_needed(_processes.lines(mesh, axis_name), hosts):
         return ""
     occasion = "network/" + "-".join(str(device.id) for device in mesh.devices.flat)
-    with _processes.Meeting(occasion, processes, timeout) as meeting:
-        obstacles = meeting.exchange(_network.obstacle(mesh))
+    obstacles = _processes.exchange(occasion, _network.obstacle(mesh), processes, timeout)
     for process, obstacle in obstacles.items():
         if obstacle:
             return (

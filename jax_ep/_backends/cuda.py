@@ -89,7 +89,7 @@ class CudaBackend:
         gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._lines)]
         told = self._meeting.exchange({"settings": self._settings, "gpus": gpus, "host": _processes.host()})
         _expect_same_settings(told, me)
-        _expect_own_gpus(told)
+        expect_own_gpus(told)
         hosts = {process: answer["host"] for process, answer in told.items()}
         network = None
         if _network.is_needed(self._lines, hosts):
@@ -425,7 +425,8 @@ def _expect_same_settings(told: dict[int, Any], me: int) -> None:
                 )
 
 
-def _expect_own_gpus(told: dict[int, Any]) -> None:
+def expect_own_gpus(told: dict[int, Any]) -> None:
+    """`told`: what processes say of themselves, among that their "gpus": how CUDA names them on all machines."""
     users: dict[str, int] = {}
     for process, answer in told.items():
         for gpu in answer["gpus"]:

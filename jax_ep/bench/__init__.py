@@ -2,6 +2,9 @@
 
     python -m jax_ep.bench --tokens 8,32,128 --wire none,fp8 --json rows.json --plot pairs.png
 
+In several processes, as scripts/launch_local.py, srun or mpirun starts them, it measures all of their devices: ranks
+are those of all processes, a time on the host's clock is that of the slowest process, and process 0 reports.
+
 Method: a chain of dependent dispatch -> combine pairs is one jitted executable. The experts do nothing: they give back
 what they get, or, where that would be a cast of fp8 rows, an array made before. The numbers are chosen such that no
 step rounds: what comes out must equal what went in, bit for bit, and the last dispatch must have delivered each row to
@@ -22,7 +25,14 @@ stands for what cannot be measured here:
     lax_pair_us, lax_ragged_pair_us      on the host's clock, with lax.all_to_all (padded) and lax.ragged_all_to_all
     floor_dispatch_us, floor_combine_us  what the link needs: a push of one row per token and rank, and a barrier
     floor_pair_us                        the sum of the two
+                                         (null in several processes, as one has to push for all)
     arena_bytes                          device memory that the group holds on each rank, outside XLA's
+    processes, nodes                     over which the ranks are spread; a node is a host, or what JAX_EP_NODE_SIZE
+                                         makes of one
+    transport                            "nvlink" where ranks store into each other's memory, "nvshmem" where those of
+                                         other nodes are reached over a network; null: it is left to XLA
+    network_rows, network_bytes          with nvshmem: messages, of a row each, that a rank sends to other nodes in a
+                                         pair, and their bytes; of the rank with the most
     checked                              whether all results were right
 
 `cases.Case` says what to time, an `exchanges.Exchange` is a way to do it, `timing.time_forward` runs one and

@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep as ep
-from jax_ep import _checks, _layouts, _wires
+from jax_ep import _checks, _layouts, _network, _processes, _wires
 from jax_ep.bench import report
 from jax_ep.bench.cases import ROUTINGS, Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange, open_group
-from jax_ep.bench.floor import measure_floor
+from jax_ep.bench.floor import measure_floor, over_network
 from jax_ep.bench.timing import Timing, time_backward, time_forward
 
 
@@ -41,7 +41,8 @@ def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax
             "zero_pad": grad,
             "arena_bytes": group.memory_bytes,
         }
-    topk_idx, timing = np.asarray(forward.inputs.topk_idx), forward.timing
+        row |= _transport(group, case, forward.topk_idx)
+    topk_idx, timing = forward.topk_idx, forward.timing
     del forward  # its arrays are large, and those of lax need room
     floor = measure_floor(case, topk_idx, mesh)
     plain = dataclasses.replace(case, wire=None, num_sms=None, layout="ragged")
@@ -63,6 +64,23 @@ def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax
     )
 
 
+def _transport(group: ep.Group, case: Case, topk_idx: np.ndarray) -> dict[str, str | int | None]:
+    """The part of a row that tells how ranks reach each other."""
+    hosts = _processes.exchange("bench/hosts", _processes.host())
+    nodes = _network.nodes(list(group.mesh.devices.flat), hosts)
+    num_nodes = len(set(nodes))
+    by_cuda = "nvshmem" if num_nodes > 1 else "nvlink"
+    transport = by_cuda if group.backend == "cuda" else None
+    rows, num_bytes = over_network(case, topk_idx, nodes) if transport == "nvshmem" else (None, None)
+    return {
+        "processes": len(hosts),
+        "nodes": num_nodes,
+        "transport": transport,
+        "network_rows": rows,
+        "network_bytes": num_bytes,
+    }
+
+
 def _times(timing: Timing | None, *, prefix: str = "", scatter: str, gather: str) -> dict[str, float | None]:
     """The part of a row that tells of one chain; `scatter` and `gather` name what ran the two kernels."""
     line = timing and timing.time_line
@@ -80,7 +98,7 @@ def _times(timing: Timing | None, *, prefix: str = "", scatter: str, gather: str
 
 @functools.cache  # it knows no wires: cases of one run often share it
 def _time_lax(case: Case, mesh: Mesh, pairs: int, *, ragged: bool) -> Timing | None:
-    """None where XLA has no such collective on this platform, or no room for its buffers."""
+    """None where XLA has no such collective on this platform, or no room for its buffers, on all ranks alike."""
     try:
         return time_forward(LaxExchange(case, ragged), case, mesh, pairs, traced=False).timing
     except jax.errors.JaxRuntimeError as error:
@@ -108,8 +126,8 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
 
     parser = argparse.ArgumentParser(
         prog="python -m jax_ep.bench",
-        description="Times dispatch + combine on this machine's accelerators, or else on virtual CPU devices. Options "
-        "that take a list (1,2,3) make a case of every combination.",
+        description="Times dispatch + combine on this machine's accelerators, or else on virtual CPU devices; started "
+        "in several processes, on those of all. Options that take a list (1,2,3) make a case of every combination.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -152,31 +170,46 @@ def _cases(options: argparse.Namespace, num_ranks: int) -> list[Case]:
     return [Case(**fixed, **dict(zip(report.SETTINGS, values, strict=True))) for values in combinations]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table, one line per case as it is measured. Exit status 1 if any result was wrong."""
+def _show(
+    measured: Iterable[dict[str, Any]], cases: Sequence[Case], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The rows, as they are measured: a line of the table each, and what else the options ask for."""
     devices = jax.devices()
-    on_cpu = devices[0].platform == "cpu"
-    options = _parse(argv, num_ranks=len(devices), on_cpu=on_cpu)
-    mesh = Mesh(np.array(devices), (AXIS,))
-    cases = _cases(options, mesh.size)
-    print(f"{len(devices)} x {devices[0].device_kind}; microseconds per dispatch + combine")
-    if on_cpu:
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    print(f"{len(devices)} x {devices[0].device_kind}{processes}; microseconds per dispatch + combine")
+    if devices[0].platform == "cpu":
         print("virtual CPU devices: shows that it works, not how fast it is")
     rows: list[dict[str, Any]] = []
     with report.open_report(cases, grad=options.grad, lax=options.lax) as table:
-        for case in cases:
-            rows.append(
-                measure(case, mesh, backend=options.backend, pairs=options.chain, grad=options.grad, lax=options.lax)
-            )
-            table.add(rows[-1])
+        for row in measured:
+            rows.append(row)
+            table.add(row)
             if options.json:  # after every case, so that an error in a later one costs no rows
                 with open(options.json, "w") as file:
                     json.dump(rows, file, indent=1)
     if options.plot:
         report.plot(rows, options.plot)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table, one line per case as it is measured. Exit status 1 if any result was wrong.
+
+    In several processes all measure, and process 0 speaks.
+    """
+    devices = jax.devices()
+    options = _parse(argv, num_ranks=len(devices), on_cpu=devices[0].platform == "cpu")
+    mesh = Mesh(np.array(devices), (AXIS,))
+    cases = _cases(options, mesh.size)
+    measured = (
+        measure(case, mesh, backend=options.backend, pairs=options.chain, grad=options.grad, lax=options.lax)
+        for case in cases
+    )
+    rows = _show(measured, cases, options) if jax.process_index() == 0 else list(measured)
     return 0 if all(row["checked"] for row in rows) else 1
 
 
 if __name__ == "__main__":
-    allow_virtual_cpus()
+    if not _processes.join():
+        allow_virtual_cpus()
     sys.exit(main())

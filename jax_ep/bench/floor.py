@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,15 +25,18 @@ class Floor(NamedTuple):
 
 
 def measure_floor(case: Case, topk_idx: np.ndarray, mesh: Mesh) -> Floor | None:
-    """Pushes the rows of topk_idx [R, T, K] between the mesh's GPUs; None where there is no link to measure."""
+    """Pushes the rows of topk_idx [R, T, K] between the mesh's GPUs; None where there is no link to measure.
+
+    One process pushes, and so has to own all of them.
+    """
     devices = mesh.devices.flat
-    if _native.cuda is None or devices[0].platform != "gpu" or len(devices) < 2:
+    if _native.cuda is None or devices[0].platform != "gpu" or len(devices) < 2 or mesh.is_multi_process:
         return None
     ordinals = tuple(device.local_hardware_id for device in devices)
     rows = rows_between_ranks(case, topk_idx)
     return Floor(
         _link_floor(ordinals, _hashable(rows), dispatch_row_bytes(case)),
-        _link_floor(ordinals, _hashable(rows.T), case.hidden * jnp.dtype(case.dtype).itemsize),
+        _link_floor(ordinals, _hashable(rows.T), row_bytes(case)),
     )
 
 
@@ -44,13 +48,25 @@ def rows_between_ranks(case: Case, topk_idx: np.ndarray) -> np.ndarray:
     return rows
 
 
+def over_network(case: Case, topk_idx: np.ndarray, nodes: Sequence[Any]) -> tuple[int, int]:
+    """Rows, and their bytes, that the rank which has most of them sends over a network in a pair; `nodes`: of ranks."""
+    is_far = np.array([[source != to for to in nodes] for source in nodes])
+    sent = np.where(is_far, rows_between_ranks(case, topk_idx), 0)
+    dispatched, combined = sent.sum(axis=1), sent.sum(axis=0)
+    num_bytes = dispatched * dispatch_row_bytes(case) + combined * row_bytes(case)
+    return int((dispatched + combined).max()), int(num_bytes.max())
+
+
 def dispatch_row_bytes(case: Case) -> int:
     """Of one row on its way to a rank: payload, scales and header."""
-    if case.wire is None:
-        payload = case.hidden * jnp.dtype(case.dtype).itemsize
-    else:
-        payload = case.hidden + 4 * (case.hidden // _wires.CHANNELS_PER_SCALE)
+    fp8_bytes = case.hidden + 4 * (case.hidden // _wires.CHANNELS_PER_SCALE)
+    payload = row_bytes(case) if case.wire is None else fp8_bytes
     return _round_up(payload) + _round_up(_HEADER_BYTES * case.top_k)
+
+
+def row_bytes(case: Case) -> int:
+    """Of one row in the dtype of the case, as sums travel back."""
+    return case.hidden * jnp.dtype(case.dtype).itemsize
 
 
 def _round_up(num_bytes: int) -> int:

@@ -36,7 +36,9 @@ class TimeLine(NamedTuple):
     gather_us: float
 
 
-class _Operation(NamedTuple):
+class Operation(NamedTuple):
+    """A dispatch, a combine or the backward pass of one, on one GPU."""
+
     kind: str
     start_ns: float
     work_ns: float
@@ -67,26 +69,26 @@ def events_of_gpus(profile: jax.profiler.ProfileData) -> list[list[Event]]:
     ]
 
 
-def time_line(gpus: Sequence[Sequence[Event]], pairs: int) -> TimeLine | None:
+def time_line(gpus: Sequence[Sequence[Operation]], pairs: int, num_ranks: int) -> TimeLine | None:
     """The times of chains of `pairs` pairs, of which each GPU ran any number; None if there are no such kernels.
 
-    All work that follows an operation counts as a part of it, up to the next one. Warns, and returns None, if the trace
-    is not whole.
+    `gpus` are those of all processes, and may be more than the ranks: a process's trace has all GPUs that it sees.
+    Warns, and returns None, if the trace is not whole.
     """
-    operations = [_operations(events) for events in gpus]
-    if not any(operations) or pairs < 3:
+    found = [len(operations) for operations in gpus if operations]
+    if not found or pairs < 3:
         return None
-    for gpu, found in enumerate(operations):
-        if not found or len(found) % (2 * pairs):
-            warnings.warn(
-                f"the trace has {len(found)} operations of GPU {gpu}, not a multiple of {2 * pairs}: no times from it",
-                stacklevel=2,
-            )
-            return None
-    pair_us = [_pair_us(found, pairs) for found in operations]
+    if len(found) != num_ranks or any(number % (2 * pairs) for number in found):
+        warnings.warn(
+            f"the trace has {', '.join(map(str, found))} operations of its GPUs, not a multiple of {2 * pairs} of each "
+            f"of {num_ranks}: no times from it",
+            stacklevel=2,
+        )
+        return None
+    pair_us = [_pair_us(operations, pairs) for operations in gpus if operations]
     of_rank = [statistics.median(of_chains) for of_chains in pair_us]
     work_us = {
-        kind: statistics.median(op.work_ns for found in operations for op in found if op.kind == kind) / 1e3
+        kind: statistics.median(op.work_ns for operations in gpus for op in operations if op.kind == kind) / 1e3
         for kind in KINDS
     }
     return TimeLine(
@@ -98,7 +100,7 @@ def time_line(gpus: Sequence[Sequence[Event]], pairs: int) -> TimeLine | None:
     )
 
 
-def _pair_us(operations: Sequence[_Operation], pairs: int) -> list[float]:
+def _pair_us(operations: Sequence[Operation], pairs: int) -> list[float]:
     """The time from one pair to the next, in each chain: from the second pair's start to that of the last one.
 
     In the first, the GPU whose host was first waits for the other GPUs' hosts.
@@ -107,13 +109,16 @@ def _pair_us(operations: Sequence[_Operation], pairs: int) -> list[float]:
     return [(starts[i + pairs - 1] - starts[i + 1]) / (pairs - 2) / 1e3 for i in range(0, len(starts), pairs)]
 
 
-def _operations(events: Sequence[Event]) -> list[_Operation]:
-    """The operations of one GPU in their order. Kernels of one kind, one after the other, are the same operation."""
-    operations: list[_Operation] = []
+def operations_of(events: Sequence[Event]) -> list[Operation]:
+    """The operations of one GPU in their order. Kernels of one kind, one after the other, are the same operation.
+
+    All work that follows an operation counts as a part of it, up to the next one.
+    """
+    operations: list[Operation] = []
     for event in sorted(events, key=lambda event: event.start_ns):
         kind = next((kind for kind in KINDS if f"{kind}_kernel" in event.name), None)
         if kind and (not operations or operations[-1].kind != kind):
-            operations.append(_Operation(kind, event.start_ns, event.duration_ns))
+            operations.append(Operation(kind, event.start_ns, event.duration_ns))
         elif operations:
             last = operations.pop()
             operations.append(last._replace(work_ns=last.work_ns + event.duration_ns))

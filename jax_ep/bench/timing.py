@@ -14,9 +14,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_ep import _processes
 from jax_ep.bench.cases import Case, Inputs, make_inputs, signs_of_experts
 from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange
-from jax_ep.bench.timeline import TRACE_OPTIONS, TimeLine, time_line, trace
+from jax_ep.bench.timeline import TRACE_OPTIONS, Operation, TimeLine, operations_of, time_line, trace
 
 WARM_UPS = 2
 SAMPLES = 9
@@ -25,7 +26,7 @@ TRACED_EXECUTIONS = 5
 
 
 class Wall(NamedTuple):
-    """Microseconds of a pair on the host's clock."""
+    """Microseconds of a pair on the host's clock; of several processes, on that of the slowest."""
 
     pair_us: float  # of executions one behind the other
     waiting_pair_us: float  # of executions that the host waits for one by one
@@ -41,6 +42,7 @@ class Forward(NamedTuple):
     """A timing, and what it leaves for the backward pass. Arrays have a leading axis of ranks."""
 
     timing: Timing
+    topk_idx: np.ndarray
     inputs: Inputs
     y: jax.Array | None
     recv: Any
@@ -57,7 +59,7 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
         return x, recv
 
     host_inputs = make_inputs(case)
-    inputs = jax.device_put(host_inputs, NamedSharding(mesh, PartitionSpec(AXIS)))
+    inputs = _place(host_inputs, mesh)
     y = None
     if exchange.casts:
         y = _spmd(lambda inputs: exchange.rows(exchange.dispatch(*inputs)), mesh)(inputs)
@@ -69,8 +71,8 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
         return (out == inputs.x).all() & (signed.astype(jnp.float32) == expected).all()
 
     signed_weights = (host_inputs.topk_weights * signs_of_experts(case)[host_inputs.topk_idx]).sum(-1)
-    right = _spmd(check, mesh)(inputs, out, recv, signed_weights)
-    return Forward(Timing(wall, found, bool(np.all(right))), inputs, y, recv)
+    right = _spmd(check, mesh)(inputs, out, recv, _place(signed_weights, mesh))
+    return Forward(Timing(wall, found, _on_all_ranks(right)), host_inputs.topk_idx, inputs, y, recv)
 
 
 def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int) -> Timing:
@@ -84,7 +86,22 @@ def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int
     g = forward.inputs.x  # any cotangent as exact as x: what comes out equals it, as the weights add up to 1
     wall, found, out = _time_chain(chain, mesh, pairs, (g, forward.y, forward.recv), traced=True)
     right = _spmd(lambda out, g: (out == g).all(), mesh)(out, g)
-    return Timing(wall, found, bool(np.all(right)))
+    return Timing(wall, found, _on_all_ranks(right))
+
+
+def _place(arrays: Any, mesh: Mesh) -> Any:
+    """The arrays of a pytree, which have a leading axis of ranks, each rank's part on its device.
+
+    (jax.device_put would have all processes compare the whole.)
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
+
+
+def _on_all_ranks(right: jax.Array) -> bool:
+    """Whether `right` [R] is true everywhere, in other processes, too."""
+    here = all(bool(shard.data.all()) for shard in right.addressable_shards)
+    return all(_processes.exchange("bench/right", here).values())
 
 
 def _from_experts(exchange: Exchange, recv: Any, y: jax.Array | None) -> jax.Array:
@@ -126,8 +143,11 @@ def _time_chain(
             jax.block_until_ready(result)
 
     wall_us = [_median_seconds(partial(run, 1, n)) * 1e6 / (n * pairs) for n in (IN_A_ROW, 1)]
-    found = time_line(trace(lambda: run(TRACED_EXECUTIONS, 1)), pairs) if traced else None
-    return Wall(*wall_us), found, compiled(*operands)
+    gpus = [operations_of(events) for events in trace(lambda: run(TRACED_EXECUTIONS, 1))] if traced else []
+    walls, traces = zip(*_processes.exchange("bench/times", [wall_us, gpus]).values(), strict=True)
+    wall = Wall(*map(max, zip(*walls, strict=True)))
+    everywhere = [[Operation(*operation) for operation in gpu] for gpus in traces for gpu in gpus]
+    return wall, time_line(everywhere, pairs, mesh.size), compiled(*operands)
 
 
 def _median_seconds(run: Callable[[], None]) -> float:
