@@ -96,6 +96,7 @@ void test_divisor() {
 
 int main() {
   test_plans();
+  test_blocks_that_pass_on();
   test_few_tokens_take_few_blocks();
   test_small_rows_take_small_teams();
   test_arena();
