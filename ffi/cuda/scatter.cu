@@ -389,20 +389,19 @@ struct Scatter {
 
   __device__ void send_batch(const Packed& packed, int32_t part, const Route& route, int32_t index,
                              const RowPlace& row) const {
-    send_chunks(packed.units, packed.scales, part * kSendBatch, 1, route, index, row);
+    send_chunks(packed.units, packed.scales, [=](int i) { return part * kSendBatch + i; }, route, index, row);
   }
 
   // Chunks first, first + stride, ... The header goes with the first of all.
-  template <int N>
-  __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], int32_t first,
-                                              int32_t stride, const Route& route, int32_t index,
-                                              const RowPlace& row) const {
+  template <int N, typename ChunkAt>
+  __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
+                                              const Route& route, int32_t index, const RowPlace& row) const {
     for_each_rank(index, [&](int32_t peer) {
       const RowPlace place = row.of_lane(peer);
-      if (first == 0 && new_route()) write_header(place, route, peer);
+      if (chunk_at(0) == 0 && new_route()) write_header(place, route, peer);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const int32_t chunk = first + i * stride;
+        const int32_t chunk = chunk_at(i);
         units[i].send(op, peer, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
         if (args.num_scales) {
           const bool present = lane_id() == 0 && chunk < chunks();
@@ -1056,7 +1055,7 @@ struct Scatter {
         if (args.num_scales) scales[i] = Chunk::of(unit, lane_id() == 0);
       }
     }
-    send_chunks(units, scales, first, team.num_warps, route, route.index, to);
+    send_chunks(units, scales, [=](int i) { return chunk_of(first, i, team); }, route, route.index, to);
   }
 
   // --- padding ------------------------------------------------------------------------------------------------------
