@@ -221,7 +221,11 @@ struct Gather {
   // Adds up what this node's ranks have of the tokens of this rank's counterparts, and sends the sums there. The team's
   // warps meet at a barrier for each, so that none of them leaves the others, whatever fails.
   __device__ void pass_on(bool entering) const {
-    if (entering) op.await_entry();
+    if (entering) {
+      op.await_entry();
+    } else {
+      op.sync_workers();  // the barriers were those of the teams that send
+    }
     const Team team = Team::of_forwarders(plan, blockIdx.x, warp_id());
     if (any_of_team(team, kFirstBarrier, op.state.failed)) return;
     const Nodes& nodes = nodes_of(peers);

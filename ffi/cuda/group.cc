@@ -90,7 +90,7 @@ void Group::open() {
     records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
   }
   for (Member& member : members_) {
-    member.table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}};
+    member.table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}, {}};
     const OnDevice device(member.ordinal);
     upload(const_cast<PeerTable*>(member.peers.table), member.table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
