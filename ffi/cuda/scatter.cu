@@ -392,7 +392,7 @@ struct Scatter {
     send_chunks(packed.units, packed.scales, [=](int i) { return part * kSendBatch + i; }, route, index, row);
   }
 
-  // Chunks first, first + stride, ... The header goes with the first of all.
+  // Of `N` chunks, the number of the i-th is chunk_at(i). The header goes with the first of all.
   template <int N, typename ChunkAt>
   __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
                                               const Route& route, int32_t index, const RowPlace& row) const {
@@ -992,11 +992,12 @@ struct Scatter {
     const Nodes& nodes = nodes_of(peers);
     const int32_t num_candidates = team.index < team.num_teams ? nodes.num_others() * args.num_tokens : 0;
 #pragma unroll 1
-    for (int32_t item = team.index; item < num_candidates && !op.state.failed; item += team.num_teams) {
+    for (int32_t item = team.index; item < num_candidates; item += team.num_teams) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
       const int32_t source = nodes.counterpart_in(node);
       const RowPlace from(op, peers.rank, nodes.source_of(node), token);
       const Route route = route_passed_on(nodes, node, token, from, team);
+      if (__any_sync(kAllLanes, op.state.failed)) return;
       if (!__any_sync(kAllLanes, route.index >= 0)) continue;
       RowPlace to = {};  // on this lane's rank
       if (route.index >= 0) to = RowPlace(op, lane_id(), source, route.index);
@@ -1005,7 +1006,8 @@ struct Scatter {
         Taken taken;
         look_at_batch(from, first, team, taken);
         take_batch(source, from, first, team, taken, [] { return true; });
-        if (!op.state.failed) send_taken(taken, first, route, to, team);
+        if (__any_sync(kAllLanes, op.state.failed)) return;  // what came may be anything
+        send_taken(taken, first, route, to, team);
       }
     }
   }
@@ -1023,7 +1025,7 @@ struct Scatter {
       comes = await_signal(op, nodes.counterpart_in(node), nodes.source_of(node), token);
     }
     comes = __shfl_sync(kAllLanes, comes, 0);
-    if (op.state.failed || !comes) route.index = -1;
+    if (!comes) route.index = -1;
     if (!new_route()) return route;
     RowHeader header = {-1, 0, 0, 0};
     if (comes && lane_id() < args.top_k) header = load_header(from.header(lane_id()));
