@@ -37,7 +37,7 @@ struct alignas(kUnitBytes) RowHeader {
 constexpr int32_t num_chunks(int32_t row_bytes) { return (row_bytes + kChunkBytes - 1) / kChunkBytes; }
 
 struct ArenaLayout {
-  int32_t num_ranks = 0, top_k = 0, max_tokens = 0;
+  int32_t num_sources = 0, top_k = 0, max_tokens = 0;  // sources: ranks and, over a network, behind them nodes
   int32_t max_payload = 0;  // bytes, a multiple of 16; scales of an fp8 row fit in what fp8 saves
   int32_t num_slots = 0;    // a power of two, so that epochs may wrap
   int32_t header_bytes = 0, row_stride = 0;
@@ -46,8 +46,8 @@ struct ArenaLayout {
   int64_t bytes = 0;
 
   constexpr ArenaLayout() = default;
-  constexpr ArenaLayout(int32_t num_ranks, int32_t top_k, int32_t max_tokens, int32_t max_payload, int32_t num_slots)
-      : num_ranks(num_ranks),
+  constexpr ArenaLayout(int32_t num_sources, int32_t top_k, int32_t max_tokens, int32_t max_payload, int32_t num_slots)
+      : num_sources(num_sources),
         top_k(top_k),
         max_tokens(max_tokens),
         max_payload(max_payload),
@@ -59,15 +59,15 @@ struct ArenaLayout {
         bytes(align_up(marks_begin + num_rows() * marks_per_row * 8, 256)) {}
 
   // As many slots as fit in a small arena, and at least two.
-  static constexpr ArenaLayout fitting(int32_t num_ranks, int32_t top_k, int32_t max_tokens, int32_t max_payload) {
-    const ArenaLayout most(num_ranks, top_k, max_tokens, max_payload, kMaxSlots);
-    return most.bytes <= kSmallArena ? most : ArenaLayout(num_ranks, top_k, max_tokens, max_payload, 2);
+  static constexpr ArenaLayout fitting(int32_t num_sources, int32_t top_k, int32_t max_tokens, int32_t max_payload) {
+    const ArenaLayout most(num_sources, top_k, max_tokens, max_payload, kMaxSlots);
+    return most.bytes <= kSmallArena ? most : ArenaLayout(num_sources, top_k, max_tokens, max_payload, 2);
   }
 
-  constexpr int64_t num_rows() const { return int64_t{num_slots} * num_ranks * max_tokens; }
-  // Row `index` of what `peer` sends in the operations of `slot`.
-  constexpr int32_t row_number(int32_t slot, int32_t peer, int32_t index) const {
-    return (slot * num_ranks + peer) * max_tokens + index;
+  constexpr int64_t num_rows() const { return int64_t{num_slots} * num_sources * max_tokens; }
+  // Row `index` of what `source` sends in the operations of `slot`.
+  constexpr int32_t row_number(int32_t slot, int32_t source, int32_t index) const {
+    return (slot * num_sources + source) * max_tokens + index;
   }
   constexpr int64_t row_offset(int32_t number) const { return int64_t{number} * row_stride; }
   constexpr int64_t marks_offset(int32_t number) const { return marks_begin + int64_t{number} * marks_per_row * 8; }

@@ -46,6 +46,33 @@ class Divisor {
   uint32_t divisor_ = 1, factor_ = 0;
 };
 
+// How the ranks of a group over a network are spread: nodes of `size` ranks in a row, which map each other's memory. A
+// rank's counterparts are the ranks of its number in the other nodes: what goes to a node goes to the counterpart
+// there.
+struct Nodes {
+  int32_t size = 1, count = 1;
+  int32_t own = 0, number = 0;  // this rank's node, and its number there
+
+  constexpr Nodes() = default;
+  constexpr Nodes(int32_t size, int32_t num_ranks, int32_t rank)
+      : size(size), count(num_ranks / size), own(rank / size), number(rank % size) {}
+
+  constexpr int32_t num_others() const { return count - 1; }
+  // The i-th of the others, beginning behind this one.
+  constexpr int32_t other(int32_t i) const { return (own + 1 + i) % count; }
+  constexpr bool is_own(int32_t rank) const { return rank / size == own; }
+  // The rank of the same number as `rank` in a node.
+  constexpr int32_t counterpart(int32_t rank, int32_t node) const { return node * size + rank % size; }
+  constexpr int32_t counterpart_in(int32_t node) const { return counterpart(number, node); }
+  constexpr bool is_counterpart(int32_t rank) const { return !is_own(rank) && rank % size == number; }
+  // Whether it is, and of a node that one of `ranks`, as bits, is of.
+  constexpr bool passes_on(int32_t rank, uint32_t ranks) const {
+    return is_counterpart(rank) && (ranks >> (rank - rank % size) & 0xffffffffu >> (32 - size)) != 0;
+  }
+  // What travels by node is kept behind what the ranks send, as that of the node.
+  constexpr int32_t source_of(int32_t node) const { return size * count + node; }
+};
+
 // One float32 scale covers this many channels of an fp8 row.
 inline constexpr int64_t kChannelsPerScale = 128;
 

@@ -45,6 +45,11 @@ struct LaunchPlan {
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(form)); }
 
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
+  // By node, the blocks between senders and receivers pass on what other nodes send; one that is alone does it, too.
+  constexpr int32_t num_forwarders() const { return std::max(first_receiver - num_senders, 1); }
+  constexpr bool forwards(int32_t block) const {
+    return first_receiver == 0 || (block >= num_senders && block < first_receiver);
+  }
   // Blocks that move rows, and a block's number among them; negative if it does other things.
   constexpr int32_t row_senders() const { return std::max(num_senders - 1, 1); }
   constexpr int32_t row_sender(int32_t block) const { return num_senders > 1 ? block - 1 : block; }
@@ -64,6 +69,9 @@ struct Team {
         num_warps(1 << log_warps) {}
   static constexpr Team of_senders(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
     return {plan, plan.row_sender(block), plan.row_senders(), warp_of_block, plan.log_send_warps};
+  }
+  static constexpr Team of_forwarders(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
+    return {plan, std::max(block - plan.num_senders, 0), plan.num_forwarders(), warp_of_block, plan.log_receive_warps};
   }
   static constexpr Team of_receivers(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
     return {plan, plan.row_receiver(block), plan.row_receivers(), warp_of_block, plan.log_receive_warps};
@@ -118,9 +126,21 @@ constexpr LaunchPlan sending_in_blocks(LaunchPlan plan) {
   return plan;
 }
 
+// The same with blocks that pass rows on: half of those that receive, but one at least; with teams of one block.
+constexpr LaunchPlan passing_on(LaunchPlan plan) {
+  plan.log_receive_warps = std::min(plan.log_receive_warps, plan.log_block_warps);
+  if (plan.first_receiver == 0) return plan;
+  plan.first_receiver += std::max(plan.num_receivers() / 2, 1);
+  plan.num_blocks = std::max(plan.num_blocks, plan.first_receiver + 1);
+  return plan;
+}
+
+// Over a network, their rows go straight, in all operations of a route; those of more tokens go by node.
+constexpr bool are_few(int64_t num_tokens) { return num_tokens <= 32; }
+
 constexpr Form form_for(int64_t num_tokens, int32_t num_sms) {
   if (num_sms > 0) return Form::kFewSms;
-  return num_tokens <= 32 ? Form::kFewRows : num_tokens <= 256 ? Form::kUsual : Form::kManyRows;
+  return are_few(num_tokens) ? Form::kFewRows : num_tokens <= 256 ? Form::kUsual : Form::kManyRows;
 }
 
 constexpr int32_t log2_ceil(int32_t n) {

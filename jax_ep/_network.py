@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import math
 import os
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 from jax_ep import _compat, _processes
 from jax_ep._errors import Error
 
-_NODE_SIZE = "JAX_EP_NODE_SIZE"  # in the environment: so many ranks are taken for one host
+_NODE_SIZE = "JAX_EP_NODE_SIZE"  # in the environment: so many ranks in a row are taken for one node
 _LAST_CALL_S = 10.0  # that a process waits for the others when it ends
 
 _started: list[int] = []  # the processes for which NVSHMEM runs, in the order of their processing elements
@@ -40,23 +42,38 @@ def expect_same_override(told: dict[int, str]) -> None:
             )
 
 
-def node_size() -> int:
-    """How many ranks count as one host, whatever hosts they are on; 0 if that is not overridden."""
+def given_node_size() -> int:
+    """How many ranks in a row the user says to be of one node; 0 if nothing is said."""
     text = override()
     if text and not (text.isdecimal() and int(text) > 0):
         raise ValueError(f"{_NODE_SIZE} is {text!r}; it must be a number of ranks, or not be set")
     return int(text or 0)
 
 
-def nodes(line: Sequence[jax.Device], hosts: dict[int, str]) -> list[tuple[str, int]]:
-    """For each rank of a line, what it shares with those whose memory it may reach; `hosts`: of each process."""
-    size = node_size() or len(line)
-    return [(hosts[device.process_index], rank // size) for rank, device in enumerate(line)]
+def node_size(lines: np.ndarray, hosts: dict[int, str]) -> int:
+    """How many ranks in a row are of one node, beginning at each multiple of that; `hosts`: of each process.
+
+    Ranks of a node reach each other's memory, which others may not.
+    """
+    num_ranks, given = lines.shape[1], given_node_size()
+    if given < num_ranks and given and num_ranks % given:
+        raise ValueError(f"{_NODE_SIZE} is {given}; it must divide the group's {num_ranks} ranks")
+    if given:
+        return min(given, num_ranks)
+    neighbours = (groupby(line, key=lambda device: hosts[device.process_index]) for line in lines)
+    return math.gcd(*(len(list(of_host)) for line in neighbours for _, of_host in line))
+
+
+def nodes(line: Sequence[jax.Device], hosts: dict[int, str]) -> list[int]:
+    """The node of each rank of a line; `hosts`: of each process."""
+    size = node_size(np.array([line]), hosts)
+    return [rank // size for rank in range(len(line))]
 
 
 def is_needed(lines: np.ndarray, hosts: dict[int, str]) -> bool:
-    """Whether some ranks of a line may not reach each other's memory; `hosts`: of each process."""
-    return any(len(set(nodes(list(line), hosts))) > 1 for line in lines)
+    """Whether a group's memory must be NVSHMEM's: its ranks are of several nodes, or of a node of several hosts."""
+    of_lines = [{hosts[device.process_index] for device in line} for line in lines]
+    return node_size(lines, hosts) < lines.shape[1] or any(len(of_line) > 1 for of_line in of_lines)
 
 
 def obstacle(mesh: jax.sharding.Mesh) -> str:

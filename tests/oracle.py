@@ -166,6 +166,38 @@ def combine(y, weights, where: Route) -> tuple[np.ndarray, np.ndarray]:
     return total, magnitude
 
 
+def rank_sums(x, topk_idx, topk_weights, num_experts) -> np.ndarray:
+    """What each rank sends back of the tokens whose rows its experts leave as they are: [rank, R, T, H].
+
+    Added in float32 in the order of k and rounded to x's dtype. Weights must be powers of two: else the last bit
+    depends on whether products are rounded before they are added.
+    """
+    num_ranks = len(x)
+    owner = np.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx // (num_experts // num_ranks), -1)
+    total = np.zeros((num_ranks, *x.shape), np.float32)
+    for k in range(topk_idx.shape[-1]):
+        is_there = owner[..., k] == np.arange(num_ranks)[:, None, None]
+        total += np.where(is_there, topk_weights[..., k], np.float32(0))[..., None] * x.astype(np.float32)
+    return total.astype(x.dtype)
+
+
+def sum_over_ranks(parts, node_size) -> np.ndarray:
+    """What the sources make of parts [rank, R, T, H]: [R, T, H], added in float32.
+
+    In the order of ranks; but those of another node are added there, in the same order, and rounded to parts' dtype.
+    """
+    num_ranks = len(parts)
+    total = np.zeros(parts.shape[1:], np.float32)
+    for source in range(num_ranks):
+        for first in range(0, num_ranks, node_size):
+            of_node = parts[first : first + node_size, source].astype(np.float32)
+            if source // node_size != first // node_size:
+                of_node = of_node.sum(axis=0, keepdims=True, initial=np.float32(0)).astype(parts.dtype)
+            for part in of_node:
+                total[source] += part.astype(np.float32)
+    return total.astype(parts.dtype)
+
+
 def all_to_all(x, splits) -> tuple[np.ndarray, np.ndarray]:
     """x [R, M, H] sorted by expert, splits [R, E] -> blocks [R, R, M, H], zero where nothing came, [R, R, E_local]."""
     num_ranks = len(x)

@@ -184,12 +184,21 @@ def test_rows_cross_the_link_once_per_rank():
     np.testing.assert_array_equal(rows_between_ranks(case, topk_idx), [[0, 2], [1, 0]])
 
 
-def test_rows_cross_a_network_once_per_far_rank():
+def test_few_rows_cross_a_network_once_per_far_rank():
     case = Case(4, 3, 128, 2, 4, "bfloat16", None, "ragged", "uniform")
     topk_idx = np.array([[[0, 1], [1, 2], [3, 2]], [[0, 1]] * 3, [[2, 3]] * 3, [[2, 3]] * 3])
     # Of rank 0's tokens two go to rank 2, one to rank 3, and their sums come back.
-    assert over_network(case, topk_idx, nodes=[0, 0, 1, 1]) == (3, 3 * (256 + 32))
-    assert over_network(case, topk_idx, nodes=[0, 0, 0, 0]) == (0, 0)
+    assert over_network(case, topk_idx, node_size=2) == (3, 3 * (256 + 32))
+    assert over_network(case, topk_idx, node_size=4) == (0, 0)
+
+
+def test_many_rows_cross_a_network_once_per_far_node():
+    case = Case(4, 33, 128, 2, 4, "bfloat16", None, "ragged", "uniform")
+    there, both = [[2, 3]] * 33, [[0, 2]] * 33
+    topk_idx = np.array([there, both, both, there])
+    # Rank 0 sends its 33 tokens to rank 2, though to two ranks' experts, and a sum for each of rank 2's.
+    assert over_network(case, topk_idx, node_size=2) == (33 + 33, 33 * (256 + 32) + 33 * 256)
+    assert over_network(case, topk_idx, node_size=1)[0] > 66
 
 
 @pytest.mark.parametrize(

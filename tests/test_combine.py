@@ -13,8 +13,8 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import assert_combined, assert_same_bits, make_mesh, random_rows, run_spmd, spmd, to_numpy
-from shapes import ROUTINGS, SMALL, make_inputs, random_array
+from helpers import COMBINE_BOUND, assert_combined, assert_same_bits, make_mesh, random_rows, run_spmd, spmd, to_numpy
+from shapes import ROUTINGS, SMALL, make_inputs, np_dtype, random_array
 
 
 def combine_case(shape, mesh, layout, routing="uneven", **options):
@@ -46,6 +46,41 @@ def test_every_routing_at_every_ep_size(small_combine, any_mesh, layout, routing
 def test_same_bits_on_every_run(small_combine, any_mesh, layout):
     inputs, y, _ = combine_case(SMALL, any_mesh, layout)
     assert_same_bits(small_combine(y, *inputs), small_combine(y, *inputs))
+
+
+def test_order_of_sums(make_group, any_mesh):
+    """In the order of k, then of ranks, bit for bit."""
+    x, topk_idx, topk_weights = make_inputs(SMALL, any_mesh.size)
+    topk_weights = np.exp2(np.round(topk_weights))
+    group = make_group(any_mesh, SMALL)
+
+    def there_and_back(*inputs):
+        recv = ep.dispatch(*inputs, group=group, layout="ragged")
+        return ep.combine(recv.x, recv)
+
+    out = run_spmd(there_and_back, any_mesh, x, topk_idx, topk_weights)
+    parts = oracle.rank_sums(x, topk_idx, topk_weights, SMALL.num_experts)
+    assert_same_bits(out, oracle.sum_over_ranks(parts, node_size=any_mesh.size))
+
+
+def test_order_of_sums_by_node():
+    """The oracle's own: another node's sum is rounded, here from 257 to 256; the own ranks are added one by one."""
+    parts = np.array([-256, 0, 256, 1], np_dtype("bfloat16")).reshape(4, 1, 1, 1).repeat(4, axis=1)
+    assert oracle.sum_over_ranks(parts, node_size=4).ravel().tolist() == [1, 1, 1, 1]
+    assert oracle.sum_over_ranks(parts, node_size=2).ravel().tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", COMBINE_BOUND)
+@pytest.mark.parametrize("node_size", [1, 2, 8])
+def test_error_of_sums_by_node(dtype, node_size):
+    """The oracle's own: rounding once more at each node keeps within the bound."""
+    shape = dataclasses.replace(SMALL, dtype=dtype, top_k=8, tokens=64)
+    x, topk_idx, topk_weights = make_inputs(shape, 8)
+    topk_weights = np.exp2(np.round(topk_weights))
+    parts = oracle.rank_sums(x, topk_idx, topk_weights, shape.num_experts)
+    exact = topk_weights.sum(axis=-1, dtype=np.float64)[..., None] * x.astype(np.float64)
+    error = oracle.sum_over_ranks(parts, node_size).astype(np.float64) - exact
+    assert np.linalg.norm(error) <= COMBINE_BOUND[dtype] * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

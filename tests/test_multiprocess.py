@@ -308,6 +308,11 @@ def devices_of_several_hosts():
     _processes.host = lambda: f"host {me}"
     across, inside = (jax.sharding.Mesh(devices.reshape(2, 2), names) for names in (("ep", "data"), ("data", "ep")))
     assert _backends._agreed_reason("", inside, "ep", 20.0) == ""
+    hosts = {0: "host 0", 1: "host 1"}
+    assert _network.node_size(_processes.lines(across, "ep"), hosts) == 1
+    assert _network.node_size(_processes.lines(inside, "ep"), hosts) == 2
+    assert _network.node_size(devices.reshape(1, 4), hosts) == 2
+    assert _network.node_size(devices[[0, 2, 1, 3]].reshape(1, 4), hosts) == 1
     reason = _backends._agreed_reason("", across, "ep", 20.0)
     assert "on several hosts" in reason
     assert "process 0 cannot use the network: it has 2 devices of the mesh" in reason
@@ -326,6 +331,9 @@ def devices_of_several_hosts():
         os.environ["JAX_EP_NODE_SIZE"] = "two"
         with pytest.raises(ValueError, match="JAX_EP_NODE_SIZE is 'two'; it must be a number of ranks"):
             _backends._agreed_reason("", alone, "ep", 20.0)
+        os.environ["JAX_EP_NODE_SIZE"] = "3"
+        with pytest.raises(ValueError, match="JAX_EP_NODE_SIZE is 3; it must divide the group's 4 ranks"):
+            _network.node_size(devices.reshape(1, 4), hosts)
 
 
 def test_one_process_without_cuda():
@@ -607,27 +615,32 @@ def every_operation(group, x, topk_idx, topk_weights, splits):
         done = ep.dispatch_done(started)
         return done.x, ep.combine_done(ep.combine_start(done.x, done))
 
-    results = {"all_to_all": exchange_rows(group, x, splits)}
+    rows, sums = {"all_to_all": exchange_rows(group, x, splits)}, {}
     for layout in ("expert", "ragged"):
         recv, out = layer(x, topk_weights, layout)
         _, transpose = jax.vjp(lambda x, weights, layout=layout: layer(x, weights, layout)[1], x, topk_weights)
         fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, wire="fp8_pow2")
-        results[layout] = {
+        rows[layout] = {
             "dispatch": (recv.x, recv.weights, recv.counts),
             "dispatch_like": ep.dispatch_like(x, recv),
+            "fp8": (fp8.x, fp8.scales),
+        }
+        sums[layout] = {
             "combine": out,
             "gradients": transpose(out),
-            "fp8": (fp8.x, fp8.scales),
             "dequantize": layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1],
         }
         # Behind the others, of which XLA could put more between a start and its done than there is room for.
-        results, x = jax.lax.optimization_barrier((results, x))
-        results[layout]["halves"], x = jax.lax.optimization_barrier((halves(x, layout), x))
-    return results
+        rows, sums, x = jax.lax.optimization_barrier((rows, sums, x))
+        (rows[layout]["halves"], sums[layout]["halves"]), x = jax.lax.optimization_barrier((halves(x, layout), x))
+    return rows, sums
 
 
 def same_bits_over_a_network():
-    """All operations, for few tokens and many, also with units that look as if they had not arrived."""
+    """All operations, for few tokens and many, also with units that look as if they had not arrived.
+
+    Sums of many tokens are added by node: they are the same on every run, but not those of a group inside a host.
+    """
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
     node_size = os.environ["JAX_EP_NODE_SIZE"]
     for tokens, hidden in ((2, 128), (8, 2048), (48, 1152), (200, 7168)):
@@ -648,27 +661,86 @@ def same_bits_over_a_network():
                     here = jax.tree.map(lambda a: np.asarray(a.addressable_data(0)), run(*operands))
                     group.check()
                     assert_trees_same_bits(here, results.setdefault(size, here))
-        assert_trees_same_bits(results[node_size], results[""])
+        for over_a_network, inside_a_host in zip(results[node_size], results[""], strict=True):
+            assert_trees_same_bits(over_a_network, inside_a_host)
+            if tokens > 32:
+                break  # before the sums
 
 
 @pytest.mark.gpu
-def test_traffic(node_size):
-    run_program("traffic", gpus(), platform="gpu")
+@pytest.mark.parametrize("size", ["1", "half"])
+def test_order_of_sums_over_a_network(node_size, size, monkeypatch):
+    if size != "half":
+        monkeypatch.setenv("JAX_EP_NODE_SIZE", size)
+    run_program("order_of_sums", gpus(), platform="gpu")
 
 
-def traffic():
+def order_of_sums():
+    """combine and dispatch's gradient add within a node, then over nodes, bit for bit."""
+    mesh, shape = jax.sharding.Mesh(jax.devices(), ("ep",)), dataclasses.replace(SMALL, tokens=40, hidden=1152)
+    x, topk_idx, topk_weights = make_inputs(shape, mesh.size, "uniform")
+    topk_weights = np.exp2(np.round(topk_weights))
+    with make_group(mesh, shape, backend="cuda") as group:
+
+        def sums(x, topk_idx, topk_weights):
+            def rows(x):
+                recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged", zero_pad=True)
+                return recv.x, recv
+
+            y, transpose, recv = jax.vjp(rows, x, has_aux=True)
+            return ep.combine(y, recv), transpose(y)[0]
+
+        results = jax.jit(spmd(sums, mesh))(*(shard(a, mesh) for a in (x, topk_idx, topk_weights)))
+        jax.block_until_ready(results)
+        group.check()
+    for result, weights in zip(results, (topk_weights, np.ones_like(topk_weights)), strict=True):
+        parts = oracle.rank_sums(x, topk_idx, weights, shape.num_experts)
+        assert_local_bits(result, oracle.sum_over_ranks(parts, int(os.environ["JAX_EP_NODE_SIZE"])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_traffic(node_size, tokens):
+    run_program(f"traffic_of_{tokens}", gpus(), platform="gpu")
+
+
+def traffic_of_8():
     """A row crosses the network once per far rank, and once on the way back."""
-    mesh, me = jax.sharding.Mesh(jax.devices(), ("ep",)), jax.process_index()
-    inputs = make_inputs(SMALL, mesh.size, "uneven")
-    nodes = np.arange(mesh.size) // int(os.environ["JAX_EP_NODE_SIZE"])
-    owner = np.where(inputs.topk_idx >= 0, inputs.topk_idx // (SMALL.num_experts // mesh.size), -1)
-    goes = (owner[..., None] == np.arange(mesh.size)).any(axis=2).sum(axis=1)  # [source, rank]: tokens
-    far = np.where(nodes[:, None] != nodes, goes, 0)
-    row_bytes = SMALL.hidden * np_dtype(SMALL.dtype).itemsize
-    header_bytes = -(-SMALL.top_k * 16 // 128) * 128
-    with make_group(mesh, backend="cuda") as group:
+    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+    node_size = int(os.environ["JAX_EP_NODE_SIZE"])
+    expect_traffic(
+        mesh, 8, far_rows=lambda goes, source, rank: goes[:, rank] * (source // node_size != rank // node_size)
+    )
+
+
+def traffic_of_64():
+    """Many rows cross it once per far node, to the counterpart there, and a node's sum once on the way back."""
+    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+    node_size = int(os.environ["JAX_EP_NODE_SIZE"])
+
+    def far_rows(goes, source, rank):
+        if source // node_size == rank // node_size or source % node_size != rank % node_size:
+            return 0 * goes[:, rank]
+        first = rank - rank % node_size
+        return goes[:, first : first + node_size].any(axis=1)
+
+    expect_traffic(mesh, 64, far_rows=far_rows)
+
+
+def expect_traffic(mesh, tokens, far_rows):
+    """`far_rows`: of the tokens of `source`, where goes [tokens, ranks] says to which ranks, those sent to `rank`."""
+    me, shape = jax.process_index(), dataclasses.replace(SMALL, tokens=tokens)
+    inputs = make_inputs(shape, mesh.size, "uneven")
+    owner = np.where(inputs.topk_idx >= 0, inputs.topk_idx // (shape.num_experts // mesh.size), -1)
+    goes = (owner[..., None] == np.arange(mesh.size)).any(axis=2)  # [source, tokens, rank]
+    ranks = range(mesh.size)
+    far = np.array([[far_rows(goes[source], source, rank).sum() for rank in ranks] for source in ranks])
+    row_bytes = shape.hidden * np_dtype(shape.dtype).itemsize
+    header_bytes = -(-shape.top_k * 16 // 128) * 128
+    with make_group(mesh, shape, backend="cuda") as group:
         layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
         jax.block_until_ready(layer(shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)))
+        group.check()
         sent, returned = far[me].sum(), far[:, me].sum()
         assert group._impl.traffic() == (sent + returned, sent * (header_bytes + row_bytes) + returned * row_bytes)
 

@@ -28,6 +28,10 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
   }
 }
 
+// Whether, over a network, a node's ranks add up what they have of another node's token, and send the sum. (For
+// all_to_all_back, one has it all.)
+constexpr bool goes_by_node(const GatherArgs& args) { return args.rows != nullptr && !are_few(args.num_tokens); }
+
 // One launch of one rank. The warps of a team share a row that is summed, by chunks.
 template <typename X, Form kForm>
 struct Gather {
@@ -43,6 +47,7 @@ struct Gather {
   Operation op;
 
   __device__ bool blocks() const { return args.rows == nullptr; }
+  __device__ bool by_node() const { return kHasNetwork && kForm != Form::kFewRows && goes_by_node(args); }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes(); }
@@ -87,7 +92,7 @@ struct Gather {
         sums = partial_sums(row, team.warp, team);
       }
       if (row.present) send_row(row, sums, team);
-      if (is_far(peers, row.peer)) put_staged(row, team);
+      if (is_far(peers, row.peer) && !by_node()) put_staged(row.peer, peers.rank, row.index, row.present, team);
     }
   }
 
@@ -133,7 +138,8 @@ struct Gather {
 
   // `sums`: of the first chunks that this warp sends.
   __device__ void send_row(const SourceRow& row, Sums sums, const Team& team) const {
-    const RowPlace place(op, row.peer, peers.rank, row.index);
+    const Hop to = next_hop(row.peer);
+    const RowPlace place(op, to.rank, to.source, row.index);
     if (args.weights_to_send && team.warp == 0 && lane_id() < args.top_k) {
       send_header(op, place.header(lane_id()), {0, 0, row.row < 0 ? 0 : __ldg(args.weights_to_send + row.row), 0});
     }
@@ -144,16 +150,29 @@ struct Gather {
       for (int i = 0; i < kSumsAtOnce; ++i) {
         const int32_t chunk = first + i * team.num_warps;
         const bool present = has_unit(chunk);
-        Chunk::of(sums.unit[i], present).send(op, row.peer, place.unit(op, chunk), place.marks + chunk, present);
+        Chunk::of(sums.unit[i], present).send(op, to.rank, place.unit(op, chunk), place.marks + chunk, present);
       }
     }
   }
 
+  // The rank that a sum for `peer` is sent to, and what it is kept as there.
+  struct Hop {
+    int32_t rank, source;
+  };
+
+  // By node, the far rank's counterpart here, and as if from this rank's counterpart there, whose own rows never come
+  // this way.
+  __device__ Hop next_hop(int32_t peer) const {
+    if (!by_node() || !is_far(peers, peer)) return {peer, peers.rank};
+    const Nodes& nodes = nodes_of(peers);
+    return {nodes.counterpart(peer, nodes.own), nodes.counterpart(peers.rank, peer / nodes.size)};
+  }
+
   // When the team has staged a row for a far rank, its first warp puts it.
-  __device__ void put_staged(const SourceRow& row, const Team& team) const {
-    if (any_of_team(team, kFirstBarrier, !row.present || op.state.failed) || team.warp != 0) return;
+  __device__ void put_staged(int32_t peer, int32_t source, int32_t index, bool present, const Team& team) const {
+    if (any_of_team(team, kFirstBarrier, !present || op.state.failed) || team.warp != 0) return;
     const int32_t begin = args.weights_to_send ? 0 : peers.layout.header_bytes;
-    put_row(op, row.peer, row.index, begin, peers.layout.header_bytes - begin + row_bytes());
+    put_row(op, peer, source, index, begin, peers.layout.header_bytes - begin + row_bytes());
   }
 
   // Of chunks first, first + num_warps, ...
@@ -199,6 +218,51 @@ struct Gather {
     return sums;
   }
 
+  // --- between senders and receivers, over a network ----------------------------------------------------------------
+
+  // Adds up what this node's ranks have of the tokens of this rank's counterparts, and sends the sums there. The team's
+  // warps meet at a barrier for each, so that none of them leaves the others, whatever fails.
+  __device__ void pass_on(bool entering) const {
+    if (entering) {
+      op.await_entry();
+    } else {
+      op.sync_workers();  // the barriers were those of the teams that send
+    }
+    const Team team = Team::of_forwarders(plan, blockIdx.x, warp_id());
+    if (any_of_team(team, kFirstBarrier, op.state.failed)) return;
+    const Nodes& nodes = nodes_of(peers);
+    const int32_t as = nodes.source_of(nodes.own);
+    const int32_t num_candidates = team.index < team.num_teams ? nodes.num_others() * args.num_tokens : 0;
+#pragma unroll 1
+    for (int32_t item = team.index; item < num_candidates; item += team.num_teams) {
+      const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
+      const int32_t source = nodes.counterpart(lane_id(), node);  // what this lane's rank sends as
+      const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + source;
+      const int32_t index = nodes.is_own(lane_id()) ? __ldg(args.place + kept) : -1;
+      const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
+      if (sources == 0) continue;
+      RowPlace row = {};  // of this lane's rank
+      if (index >= 0) row = RowPlace(op, peers.rank, source, index);
+      const int32_t peer = nodes.counterpart_in(node);
+      const RowPlace to(op, peer, as, token);
+      if (args.weights_to_send && team.warp == 0) {
+        const float weight = weight_of(row, sources);
+        if (lane_id() < args.top_k) send_header(op, to.header(lane_id()), {0, 0, weight, 0});
+      }
+#pragma unroll 1
+      for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
+        float total[kSize] = {};
+        add_all(row, sources, chunk, total);
+        Vector<X> sum;
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[e]);
+        const bool present = has_unit(chunk);
+        Chunk::of(sum.bits, present).send(op, peer, to.unit(op, chunk), to.marks + chunk, present);
+      }
+      put_staged(peer, as, token, true, team);
+    }
+  }
+
   // --- receivers: the source side -----------------------------------------------------------------------------------
 
   __device__ void receive(bool entering) const {
@@ -218,26 +282,34 @@ struct Gather {
   }
 
   __device__ void receive_token(int32_t token, const Team& team) const {
-    const int32_t source = lane_id();
-    const int32_t index = source < peers.num_ranks ? __ldg(args.place + int64_t{token} * peers.num_ranks + source) : -1;
+    const int32_t rank = lane_id();
+    int32_t index = rank < peers.num_ranks ? __ldg(args.place + int64_t{token} * peers.num_ranks + rank) : -1;
+    int32_t source = rank;
+    if (by_node()) {
+      const Nodes& nodes = nodes_of(peers);
+      index = index_by_node(nodes, index, token);
+      if (!nodes.is_own(rank)) source = nodes.source_of(rank / nodes.size);
+    }
     RowPlace row = {};  // of this lane's rank
     if (index >= 0) {
       row = RowPlace(op, peers.rank, source, index);
-      if constexpr (kHasNetwork) await_signal(op, source, index);
+      if constexpr (kHasNetwork) await_signal(op, rank, source, index);
     }
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
-    if (args.topk_weights && team.warp == team.num_warps - 1) receive_weights(token, row, sources);  // has least to do
+    if (args.topk_weights && team.warp == team.num_warps - 1) {  // which has least to do
+      const float weight = weight_of(row, sources);
+      if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
+    }
 #pragma unroll 1
     for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
       float total[kSize] = {};
-#pragma unroll 1
-      for (uint32_t left = sources; left;) add_ranks(row, left, chunk, total);
+      add_all(row, sources, chunk, total);
       if (has_unit(chunk)) store_sum(token, chunk, total);
     }
   }
 
-  // Each (token, k) has its row on one rank at most; the others send zero.
-  __device__ void receive_weights(int32_t token, const RowPlace& row, uint32_t sources) const {
+  // For k = lane. Each (token, k) has its row on one rank at most; the others send zero.
+  __device__ float weight_of(const RowPlace& row, uint32_t sources) const {
     float total = 0;
 #pragma unroll 1
     for (; sources; sources &= sources - 1) {
@@ -250,7 +322,14 @@ struct Gather {
       if (came) total += header.weight;
       __syncwarp();
     }
-    if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = total;
+    return total;
+  }
+
+  // Adds a unit of all ranks' partial sums.
+  __device__ __forceinline__ void add_all(const RowPlace& row, uint32_t sources, int32_t chunk,
+                                          float (&total)[kSize]) const {
+#pragma unroll 1
+    while (sources) add_ranks(row, sources, chunk, total);
   }
 
   // Adds a unit of the next few ranks' partial sums, in the order of ranks.
@@ -321,10 +400,12 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   fetch_arguments(args);
   wait_for_dependencies();
   gather.op.stamp(0);
-  if (gather.op.is_control_warp()) blocks_before = gather.op.begin(is_sender);
+  const bool passes_on = gather.by_node() && plan.forwards(block);
+  if (gather.op.is_control_warp()) blocks_before = gather.op.begin(is_sender || passes_on);
   if (gather.op.is_worker()) {
     if (block == 0) gather.announce();
     if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send(block > 0);
+    if (passes_on) gather.pass_on(!is_sender);
     if (block >= plan.first_receiver) gather.receive(!is_sender);
   }
   gather.op.end(blocks_before, [&] { gather.poison(); });
@@ -348,7 +429,8 @@ auto kernel_of(Form form) {
 
 cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& best,
                           cudaStream_t stream) {
-  const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
+  LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
+  if (kHasNetwork && goes_by_node(args)) plan = passing_on(plan);
   with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.form);
     kernel<<<plan.num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);

@@ -19,7 +19,7 @@ struct GatherArgs : Call {
   const int32_t* num_arrived;    // [R] of the route; all_to_all_back: null, the sources say it
 
   // Source side.
-  const int32_t* place;     // [T, R] of the route
+  const int32_t* place;     // of the route: as in ScatterArgs
   const int32_t* num_sent;  // [R] for all_to_all_back: rows that this rank has at each other; else null
   void* out;                // [T, elements of row_bytes], or null
   ElementType out_type;

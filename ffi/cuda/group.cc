@@ -43,7 +43,7 @@ Control* control_at(uint8_t* data) { return reinterpret_cast<Control*>(data); }
 }  // namespace
 
 Group::Group(GroupConfig config) : config_(std::move(config)) {
-  const int32_t num_ranks = static_cast<int32_t>(config_.devices.at(0).size());
+  const int32_t num_ranks = this->num_ranks();
   if (num_ranks > kMaxRanks) {
     throw std::runtime_error("a group has at most " + std::to_string(kMaxRanks) + " ranks, not " +
                              std::to_string(num_ranks));
@@ -53,8 +53,9 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
                              " ranks do not fit in a thread block's " + std::to_string(kMaxScratch) +
                              " bytes of shared memory; spread them over more ranks");
   }
+  const int32_t num_sources = num_ranks + (config_.network ? num_ranks / config_.node_size : 0);
   layout_ =
-      ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens, static_cast<int32_t>(config_.max_payload));
+      ArenaLayout::fitting(num_sources, config_.top_k, config_.max_tokens, static_cast<int32_t>(config_.max_payload));
   try {
     open();
   } catch (...) {
@@ -66,7 +67,7 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
 void Group::open() {
   const Span span("jax_ep.Group: open");
   for (size_t line = 0; line < config_.devices.size(); ++line) {
-    for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
+    for (int32_t rank = 0; rank < num_ranks(); ++rank) {
       const int32_t ordinal = config_.devices[line][rank];
       if (ordinal == kElsewhere) continue;
       Member& member = members_.emplace_back();
@@ -89,7 +90,7 @@ void Group::open() {
     records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
   }
   for (Member& member : members_) {
-    member.table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}};
+    member.table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}, {}};
     const OnDevice device(member.ordinal);
     upload(const_cast<PeerTable*>(member.peers.table), member.table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
@@ -99,7 +100,7 @@ void Group::open() {
 void Group::open_member(Member& member) {
   const OnDevice device(member.ordinal);
   Peers& peers = member.peers;
-  peers.num_ranks = layout_.num_ranks;
+  peers.num_ranks = num_ranks();
   peers.experts_per_rank = experts_per_rank();
   peers.by_ranks = Divisor(peers.num_ranks);
   peers.by_experts = Divisor(peers.experts_per_rank);
@@ -196,17 +197,22 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
 NetworkTable Group::find_peers(const Member& member) const {
   const Network& network = *config_.network;
   const std::vector<int32_t>& pes = config_.pes.at(member.line);
-  const int32_t self = member.peers.rank, node_size = config_.node_size;
+  const int32_t self = member.peers.rank;
   auto* const own_control = reinterpret_cast<uint8_t*>(member.peers.control);
   NetworkTable table = {};
-  for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
-    const bool is_hidden = node_size != 0 && rank / node_size != self / node_size;
-    uint8_t* const arena = is_hidden ? nullptr : network.pointer_to(member.symmetric_arena, pes.at(rank));
-    uint8_t* const control = is_hidden ? nullptr : network.pointer_to(own_control, pes.at(rank));
-    const bool is_near = arena != nullptr && control != nullptr;
+  table.nodes = Nodes(config_.node_size, num_ranks(), self);
+  for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+    const bool is_near = table.nodes.is_own(rank);
+    uint8_t* const arena = is_near ? network.pointer_to(member.symmetric_arena, pes.at(rank)) : member.symmetric_arena;
+    uint8_t* const control = is_near ? network.pointer_to(own_control, pes.at(rank)) : own_control;
+    if (arena == nullptr || control == nullptr) {
+      throw std::runtime_error("rank " + std::to_string(self) + " cannot reach the memory of rank " +
+                               std::to_string(rank) + ", which is of the same node; set JAX_EP_NODE_SIZE to how many " +
+                               "ranks in a row can, and see whether every process sees all GPUs of its host");
+    }
     table.pe[rank] = is_near ? kNear : pes.at(rank);
-    table.arena[rank] = is_near ? arena : member.symmetric_arena;
-    table.control[rank] = control_at(is_near ? control : own_control);
+    table.arena[rank] = arena;
+    table.control[rank] = control_at(control);
   }
   return table;
 }
@@ -241,7 +247,7 @@ void Group::free_arenas() {
 
 int64_t Group::bytes_per_device() const {
   const int64_t arena_bytes = config_.network ? NetworkLayout(layout_).bytes : layout_.bytes;
-  return arena_bytes + control_bytes(layout_.num_ranks, experts_per_rank());
+  return arena_bytes + control_bytes(num_ranks(), experts_per_rank());
 }
 
 Traffic Group::traffic() const {
@@ -272,7 +278,7 @@ std::vector<RankStats> Group::stats() const {
     RankStats& stats = all.emplace_back();
     stats.operations.assign(std::begin(own.operations), std::end(own.operations));
     stats.dropped = own.dropped;
-    for (int32_t rank = 0; rank < layout_.num_ranks; ++rank) {
+    for (int32_t rank = 0; rank < num_ranks(); ++rank) {
       const PeerCounters& here = own.peer[rank];
       const bool is_near = config_.network == nullptr || member.table.pe[rank] == kNear;
       PeerCounters there = {};  // of a far rank, what it has counted cannot be seen

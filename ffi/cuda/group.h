@@ -47,7 +47,7 @@ struct GroupConfig {
   // Where ranks may be far: one of them is here, and the exchange is of nothing. `pes` is like `devices`.
   const Network* network = nullptr;
   std::vector<std::vector<int32_t>> pes = {};
-  int32_t node_size = 0;  // ranks of one node, which are near if they can be; 0: all
+  int32_t node_size = 0;  // so many ranks in a row can map each other's memory
 };
 inline constexpr int32_t kElsewhere = -1;
 
@@ -113,7 +113,8 @@ class Group {
   ProcessHandle handle() const;
   PeerTable map_peers(Member& member, const std::vector<ProcessHandle>& others) const;
   NetworkTable find_peers(const Member& member) const;
-  int32_t experts_per_rank() const { return config_.num_experts / layout_.num_ranks; }
+  int32_t num_ranks() const { return static_cast<int32_t>(config_.devices.at(0).size()); }
+  int32_t experts_per_rank() const { return config_.num_experts / num_ranks(); }
 
   GroupConfig config_;
   ArenaLayout layout_;

@@ -13,11 +13,23 @@ inline constexpr bool kHasNetwork = true;
 inline constexpr bool kHasNetwork = false;
 #endif
 
-__device__ __forceinline__ int32_t pe_of(const Peers& peers, int32_t rank) {
-  return static_cast<const NetworkTable*>(peers.table)->pe[rank];
+__device__ __forceinline__ const NetworkTable& network_of(const Peers& peers) {
+  return *static_cast<const NetworkTable*>(peers.table);
 }
+__device__ __forceinline__ int32_t pe_of(const Peers& peers, int32_t rank) { return network_of(peers).pe[rank]; }
 __device__ __forceinline__ bool is_far(const Peers& peers, int32_t rank) {
   return kHasNetwork && pe_of(peers, rank) != kNear;
+}
+
+__device__ __forceinline__ const Nodes& nodes_of(const Peers& peers) { return network_of(peers).nodes; }
+
+// Where a token has, at each rank = lane, an `index` (or -1): its index there when it travels by node. The same for
+// near ranks; the token for the counterpart in each node where it has one; -1 for all others. With a whole warp.
+__device__ __forceinline__ int32_t index_by_node(const Nodes& nodes, int32_t index, int32_t token) {
+  const int32_t rank = static_cast<int32_t>(threadIdx.x % 32);
+  const uint32_t ranks = __ballot_sync(0xffffffffu, index >= 0);
+  if (nodes.is_own(rank)) return index;
+  return nodes.passes_on(rank, ranks) ? token : -1;
 }
 
 // Only with a network: stores a word at a far rank.
@@ -27,7 +39,7 @@ __device__ void put_word(unsigned long long* word, unsigned long long value, int
 __device__ void put_with_signal(uint8_t* to, const uint8_t* from, int32_t bytes, unsigned long long* signal,
                                 uint32_t value, int32_t pe);
 // Whether the signal has come; if it has, so has the data.
-__device__ bool has_come(unsigned long long* signal, uint32_t value);
+__device__ bool has_come(unsigned long long* signal, unsigned long long value);
 // Words that are sent from here on arrive behind those that this rank has sent before.
 __device__ void order_words();
 

@@ -1,5 +1,5 @@
-// Groups with ranks that have no pointer to each other's memory ("far" ones; the others are "near"): where things lie
-// in their memory, and what the module _nvshmem does for them. docs/network.md tells how.
+// Groups with ranks that have no pointer to each other's memory ("far" ones; the others, of one node, are "near"):
+// where things lie in their memory, and what the module _nvshmem does for them. docs/network.md tells how.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,6 +19,7 @@ inline constexpr int32_t kNear = -1;
 // pointers here are this rank's own for them.
 struct NetworkTable : PeerTable {
   int32_t pe[kMaxRanks];  // kNear for near ranks
+  Nodes nodes;            // a rank is near those of its node
 };
 
 // What this rank has sent to far ranks since the group was made.
@@ -28,7 +29,7 @@ struct Traffic {
 
 // Behind the arena, in one piece of memory with it.
 struct NetworkLayout {
-  int64_t staging_begin;  // rows to send, as (slot, peer, index)
+  int64_t staging_begin;  // rows to send, as (slot, peer, index): as many as the arena has
   int64_t signals_begin;  // a word per row of the arena: the epoch of the row that has arrived
   int64_t traffic_begin;
   int64_t bytes;

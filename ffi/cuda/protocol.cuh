@@ -109,7 +109,10 @@ struct Operation {
     const uint64_t now = globaltimer_ns();
     if (load_relaxed(&op.own().failed) != 0) op.state.failed = true;
     if (begun != 0 && now - begun > op.peers.timeout_ns) {
-      if (reason == FailureReason::kTimeout) op.expect_no_other_call();
+      if (reason == FailureReason::kTimeout) {
+        op.expect_no_other_call();
+        if constexpr (kHasNetwork) peer = op.silent_rank(peer);
+      }
       fail(op, reason, peer, expected, seen);
     }
     return begun != 0 ? begun : now;
@@ -125,6 +128,16 @@ struct Operation {
         fail(*this, FailureReason::kOtherOp, rank, call.hash, hash);
       }
     }
+  }
+
+  // Whom to blame for what does not come from `peer`: what it has sent may have to pass through a rank that is not in
+  // the operation.
+  __device__ int32_t silent_rank(int32_t peer) const {
+#pragma unroll 1
+    for (int32_t i = 0, rank = peer; i < peers.num_ranks; ++i, rank = rank + 1 == peers.num_ranks ? 0 : rank + 1) {
+      if (load_relaxed(&own().op[state.slot][rank]) >> 32 != state.epoch) return rank;
+    }
+    return peer;
   }
 
   // Records the first failure of this rank and makes every rank of the group give up.

@@ -56,6 +56,10 @@ constexpr int y_bytes(Arrival arrival, Form form) {
   return arrival == Arrival::kCombineBack ? kRowsAhead * receive_batch(arrival, form) * kChunkBytes : 0;
 }
 
+// Whether, over a network, a row goes to another node once, and from there on to its ranks. (For all_to_all, once is
+// what it needs.)
+constexpr bool goes_by_node(const ScatterArgs& args) { return !args.blocks && !are_few(args.num_tokens); }
+
 // One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
 template <typename X, bool kCasts, Arrival kArrival, Form kForm>
 struct Scatter {
@@ -78,6 +82,7 @@ struct Scatter {
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
   __device__ bool new_route() const { return kArrival != Arrival::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
+  __device__ bool by_node() const { return kHasNetwork && !kFew && goes_by_node(args); }
   // Of a row under way, without its scales.
   __device__ int32_t payload_bytes() const {
     return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
@@ -270,8 +275,9 @@ struct Scatter {
         args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
       }
       const bool sends = !op.state.failed;
-      if (sends) send_row(token, packed, route, team);
-      if constexpr (kHasNetwork) put_rows(route, team, sends);
+      const int32_t index = by_node() ? index_by_node(nodes_of(peers), route.index, token) : route.index;
+      if (sends) send_row(token, packed, route, index, team);
+      if constexpr (kHasNetwork) put_rows(token, index, team, sends);
       op.stamp(3);
       token = next;
       route = next_route;
@@ -283,18 +289,23 @@ struct Scatter {
   __device__ int32_t parts() const { return (chunks() + kSendBatch - 1) / kSendBatch; }
 
   // `packed`: what this warp sends first. What comes next is asked for before, as a load waits for the stores before it
-  // to get on their way.
-  __device__ void send_row(int32_t token, Packed packed, const Route& route, const Team& team) const {
+  // to get on their way. `index`: of the row, at each rank = lane that it is sent to.
+  __device__ void send_row(int32_t token, Packed packed, const Route& route, int32_t index, const Team& team) const {
     RowPlace row = {};  // on this lane's rank
-    if (route.index >= 0) row = RowPlace(op, lane_id(), peers.rank, route.index);
+    if (index >= 0) row = RowPlace(op, lane_id(), source_at(lane_id()), index);
 #pragma unroll 1
     for (int32_t part = team.warp; part < parts(); part += team.num_warps) {
       const int32_t next = part + team.num_warps;
       Batch ahead = {};
       if (next < parts()) ahead = load(token, next);
-      send_batch(packed, part, route, row);
+      send_batch(packed, part, route, index, row);
       if (next < parts()) packed = pack(ahead, next);
     }
+  }
+
+  // What this rank's rows are kept as in the memory of another.
+  __device__ int32_t source_at(int32_t rank) const {
+    return by_node() && is_far(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own) : peers.rank;
   }
 
   // Of a token that there is not, one that goes nowhere.
@@ -376,41 +387,54 @@ struct Scatter {
     return packed;
   }
 
-  __device__ void send_batch(const Packed& packed, int32_t part, const Route& route, const RowPlace& row) const {
-    for_each_rank(route, [&](int32_t peer) {
+  __device__ void send_batch(const Packed& packed, int32_t part, const Route& route, int32_t index,
+                             const RowPlace& row) const {
+    send_chunks(packed.units, packed.scales, [=](int i) { return part * kSendBatch + i; }, route, index, row);
+  }
+
+  // Of `N` chunks, the number of the i-th is chunk_at(i). The header goes with the first of all.
+  template <int N, typename ChunkAt>
+  __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
+                                              const Route& route, int32_t index, const RowPlace& row) const {
+    for_each_rank(index, [&](int32_t peer) {
       const RowPlace place = row.of_lane(peer);
-      if (part == 0 && new_route()) write_header(place, route, peer);
+      if (chunk_at(0) == 0 && new_route()) write_header(place, route, peer);
 #pragma unroll
-      for (int i = 0; i < kSendBatch; ++i) {
-        const int32_t chunk = part * kSendBatch + i;
-        packed.units[i].send(op, peer, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
+      for (int i = 0; i < N; ++i) {
+        const int32_t chunk = chunk_at(i);
+        units[i].send(op, peer, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
         if (args.num_scales) {
           const bool present = lane_id() == 0 && chunk < chunks();
-          packed.scales[i].send(op, peer, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk,
-                                present);
+          scales[i].send(op, peer, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk, present);
         }
       }
     });
   }
 
-  // When the team has staged a row, its warps put it to the far ranks that it goes to, in turn.
-  __device__ void put_rows(const Route& route, const Team& team, bool staged) const {
+  // When the team has staged a row, its warps put it to the far ranks that it is sent to, in turn. Who passes rows of a
+  // new route on cannot know which tokens come, and is told of those that do not.
+  __device__ void put_rows(int32_t token, int32_t index, const Team& team, bool staged) const {
     if (any_of_team(team, kTeamsBarrier, !staged)) return;
     const int32_t begin = new_route() ? 0 : peers.layout.header_bytes;
     const int32_t scales = args.num_scales ? chunks() * kUnitBytes : 0;
     const int32_t bytes = peers.layout.header_bytes - begin + payload_bytes() + scales;
     int32_t turn = 0;
-    for_each_rank(route, [&](int32_t peer) {
+    for_each_rank(index, [&](int32_t peer) {
       if (!is_far(peers, peer) || turn++ % team.num_warps != team.warp) return;
-      put_row(op, peer, __shfl_sync(kAllLanes, route.index, peer), begin, bytes);
+      put_row(op, peer, source_at(peer), __shfl_sync(kAllLanes, index, peer), begin, bytes);
     });
+    const int32_t rank = lane_id();
+    if (by_node() && new_route() && token < args.num_tokens && team.warp == 0 && rank < peers.num_ranks && index < 0 &&
+        nodes_of(peers).is_counterpart(rank)) {
+      put_no_row(op, rank, source_at(rank), token);
+    }
   }
 
-  // Calls f for every rank that the token goes to, beginning behind this one: were all to begin with rank 0, they would
-  // share its link.
+  // Calls f for every rank where the token has an index, beginning behind this one: were all to begin with rank 0, they
+  // would share its link.
   template <typename F>
-  __device__ void for_each_rank(const Route& route, F f) const {
-    const uint32_t ranks = __ballot_sync(kAllLanes, route.index >= 0);
+  __device__ void for_each_rank(int32_t index, F f) const {
+    const uint32_t ranks = __ballot_sync(kAllLanes, index >= 0);
     const int32_t num_behind = peers.num_ranks - peers.rank - 1;
     const uint32_t behind = ranks >> peers.rank >> 1, others = ranks & ((2u << peers.rank) - 1);
 #pragma unroll(kUnroll)
@@ -438,10 +462,19 @@ struct Scatter {
   }
 
   __device__ void write_header(const RowPlace& place, const Route& route, int32_t peer) const {
+    if (by_node() && is_far(peers, peer)) return write_header_to_pass_on(place, route);
     if (lane_id() >= args.top_k) return;
     const int32_t expert = route.expert - peer * experts_per_rank();
     const bool is_there = route.expert >= 0 && expert >= 0 && expert < experts_per_rank();
     send_header(op, place.header(lane_id()), {is_there ? expert : -1, route.position, route.weight, 0});
+  }
+
+  // With the expert's number among all and, in place of the epoch, which the row's signal has, the index at its rank.
+  __device__ void write_header_to_pass_on(const RowPlace& place, const Route& route) const {
+    const int32_t rank = route.expert >= 0 ? peers.by_experts.quotient(route.expert) : 0;
+    const auto index = static_cast<uint32_t>(__shfl_sync(kAllLanes, route.index, rank));
+    const RowHeader header = {route.expert, route.position, route.weight, index};
+    if (lane_id() < args.top_k) store_unit(place.header(lane_id()), *reinterpret_cast<const uint4*>(&header));
   }
 
   // --- receivers ----------------------------------------------------------------------------------------------------
@@ -539,7 +572,7 @@ struct Scatter {
       if (has_row && !looked) arriving = look_for_row(item, team);
       looked = false;
 #pragma unroll 1
-      while (has_padding && !(has_row && (!arriving.comes || has_come(arriving) || is_far(peers, arriving.source)))) {
+      while (has_padding && !(has_row && (!arriving.comes || has_come(arriving) || comes_by_signal(arriving.source)))) {
         has_padding = pad_some(places);
         if (has_row) look_at_batch(arriving.place, team.warp, team, arriving.first);
       }
@@ -577,7 +610,7 @@ struct Scatter {
       const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
       arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
     }
-    if (is_far(peers, arriving.source)) {  // units may be there in part before the row's signal is
+    if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
       for (uint4& unit : arriving.first.units) unit = empty_unit();
     } else {
       look_at_batch(arriving.place, team.warp, team, arriving.first);
@@ -589,6 +622,9 @@ struct Scatter {
     }
     return arriving;
   }
+
+  // Over the network; by node, a near rank passes rows on.
+  __device__ bool comes_by_signal(int32_t source) const { return is_far(peers, source) && !by_node(); }
 
   // As far as this warp has looked.
   __device__ bool has_come(const Arriving& arriving) const {
@@ -604,7 +640,7 @@ struct Scatter {
   __device__ void await_row(Arriving& arriving, const Team& team) const {
     const bool has_header = this->has_header();
     if constexpr (kHasNetwork) {
-      if (lane_id() == 0) await_signal(op, arriving.source, arriving.index);
+      if (lane_id() == 0 && !by_node()) await_signal(op, arriving.source, arriving.source, arriving.index);
       __syncwarp();
     }
     take_batch(arriving.source, arriving.place, team.warp, team, arriving.first,
@@ -946,6 +982,84 @@ struct Scatter {
     }
   }
 
+  // --- between senders and receivers, over a network ----------------------------------------------------------------
+
+  // Passes the rows that come from this rank's counterparts on to the ranks of its node that they go to, as if those
+  // had sent them there.
+  __device__ void pass_on(bool entering) const {
+    if (entering) op.await_entry();
+    const Team team = Team::of_forwarders(plan, blockIdx.x, warp_id());
+    const Nodes& nodes = nodes_of(peers);
+    const int32_t num_candidates = team.index < team.num_teams ? nodes.num_others() * args.num_tokens : 0;
+#pragma unroll 1
+    for (int32_t item = team.index; item < num_candidates; item += team.num_teams) {
+      const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
+      const int32_t source = nodes.counterpart_in(node);
+      const RowPlace from(op, peers.rank, nodes.source_of(node), token);
+      const Route route = route_passed_on(nodes, node, token, from, team);
+      if (__any_sync(kAllLanes, op.state.failed)) return;
+      if (!__any_sync(kAllLanes, route.index >= 0)) continue;
+      RowPlace to = {};  // on this lane's rank
+      if (route.index >= 0) to = RowPlace(op, lane_id(), source, route.index);
+#pragma unroll 1
+      for (int32_t first = team.warp; first < chunks(); first += kReceiveBatch * team.num_warps) {
+        Taken taken;
+        look_at_batch(from, first, team, taken);
+        take_batch(source, from, first, team, taken, [] { return true; });
+        if (__any_sync(kAllLanes, op.state.failed)) return;  // what came may be anything
+        send_taken(taken, first, route, to, team);
+      }
+    }
+  }
+
+  // Where a token of another node's rank goes in this node, once its row has come: for lane = rank. The first time it
+  // is in the row's header, from which the route keeps it, in the columns of that node's ranks.
+  __device__ Route route_passed_on(const Nodes& nodes, int32_t node, int32_t token, const RowPlace& from,
+                                   const Team& team) const {
+    Route route = {-1, -1, 0, 1.0f};
+    const bool is_near = nodes.is_own(lane_id());
+    const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.counterpart(lane_id(), node);
+    if (!new_route() && is_near) route.index = __ldg(args.known_place + kept);
+    bool comes = new_route() || __any_sync(kAllLanes, route.index >= 0);
+    if (comes && lane_id() == 0) {
+      comes = await_signal(op, nodes.counterpart_in(node), nodes.source_of(node), token);
+    }
+    comes = __shfl_sync(kAllLanes, comes, 0);
+    if (!comes) route.index = -1;
+    if (!new_route()) return route;
+    RowHeader header = {-1, 0, 0, 0};
+    if (comes && lane_id() < args.top_k) header = load_header(from.header(lane_id()));
+    const int32_t rank = is_expert(header.expert, num_experts()) ? peers.by_experts.quotient(header.expert) : -1;
+    if (rank >= 0 && nodes.is_own(rank)) route.expert = header.expert;
+    route.position = header.position;
+    route.weight = header.weight;
+#pragma unroll 1
+    for (int32_t k = 0; k < args.top_k; ++k) {
+      const uint32_t index = __shfl_sync(kAllLanes, header.epoch, k);
+      const bool is_here = __shfl_sync(kAllLanes, rank, k) == lane_id() && is_near;
+      // (A rank in another call may send anything.)
+      if (is_here && index < args.num_tokens) route.index = static_cast<int32_t>(index);
+    }
+    if (team.warp == 0 && is_near) args.place[kept] = route.index;
+    return route;
+  }
+
+  __device__ void send_taken(const Taken& taken, int32_t first, const Route& route, const RowPlace& to,
+                             const Team& team) const {
+    Chunk units[kReceiveBatch], scales[kReceiveBatch];
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) {
+      units[i] = Chunk::of(taken.units[i], has_unit(chunk_of(first, i, team)));
+      if constexpr (kArrival != Arrival::kCombineBack) {
+        const uint4& own = taken.units[kReceiveBatch];
+        const uint4 unit = make_uint4(__shfl_sync(kAllLanes, own.x, i), __shfl_sync(kAllLanes, own.y, i),
+                                      __shfl_sync(kAllLanes, own.z, i), __shfl_sync(kAllLanes, own.w, i));
+        if (args.num_scales) scales[i] = Chunk::of(unit, lane_id() == 0);
+      }
+    }
+    send_chunks(units, scales, [=](int i) { return chunk_of(first, i, team); }, route, route.index, to);
+  }
+
   // --- padding ------------------------------------------------------------------------------------------------------
 
   // Rows that hold no token: behind each group, and behind the last one. Their weights are zero; they are themselves,
@@ -1036,7 +1150,7 @@ struct Scatter {
     fill_bytes(args.num_dropped, 4, 0xff);
     fill_bytes(args.rows, int64_t{4} * peers.num_ranks * args.num_tokens * args.top_k, 0xff);
     fill_bytes(args.num_arrived, int64_t{4} * peers.num_ranks, 0);
-    fill_bytes(args.place, int64_t{4} * args.num_tokens * peers.num_ranks, 0xff);
+    fill_bytes(args.place, int64_t{4} * args.num_tokens * peers.num_ranks * (kHasNetwork ? 2 : 1), 0xff);
   }
 };
 
@@ -1056,11 +1170,15 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   fetch_arguments(args);
   wait_for_dependencies();
   scatter.op.stamp(0);
-  if (scatter.op.is_control_warp()) blocks_before = scatter.op.begin(is_sender);
+  const bool passes_on = scatter.by_node() && plan.forwards(block);
+  if (scatter.op.is_control_warp()) blocks_before = scatter.op.begin(is_sender || passes_on);
   if (scatter.op.is_worker()) {
     if (block == 0) scatter.announce();
     if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again
     if (is_sender && (block > 0 || plan.num_senders == 1)) scatter.send(block > 0);
+    if constexpr (kHasNetwork) {
+      if (passes_on) scatter.pass_on(!is_sender);
+    }
     if (block >= plan.first_receiver) {
       scatter.receive(!is_sender);
     } else if constexpr (Scatter<X, kCasts, kArrival, kForm>::kShares) {
@@ -1107,7 +1225,8 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
 
 cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& best,
                            cudaStream_t stream) {
-  const LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
+  LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
+  if (kHasNetwork && goes_by_node(args)) plan = passing_on(plan);
   const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.form);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);

@@ -154,20 +154,23 @@ __device__ __forceinline__ bool look_at_header(const Operation& op, const RowHea
 
 // The rest is for far ranks only.
 
-// Of a row of a far rank `from`, in the memory of whoever waits for it.
+inline constexpr uint32_t kNoRow = 1;  // beside the epoch, in a signal that comes alone
+
+// Of row `index` from a source, in the memory of whoever waits for it.
 __device__ __forceinline__ unsigned long long* signal_of(const Operation& op, int32_t from, int32_t index) {
   const ArenaLayout& layout = op.peers.layout;
   uint8_t* signals = op.state.table.arena[op.peers.rank] + NetworkLayout(layout).signals_begin;
   return reinterpret_cast<unsigned long long*>(signals) + layout.row_number(op.state.slot, from, index);
 }
 
-// Sends `bytes` of a staged row, from `begin` on, to a far rank. With one warp, when the whole row is staged.
-__device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32_t index, int32_t begin,
+// Sends `bytes` of a staged row, from `begin` on, to a far rank, where it is row `index` of source `from`. With one
+// warp, when the whole row is staged.
+__device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32_t from, int32_t index, int32_t begin,
                                         int32_t bytes) {
   const ArenaLayout& layout = op.peers.layout;
   uint8_t* const arena = op.state.table.arena[op.peers.rank];
-  const int64_t offset = layout.row_offset(layout.row_number(op.state.slot, op.peers.rank, index)) + begin;
-  put_with_signal(arena + offset, staged_row(op, peer, index) + begin, bytes, signal_of(op, op.peers.rank, index),
+  const int64_t offset = layout.row_offset(layout.row_number(op.state.slot, from, index)) + begin;
+  put_with_signal(arena + offset, staged_row(op, peer, index) + begin, bytes, signal_of(op, from, index),
                   op.state.epoch, pe_of(op.peers, peer));
   if (lane_id() != 0) return;
   auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout).traffic_begin);
@@ -175,11 +178,22 @@ __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32
   atomicAdd(&traffic->bytes, static_cast<unsigned long long>(bytes));
 }
 
-// Waits for a row; one of a near rank shows by itself that it has arrived.
-__device__ __forceinline__ void await_signal(const Operation& op, int32_t source, int32_t index) {
-  if (!is_far(op.peers, source)) return;
-  unsigned long long* const signal = signal_of(op, source, index);
-  op.wait_for(source, op.state.epoch, [&] { return has_come(signal, op.state.epoch) ? op.state.epoch : 0; });
+// Instead: there is none.
+__device__ __forceinline__ void put_no_row(const Operation& op, int32_t peer, int32_t from, int32_t index) {
+  put_word(signal_of(op, from, index), tagged(kNoRow, op.state.epoch), pe_of(op.peers, peer));
+}
+
+// Waits for row `index` of source `from`, which `peer` sends. False if there is none, or the operation fails. One of a
+// near rank shows by itself that it has arrived.
+__device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, int32_t from, int32_t index) {
+  if (!is_far(op.peers, peer)) return true;
+  unsigned long long* const signal = signal_of(op, from, index);
+  bool is_there = false;
+  op.wait_for(peer, op.state.epoch, [&] {
+    is_there = has_come(signal, op.state.epoch);
+    return is_there || has_come(signal, tagged(kNoRow, op.state.epoch)) ? op.state.epoch : 0;
+  });
+  return is_there;
 }
 
 }  // namespace jax_ep

@@ -50,7 +50,9 @@ _Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, No
 class RouteArrays(NamedTuple):
     """One rank's part of a route."""
 
-    place: jax.Array  # [T, R] int32: index of the token among the rows sent to each rank, -1 if it was not
+    # [T, R] int32: index of the token among the rows sent to each rank, -1 if it was not. Over a network [2 T, R]:
+    # then those of the tokens that this rank passed on for its counterparts (ScatterArgs in ffi/cuda/scatter.h).
+    place: jax.Array
     rows: jax.Array  # [R, T, K] int32: row here of each arrived (source rank, index, k), -1 if none
     num_arrived: jax.Array  # [R] int32: rows that came from each rank
     counts: jax.Array  # [E_local] int32, as in Dispatched
@@ -71,7 +73,7 @@ class CudaBackend:
             "hidden": group.hidden,
             "max_tokens_per_rank": group.max_tokens_per_rank,
             "dtype": str(group.dtype),
-            "node_size": _network.node_size(),
+            "node_size": _network.given_node_size(),
         }
         # It stands in compiled programs, which must be the same in all processes.
         self._id = int(_digest([self._meeting.key, self._settings])[:15], 16)
@@ -94,8 +96,9 @@ class CudaBackend:
         network = None
         if _network.is_needed(self._lines, hosts):
             network = _network.start(self._meeting, hosts.values(), _local_ordinals(self._lines)[0])
+        self._has_network = network is not None
         self._sharing = choose_sharing(self._lines) if network is None else "none"
-        self._frees_together = network is not None
+        self._frees_together = self._has_network
         try:
             self._native.open_group(
                 self._id,
@@ -113,7 +116,7 @@ class CudaBackend:
                 exchange=self._exchange if network is None else self._exchange_nothing,
                 network=network,
                 pes=[[processes.index(device.process_index) for device in line] for line in self._lines],
-                node_size=self._settings["node_size"],
+                node_size=_network.node_size(self._lines, hosts),
             )
         except RuntimeError as error:
             raise Error(f"Group: {error}") from None
@@ -325,7 +328,7 @@ class CudaBackend:
             ((num_experts,), jnp.int32),
             ((num_experts,), jnp.int32),
             ((), jnp.int32),
-            ((call.num_tokens, num_ranks), jnp.int32),
+            ((call.num_tokens * (2 if self._has_network else 1), num_ranks), jnp.int32),
             ((num_ranks, call.num_tokens, group.top_k), jnp.int32),
             ((num_ranks,), jnp.int32),
         ]

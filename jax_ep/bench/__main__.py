@@ -71,7 +71,7 @@ def _transport(group: ep.Group, case: Case, topk_idx: np.ndarray) -> dict[str, s
     num_nodes = len(set(nodes))
     by_cuda = "nvshmem" if num_nodes > 1 else "nvlink"
     transport = by_cuda if group.backend == "cuda" else None
-    rows, num_bytes = over_network(case, topk_idx, nodes) if transport == "nvshmem" else (None, None)
+    rows, num_bytes = over_network(case, topk_idx, len(nodes) // num_nodes) if transport == "nvshmem" else (None, None)
     return {
         "processes": len(hosts),
         "nodes": num_nodes,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from jax_ep.bench.cases import Case
 
 _UNIT = 16  # bytes: what rows are multiples of
 _HEADER_BYTES = 16  # of a dispatched row, for each k
+_FEW_TOKENS = 32  # per rank: their rows go straight to each rank of another node (are_few() in ffi/plan.h)
 
 
 class Floor(NamedTuple):
@@ -48,13 +48,23 @@ def rows_between_ranks(case: Case, topk_idx: np.ndarray) -> np.ndarray:
     return rows
 
 
-def over_network(case: Case, topk_idx: np.ndarray, nodes: Sequence[Any]) -> tuple[int, int]:
-    """Rows, and their bytes, that the rank which has most of them sends over a network in a pair; `nodes`: of ranks."""
-    is_far = np.array([[source != to for to in nodes] for source in nodes])
-    sent = np.where(is_far, rows_between_ranks(case, topk_idx), 0)
-    dispatched, combined = sent.sum(axis=1), sent.sum(axis=0)
+def over_network(case: Case, topk_idx: np.ndarray, node_size: int) -> tuple[int, int]:
+    """Rows, and their bytes, that the rank which has most of them sends to other nodes in a pair (docs/network.md)."""
+    straight = case.tokens <= _FEW_TOKENS
+    rows = rows_between_ranks(case, topk_idx) if straight else _rows_between_counterparts(case, topk_idx, node_size)
+    node = np.arange(case.ranks) // node_size
+    rows = np.where(node[:, None] == node, 0, rows)
+    dispatched, combined = rows.sum(axis=1), rows.sum(axis=0)
     num_bytes = dispatched * dispatch_row_bytes(case) + combined * row_bytes(case)
     return int((dispatched + combined).max()), int(num_bytes.max())
+
+
+def _rows_between_counterparts(case: Case, topk_idx: np.ndarray, node_size: int) -> np.ndarray:
+    """[R, R]: rows from each rank to those of its number in their nodes, once per token for all ranks there."""
+    node_of_expert = topk_idx // (case.experts_per_rank * node_size)  # [R, T, K]
+    ranks = np.arange(case.ranks)
+    rows = np.stack([(node_of_expert == rank // node_size).any(axis=-1).sum(axis=-1) for rank in ranks], axis=-1)
+    return np.where(ranks[:, None] % node_size == ranks % node_size, rows, 0)
 
 
 def dispatch_row_bytes(case: Case) -> int:

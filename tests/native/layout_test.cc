@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <set>
 #include <vector>
 
 #include "check.h"
@@ -71,6 +72,41 @@ void test_expert_places() {
   EXPECT_EQ(place_group(Layout::kExpert, 64, 0, 0, int64_t{1} << 31, 1).first_row, int64_t{1} << 37);
 }
 
+// Each rank but those of a node has one counterpart there, and what it has is passed on by that alone.
+void test_nodes() {
+  for (int32_t num_ranks : {1, 2, 4, 6, 32}) {
+    for (int32_t size = 1; size <= num_ranks; ++size) {
+      if (num_ranks % size != 0) continue;
+      for (int32_t rank = 0; rank < num_ranks; ++rank) {
+        const Nodes nodes(size, num_ranks, rank);
+        EXPECT_EQ(nodes.is_own(rank), true);
+        EXPECT_EQ(nodes.counterpart_in(nodes.own), rank);
+        std::set<int32_t> others;
+        for (int32_t i = 0; i < nodes.num_others(); ++i) {
+          const int32_t node = nodes.other(i), counterpart = nodes.counterpart_in(node);
+          others.insert(node);
+          EXPECT_EQ(nodes.is_counterpart(counterpart), true);
+          EXPECT_EQ(Nodes(size, num_ranks, counterpart).counterpart_in(nodes.own), rank);
+          EXPECT_EQ(nodes.source_of(node) >= num_ranks && nodes.source_of(node) < num_ranks + nodes.count, true);
+        }
+        EXPECT_EQ(others.size(), static_cast<size_t>(num_ranks / size - 1));
+        EXPECT_EQ(others.count(nodes.own), size_t{0});
+        for (int32_t to = 0; to < num_ranks; ++to) {
+          int32_t passing = 0;
+          for (int32_t lane = 0; lane < 32; ++lane) {
+            if (!nodes.passes_on(lane, 1u << to)) continue;
+            EXPECT_EQ(lane, nodes.counterpart_in(to / size));
+            ++passing;
+          }
+          EXPECT_EQ(passing, nodes.is_own(to) ? 0 : 1);
+        }
+      }
+    }
+  }
+  EXPECT_EQ(Nodes(2, 8, 5).counterpart(3, 2), 5);
+  EXPECT_EQ(Nodes(2, 8, 5).source_of(1), 9);
+}
+
 // Atomics need their counters aligned, and no word that a peer writes may lie among them.
 void test_counters() {
   constexpr size_t begin = offsetof(Control, counters), end = begin + sizeof(Counters);
@@ -88,6 +124,7 @@ int main() {
   test_default_capacity();
   test_ragged_places();
   test_expert_places();
+  test_nodes();
   test_counters();
   return check::exit_status();
 }

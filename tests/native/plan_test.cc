@@ -59,6 +59,35 @@ void test_plans() {
   }
 }
 
+// By node: every block has its part, those that pass rows on lie between the others, and teams are of one block.
+void test_blocks_that_pass_on() {
+  for (int64_t tokens : {33, 128, 4096}) {
+    for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132}) {
+      for (const LaunchPlan& best :
+           {plan_scatter(tokens, 8, 8, 28, num_sms, false), plan_gather(tokens, 8, 8, 28, num_sms)}) {
+        const LaunchPlan plan = passing_on(sending_in_blocks(best));
+        int32_t forwarders = 0;
+        for (int32_t block = 0; block < plan.num_blocks; ++block) forwarders += plan.forwards(block);
+        EXPECT_EQ(forwarders, plan.num_forwarders());
+        EXPECT_EQ(plan.num_senders, best.num_senders);
+        EXPECT_EQ(plan.num_receivers() >= 1, true);
+        EXPECT_EQ(plan.num_blocks <= best.num_blocks + 1, true);
+        EXPECT_EQ(plan.forwards(0), plan.num_blocks == 1);
+        EXPECT_EQ(std::max(plan.log_send_warps, plan.log_receive_warps) <= plan.log_block_warps, true);
+        expect_teams(plan, plan.num_forwarders(), plan.log_receive_warps);
+        expect_teams(plan, plan.row_receivers(), plan.log_receive_warps);
+      }
+    }
+  }
+}
+
+// All operations of a route go by node, or none, whatever the form of their kernels.
+void test_few_rows_go_straight() {
+  for (int64_t tokens = 1; tokens <= 64; ++tokens) {
+    EXPECT_EQ(form_for(tokens, 0) == Form::kFewRows, are_few(tokens));
+  }
+}
+
 void test_few_tokens_take_few_blocks() {
   // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
   EXPECT_EQ(plan_scatter(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
@@ -96,6 +125,8 @@ void test_divisor() {
 
 int main() {
   test_plans();
+  test_blocks_that_pass_on();
+  test_few_rows_go_straight();
   test_few_tokens_take_few_blocks();
   test_small_rows_take_small_teams();
   test_arena();
