@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from jax_ep import _native, _network, _processes
+from jax_ep import _checks, _native, _network, _processes
 from jax_ep._backends.cuda import CudaBackend
 from jax_ep._backends.reference import ReferenceBackend
 
@@ -101,8 +101,7 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
     They wait `timeout` seconds for one another.
     """
     known = backends()
-    if requested != "auto" and requested not in list(known):  # a list: it takes what cannot be hashed, too
-        raise ValueError(f"backend is {requested!r}; it must be 'auto' or one of {sorted(known)}")
+    _checks.choice("backend", requested, ("auto", *known))
     if requested == "reference":
         return requested
     on_gpus = mesh.devices.flat[0].platform == "gpu"
