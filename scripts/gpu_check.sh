@@ -12,9 +12,9 @@
 #               is installed, it builds the network transport, too
 #   native      wants nvcc, CMake and Ninja on the PATH
 #   sanitizer   wants compute-sanitizer on the PATH, and what native has built
-#   processes   wants nvidia-nvshmem-cu13 to have been there for build; processes-1 and -2 do without
+#   processes   wants nvidia-nvshmem-cu13 to have been there for build, in its parts over NVSHMEM
 #
-# spin is not needed: where it is missing, tests leaves out the model of the protocol, which CI checks. Neither is git, if
+# spin is not needed: where it is missing, tests leaves out the model of the protocol, which CI checks. Nor is git, if
 # JAX_EP_COMMIT names the commit.
 #
 # PYTEST_ARGS goes to pytest, BENCH_ARGS to the bench; a part may take STEP_TIMEOUT (540) seconds. Logs are kept in
