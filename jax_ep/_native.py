@@ -37,6 +37,6 @@ def cuda_reason() -> str | None:
     if not isinstance(_cpu_error, ModuleNotFoundError):
         return f"the native extensions do not load ({_cpu_error}); reinstall jax_ep on this machine"
     return (
-        "the native extensions are not in the folder that jax_ep is imported from; install it (pip install .) and, if that "
-        "folder is its source, start Python elsewhere or with -P"
+        "jax_ep is imported from a folder without native extensions; install it (pip install .) and, in a checkout, "
+        "run python -P, which does not take its source folder"
     )
