@@ -156,7 +156,7 @@ def _cuda_reason() -> str | None:
     try:
         devices = jax.local_devices(backend="gpu")
     except (RuntimeError, AssertionError):  # the latter with JAX_PLATFORMS=cuda and a broken driver
-        return "JAX sees no GPU; install jax_ep[cuda13] on a machine with an NVIDIA driver"
+        return "JAX sees no GPU; pip install 'jax[cuda13]' on a machine with an NVIDIA driver"
     oldest = min(devices, key=lambda device: float(device.compute_capability))
     if float(oldest.compute_capability) < 9.0:
         return f"{oldest.device_kind} has compute capability {oldest.compute_capability}; the kernels need 9.0 (Hopper)"
