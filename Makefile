@@ -4,11 +4,14 @@
 # make docs    build the documents' site, in build/site
 # make clean   remove what make and builds left behind
 #
+# Where NVIDIA's driver is, .venv has JAX for CUDA 13, too; CUDA= leaves that out.
 # PYTHON=python3.13 chooses the interpreter that .venv is made from. NO_VENV=1 uses PYTHON's own environment as it is,
 # and installs nothing.
 
 PYTHON ?= python3
 ARGS ?=
+CUDA := $(if $(wildcard /proc/driver/nvidia/version),cuda13)
+comma := ,
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find ffi -type f)
 
 .PHONY: help demo test lint docs clean
@@ -56,5 +59,5 @@ clean:
 
 # The installation is editable: an edit of Python code counts at once, one of native code makes the next run build.
 .venv/installed-%: .venv/of-$(notdir $(PYTHON)) $(BUILD_INPUTS)
-	.venv/bin/python -m pip install --disable-pip-version-check --editable '.[$*]'
+	.venv/bin/python -m pip install --disable-pip-version-check --editable '.[$*$(addprefix $(comma),$(CUDA))]'
 	@touch $@

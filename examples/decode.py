@@ -11,6 +11,7 @@ rows to experts in the "expert" layout; this file holds the loop.
 import argparse
 import os
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 from moe_lm import corpus, decoding, model
 from moe_lm.checkpoints import Checkpoints
+from moe_lm.options import model_misfits, positive
 
 SEQUENCES = P("ep")  # every device has sequences of its own
 
@@ -71,27 +73,41 @@ def decode(step, params: dict, prompts: np.ndarray, length: int, cfg: model.Conf
     return text, seconds
 
 
+def misfits(options: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with the options, and what would be right."""
+    yield from model_misfits(options, ranks=jax.device_count())
+    if options.prompt >= options.length:
+        yield f"--prompt {options.prompt} must be less than --length {options.length}"
+    if options.wire != "none" and options.hidden % 128:
+        yield f"--wire {options.wire} needs --hidden {options.hidden} to be a multiple of 128; use --wire none"
+    if options.checkpoint_dir and not Checkpoints.are_in(options.checkpoint_dir):
+        yield (
+            f"--checkpoint-dir {options.checkpoint_dir} holds no checkpoint; name a directory that "
+            "train_moe.py --checkpoint-dir has written to"
+        )
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences per device, each number in turn")
-    add("--prompt", type=int, default=32, help="bytes that are given of each sequence")
-    add("--length", type=int, default=96, help="bytes of a sequence, those given included")
+    add("--batch", type=positive(int), nargs="+", default=[1, 8, 64], help="sequences per device, each number in turn")
+    add("--prompt", type=positive(int), default=32, help="bytes that are given of each sequence")
+    add("--length", type=positive(int), default=96, help="bytes of a sequence, those given included")
     add("--checkpoint-dir", type=Path, help="a training run with the same sizes; without, weights are random")
-    add("--layers", type=int, default=2, help="transformer blocks")
-    add("--hidden", type=int, default=128, help="channels of a token")
-    add("--heads", type=int, default=4, help="attention heads")
-    add("--experts", type=int, default=8, help="experts of a layer")
-    add("--top-k", type=int, default=2, help="experts per token")
-    add("--expert-hidden", type=int, default=256, help="channels inside an expert")
+    add("--layers", type=positive(int), default=2, help="transformer blocks")
+    add("--hidden", type=positive(int), default=128, help="channels of a token")
+    add("--heads", type=positive(int), default=4, help="attention heads")
+    add("--experts", type=positive(int), default=8, help="experts of a layer")
+    add("--top-k", type=positive(int), default=2, help="experts per token")
+    add("--expert-hidden", type=positive(int), default=256, help="channels inside an expert")
     add("--wire", default="fp8", choices=["fp8", "fp8_pow2", "none"], help="what rows travel as to the experts")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of activations and weights")
     add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="of jax_ep")
     options = parser.parse_args()
-    if not 0 < options.prompt < options.length:
-        parser.error(f"--prompt {options.prompt} must be 1 or more, and less than --length {options.length}")
+    for wrong in misfits(options):
+        parser.error(wrong)
     return options
 
 

@@ -13,7 +13,8 @@ jax.lax.ragged_dot and jax_ep.combine; this file holds the sharding, the trainin
 import argparse
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 from moe_lm import corpus, model
 from moe_lm.checkpoints import Checkpoints
+from moe_lm.options import model_misfits, positive
 from moe_lm.report import Report
 
 BATCH = P(model.AXES)  # windows of text are split over all devices
@@ -172,54 +174,69 @@ def start_devices(distributed: list[str] | None) -> None:
         jax.config.update("jax_num_cpu_devices", 8)
 
 
-def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:
-    """By default as many ranks share the experts as divide both the devices and the experts."""
-    devices = jax.device_count()
-    if options.mesh is None:
-        ranks = math.gcd(devices, options.experts)
-        shape = devices // ranks, ranks
-    else:
-        shape = options.mesh
-    if math.prod(shape) > devices:
-        raise SystemExit(f"--mesh {shape[0]}x{shape[1]} needs {math.prod(shape)} devices; there are {devices}")
-    if options.batch % (math.prod(shape) * options.accumulate):
-        raise SystemExit(
-            f"--batch {options.batch} must be a multiple of the mesh's {math.prod(shape)} devices times "
-            f"--accumulate {options.accumulate}"
-        )
-    return jax.make_mesh(shape, model.AXES)
+def default_mesh(experts: int) -> tuple[int, int]:
+    """As many ranks share the experts as divide both the devices and the experts."""
+    ranks = math.gcd(jax.device_count(), experts)
+    return jax.device_count() // ranks, ranks
 
 
 def mesh_shape(text: str) -> tuple[int, int]:
+    if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text} must be DATAxEP, such as 2x4")
     data, ranks = text.split("x")
     return int(data), int(ranks)
 
 
-def parse_options() -> argparse.Namespace:
+def misfits(options: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with the options, and what would be right."""
+    shape, devices = options.mesh, jax.device_count()
+    yield from model_misfits(options, ranks=shape[1])
+    if math.prod(shape) > devices:
+        yield f"--mesh {shape[0]}x{shape[1]} needs {math.prod(shape)} devices; there are {devices}"
+    unit = math.prod(shape) * options.accumulate
+    if options.batch % unit:
+        yield (
+            f"--batch {options.batch} must be a multiple of the mesh's {math.prod(shape)} devices times "
+            f"--accumulate {options.accumulate}, such as {-(-options.batch // unit) * unit}"
+        )
+    if options.seed < 0:
+        yield f"--seed {options.seed} must be 0 or more"
+    if options.resume and options.checkpoint_dir is None:
+        yield "--resume needs --checkpoint-dir"
+    for name, path in (("--out", options.out), ("--checkpoint-dir", options.checkpoint_dir)):
+        if path and path.is_file():
+            yield f"{name} {path} is a file; name a directory"
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 
     def add_number(name, default, meaning):
-        parser.add_argument(name, type=type(default), default=default, help=f"{meaning} ({default})")
+        parser.add_argument(name, type=positive(type(default)), default=default, help=f"{meaning} ({default})")
 
     add_number("--steps", 400, "training steps")
     add_number("--batch", 16, "windows of text per step, over all devices")
     add_number("--accumulate", 1, "parts of a batch, one computed after the other")
     add_number("--seq-len", 128, "bytes of a window")
     add_number("--learning-rate", 3e-3, "at the end of the warm-up")
-    add_number("--seed", 0, "of parameters, batches and the sample")
     add_number("--layers", 2, "transformer blocks")
     add_number("--hidden", 128, "channels of a token")
     add_number("--heads", 4, "attention heads")
     add_number("--experts", 8, "experts of a layer")
     add_number("--top-k", 2, "experts per token")
     add_number("--expert-hidden", 256, "channels inside an expert")
-    add_number("--balance", 0.02, "weight of the load-balancing loss")
     add_number("--checkpoint-every", 100, "steps between checkpoints")
     add = parser.add_argument
+    add("--seed", type=int, default=0, help="of parameters, batches and the sample (0)")
+    add("--balance", type=float, default=0.02, help="weight of the load-balancing loss (0.02)")
     add("--checkpoint-dir", type=Path, help="where checkpoints go (there are none)")
     add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     add("--out", type=Path, default=Path("out"), help="where train_moe.json and train_moe.png go (out)")
-    add("--capacity-factor", type=float, help="rows a rank has room for over those of a balanced load (all rows fit)")
+    add(
+        "--capacity-factor",
+        type=positive(float),
+        help="rows a rank has room for over those of a balanced load (all rows fit)",
+    )
     add("--remat", action="store_true", help="compute layers again in the backward pass, to save memory")
     add("--dtype", choices=["bfloat16", "float32"], help="of activations (bfloat16 on GPUs, else float32)")
     add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="of jax_ep (auto)")
@@ -230,20 +247,19 @@ def parse_options() -> argparse.Namespace:
         metavar="ADDRESS NUM_PROCESSES PROCESS_ID",
         help="run as one of several processes; without values, as SLURM or MPI says (one process)",
     )
-    options = parser.parse_args()
-    if options.accumulate < 1:
-        parser.error(f"--accumulate {options.accumulate} must be 1 or more")
-    if options.resume and options.checkpoint_dir is None:
-        parser.error("--resume needs --checkpoint-dir")
-    if options.distributed and len(options.distributed) != 3:
-        parser.error("--distributed takes ADDRESS NUM_PROCESSES PROCESS_ID, or nothing")
-    return options
+    return parser
 
 
 def main() -> None:
-    options = parse_options()
+    parser = make_parser()
+    options = parser.parse_args()
+    if options.distributed and not re.fullmatch(r"\S+ \d+ \d+", " ".join(options.distributed)):
+        parser.error("--distributed takes ADDRESS NUM_PROCESSES PROCESS_ID, or nothing")
     start_devices(options.distributed)
-    mesh = make_mesh(options)
+    options.mesh = options.mesh or default_mesh(options.experts)
+    for wrong in misfits(options):
+        parser.error(wrong)
+    mesh = jax.make_mesh(options.mesh, model.AXES)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     cfg = model.Config(
         layers=options.layers,

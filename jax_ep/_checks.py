@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from jax_ep._group import Group
 
 DTYPES = ("bfloat16", "float16", "float32")  # of activations
+MAX_INT32 = 2**31 - 1  # experts, tokens and rows are numbered in int32
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -56,8 +58,7 @@ def num_rows(op: str, letter: str, size: int, group: Group) -> None:
 
 def wire(op: str, value: Any, group: Group) -> None:
     """`value` is a wire format, or None, that can carry the group's rows."""
-    if value is not None and value not in list(WIRES):  # a list: it takes what cannot be hashed, too
-        raise ValueError(f"{op}: wire is {value!r}; it must be None or one of {sorted(WIRES)}")
+    choice(f"{op}: wire", value, (None, *WIRES))
     if value is not None and group.hidden % CHANNELS_PER_SCALE:
         raise ValueError(
             f"{op}: wire is {value!r}, which needs hidden to be a multiple of {CHANNELS_PER_SCALE}; the group's is "
@@ -65,9 +66,10 @@ def wire(op: str, value: Any, group: Group) -> None:
         )
 
 
-def choice(op: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{op}: {name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+def choice(name: str, value: Any, choices: Collection[str | None]) -> None:
+    """`value` is one of `choices`; it may be of any type, such as an array, which does not compare."""
+    if not isinstance(value, str | None) or value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
 
 
 def boolean(op: str, name: str, value: Any) -> None:

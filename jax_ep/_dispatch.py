@@ -17,8 +17,6 @@ from jax_ep import _checks, _compat, _layouts, _wires
 from jax_ep._group import Group, check_usable
 from jax_ep._types import AllToAll, DispatchCall, Dispatched, Pending, Route
 
-_MAX_ROWS = 2**31 - 1  # rows are numbered in int32
-
 
 @_compat.named
 def dispatch(
@@ -120,8 +118,8 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
     Differentiable, in reverse mode, in x: the transpose is the unweighted combine.
 
     Args:
-        x: [T, H'] of any dtype, T that of the dispatch, with H' * itemsize at most the group's
-            hidden * dtype.itemsize.
+        x: [T, H'] of any dtype with elements of whole bytes, T that of the dispatch, with H' * itemsize at most the
+            group's hidden * dtype.itemsize.
         recv: what the dispatch returned.
 
     Returns:
@@ -134,6 +132,9 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
     route = _checks.received("dispatch_like", recv)
     check_usable("dispatch_like", route.group)
     _checks.array("dispatch_like", "x", x, {"T": route.num_tokens, "H'": None}, getattr(x, "dtype", None))
+    # Keys are no numbers, and XLA packs several int4 into a byte.
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jax.dtypes.itemsize_bits(x.dtype) % 8:
+        raise TypeError(f"dispatch_like: x has dtype {x.dtype}; it must be of whole bytes, such as int8 or float32")
     group = route.group
     limit = group.hidden * group.dtype.itemsize
     if not 0 < x.shape[1] * x.dtype.itemsize <= limit:
@@ -186,12 +187,12 @@ def _prepare(
     _checks.array(op, "topk_idx", topk_idx, {"T": num_tokens, "K": group.top_k}, jnp.int32)
     if topk_weights is not None:
         _checks.array(op, "topk_weights", topk_weights, {"T": num_tokens, "K": group.top_k}, jnp.float32)
-    _checks.choice(op, "layout", layout, _layouts.LAYOUTS)
+    _checks.choice(f"{op}: layout", layout, _layouts.LAYOUTS)
     _checks.wire(op, wire, group)
     if zero_pad is not None:
         _checks.boolean(op, "zero_pad", zero_pad)
     _checks.boolean(op, "dequantize", dequantize)
-    alignment = _checks.integer(f"{op}: alignment", alignment, 1)
+    alignment = _checks.integer(f"{op}: alignment", alignment, 1, _checks.MAX_INT32)
     call = DispatchCall(
         group=group,
         layout=layout,
@@ -211,7 +212,8 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
     """Checks a pair of fp8 rows and scales; returns T."""
     if len(x) != 2:
         raise ValueError(
-            f"{op}: x is a tuple of {len(x)}; a quantised x is a pair (float8_e4m3fn [T, H], scales [T, H/128])"
+            f"{op}: x is a {type(x).__name__} of {len(x)}; it must be an array [T, H] or, if it is quantised, a pair "
+            "(float8_e4m3fn [T, H], scales [T, H/128])"
         )
     if wire is not None:
         raise ValueError(f"{op}: wire is {wire!r}, but x is already quantised; it must be None")
@@ -229,6 +231,7 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
 
 def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: int, group: Group) -> int:
     """The capacity to use, checked against alignment."""
+    by_default = ", which is enough for any routing" if capacity is None else ""
     if capacity is None:
         capacity = _layouts.default_capacity(
             layout,
@@ -243,9 +246,12 @@ def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: i
             f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
             f"e.g. {_layouts.align_up(capacity, alignment)}"
         )
-    largest = _MAX_ROWS // (group.experts_per_rank if layout == "expert" else 1) // alignment * alignment
+    largest = _checks.MAX_INT32 // (group.experts_per_rank if layout == "expert" else 1) // alignment * alignment
     if capacity > largest:
-        raise ValueError(f"{op}: capacity is {capacity}; a rank's rows are numbered in int32, so at most {largest}")
+        raise ValueError(
+            f"{op}: capacity is {capacity}{by_default}; a rank's rows are numbered in int32, so it must be at most "
+            f"{largest}: give a smaller one"
+        )
     return int(capacity)
 
 

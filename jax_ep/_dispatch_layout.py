@@ -49,7 +49,7 @@ def dispatch_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, nu
     op = "dispatch_layout"
     _checks.array(op, "topk_idx", topk_idx, {"T": None, "K": None}, jnp.int32)
     sizes = {
-        "num_experts": _checks.integer(f"{op}: num_experts", num_experts, 1),
+        "num_experts": _checks.integer(f"{op}: num_experts", num_experts, 1, _checks.MAX_INT32),
         "num_ranks": _checks.integer(f"{op}: num_ranks", num_ranks, 1),
         "num_nodes": _checks.integer(f"{op}: num_nodes", num_nodes, 1),
     }

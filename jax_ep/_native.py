@@ -36,4 +36,7 @@ def cuda_reason() -> str | None:
         return f"jax_ep has no CUDA extension: {cpu.cuda_absence}"
     if not isinstance(_cpu_error, ModuleNotFoundError):
         return f"the native extensions do not load ({_cpu_error}); reinstall jax_ep on this machine"
-    return "the native extensions are not built; install jax_ep (pip install .) instead of importing its source folder"
+    return (
+        "jax_ep is imported from a folder without native extensions; install it (pip install .) and, in a checkout, "
+        "run python -P, which does not take its source folder"
+    )

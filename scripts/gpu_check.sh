@@ -4,10 +4,21 @@
 #   scripts/gpu_check.sh [build native sanitizer tests train processes bench layer overlap]    # no names: all steps
 #   scripts/gpu_check.sh processes-2-nvlink bench-7-grad                                       # parts of them
 #
-# Uses the environment of $PYTHON (python3), which must hold jax with its CUDA plugin, scikit-build-core, nanobind, pytest
-# and hypothesis: nothing is fetched. Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses). PYTEST_ARGS goes to
-# pytest, BENCH_ARGS to the bench; logs are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there
-# are in the report.
+# Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses), Hopper or newer, two or more and a power of two; native and
+# sanitizer use the first one only. Nothing is fetched: the environment of $PYTHON (python3) must hold what the extras
+# cuda13 and test bring, without jax_ep itself; besides that
+#
+#   build       wants nvcc, CMake and Ninja on the PATH, pip, scikit-build-core and nanobind; where nvidia-nvshmem-cu13
+#               is installed, it builds the network transport, too
+#   native      wants nvcc, CMake and Ninja on the PATH
+#   sanitizer   wants compute-sanitizer on the PATH, and what native has built
+#   processes   wants nvidia-nvshmem-cu13 to have been there for build, in its parts over NVSHMEM
+#
+# spin is not needed: where it is missing, tests leaves out the model of the protocol, which CI checks. Nor is git, if
+# JAX_EP_COMMIT names the commit.
+#
+# PYTEST_ARGS goes to pytest, BENCH_ARGS to the bench; a part may take STEP_TIMEOUT (540) seconds. Logs are kept in
+# GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -43,6 +43,12 @@ GROUP = [
     ({"timeout": None}, TypeError, ["None", "seconds"]),
     ({"timeout": "10"}, TypeError, ["10", "str"]),
     ({"backend": ["cuda"]}, ValueError, ["cuda", "auto"]),
+    ({"backend": np.array(["cuda", "auto"])}, ValueError, ["auto", "cuda", "reference"]),
+    ({"num_experts": 2**31}, ValueError, [2**31, 2**31 - 1]),
+    ({"hidden": 2**30}, ValueError, [2**30, 2**30 - 1]),
+    ({"max_tokens_per_rank": 2**31}, ValueError, [2**31, 2**31 - 1]),
+    ({"num_sms": 2**31}, ValueError, [2**31, 1024]),
+    ({"timeout": jnp.float32(1)}, TypeError, ["ArrayImpl", "seconds"]),
 ]
 
 
@@ -88,6 +94,7 @@ DISPATCH = [
     ({"x": lambda x: x[:, :64]}, ValueError, [64, 128]),
     ({"x": lambda x: x.astype(jnp.float32)}, TypeError, ["float32", "bfloat16"]),
     ({"x": 1.0}, TypeError, ["float"]),
+    ({"x": [[0.0] * 128] * 8}, ValueError, ["list", 8, "array", "pair"]),
     ({"x": lambda x: jnp.zeros((9, 128), x.dtype)}, ValueError, [9, "max_tokens_per_rank", 8]),
     ({"x": lambda x: (quantised(x)[0], quantised(x)[1][:, :0])}, ValueError, ["(8, 0)"]),
     ({"x": lambda x: (x, quantised(x)[1])}, TypeError, ["bfloat16", "float8_e4m3fn"]),
@@ -101,14 +108,18 @@ DISPATCH = [
     ({"topk_weights": lambda w: w.astype(jnp.bfloat16)}, TypeError, ["bfloat16", "float32"]),
     ({"group": "ep"}, TypeError, ["str", "Group"]),
     ({"layout": "dense"}, ValueError, ["dense", "expert", "ragged"]),
+    ({"layout": np.zeros(2)}, ValueError, ["expert", "ragged"]),
     ({"capacity": 12, "alignment": 8}, ValueError, [12, 8, 16]),
     ({"capacity": -8}, ValueError, [-8]),
     ({"capacity": 8.0}, TypeError, ["8.0", "int"]),
-    ({"capacity": 2**33}, ValueError, [2**33, "int32"]),
+    ({"capacity": 2**33}, ValueError, [2**33, "int32", 2**31 - 1]),
+    ({"capacity": None, "alignment": 2**30}, ValueError, [9 * 2**30, "any routing", 2**30]),
     ({"alignment": 0}, ValueError, [0, 1]),
+    ({"alignment": 2**31}, ValueError, [2**31, 2**31 - 1]),
     ({"zero_pad": 0}, TypeError, [0, "bool"]),
     ({"dequantize": "no"}, TypeError, ["no", "bool"]),
     ({"wire": ["fp8"]}, ValueError, ["fp8", "fp8_pow2"]),
+    ({"wire": np.zeros(2)}, ValueError, ["None", "fp8", "fp8_pow2"]),
     ({"wire": "fp4"}, ValueError, ["fp4", "fp8", "fp8_pow2"]),
     ({"wire": "fp8", "x": quantised}, ValueError, ["fp8", "None"]),
 ]
@@ -128,6 +139,8 @@ DISPATCH_LIKE = [
     ({"x": lambda x: x[:7]}, ValueError, [7, 8]),
     ({"x": lambda x: x.astype(jnp.float32)}, ValueError, [128, "float32", 256, 64]),
     ({"x": lambda x: x[:, :0]}, ValueError, [0, 128]),
+    ({"x": lambda x: x.astype(jnp.int4)}, TypeError, ["int4", "int8"]),
+    ({"x": lambda x: jax.random.split(jax.random.key(0), (8, 4))}, TypeError, ["key<fry>", "int8"]),
     ({"recv": lambda recv: recv.x}, TypeError, ["dispatch"]),
 ]
 

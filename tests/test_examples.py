@@ -100,6 +100,14 @@ def test_a_finished_run_is_not_overwritten(whole_run):
     assert "holds a run of 6 steps: add --resume" in result.stderr
 
 
+@pytest.mark.parametrize("script", ["decode.py --wire=none", "train_moe.py --resume"])
+def test_a_checkpoint_of_other_sizes_is_refused(whole_run, script):
+    script, option = script.split()
+    result = finish(start(script, *TINY[1:3], option, "--checkpoint-dir", whole_run[0] / "checkpoints"))
+    assert result.returncode != 0
+    assert "embedding has shape (256, 32) there, (256, 128) here; give --layers" in result.stderr
+
+
 def test_dropped_rows_are_counted(tmp_path):
     _, result = train(tmp_path, "--steps", 2, "--capacity-factor", 0.5)
     # Half of the balanced load has room: of 8 * 32 tokens * top 2 in each of two layers, half is dropped at least.
@@ -119,20 +127,27 @@ def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processe
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("script", "options", "message"),
     [
-        (["--mesh", "4x4"], "--mesh 4x4 needs 16 devices; there are 8"),
-        (["--batch", 12], "--batch 12 must be a multiple of the mesh's 8 devices times --accumulate 1"),
-        (["--batch", 24, "--accumulate", 2], "the mesh's 8 devices times --accumulate 2"),
-        (["--accumulate", 0], "--accumulate 0 must be 1 or more"),
-        (["--resume"], "--resume needs --checkpoint-dir"),
-        (["--mesh", "four"], "--mesh"),
+        ("train_moe.py", "--mesh 4x4", "--mesh 4x4 needs 16 devices; there are 8"),
+        ("train_moe.py", "--batch 12", "--batch 12 must be a multiple of the mesh's 8 devices times --accumulate 1"),
+        ("train_moe.py", "--batch 24 --accumulate 2", "times --accumulate 2, such as 32"),
+        ("train_moe.py", "--checkpoint-every 0", "--checkpoint-every: 0 must be 1 or more"),
+        ("train_moe.py", "--mesh four", "--mesh: four must be DATAxEP, such as 2x4"),
+        ("train_moe.py", "--heads 3", "--hidden 128 must be a multiple of 24 with --heads 3"),
+        ("train_moe.py", "--top-k 9", "--top-k 9 must be at most 8, with --experts 8"),
+        ("train_moe.py", "--mesh 1x8 --experts 12", "--experts 12 must be a multiple of the 8 devices"),
+        ("train_moe.py", f"--out {__file__}", "is a file; name a directory"),
+        ("decode.py", "--checkpoint-dir nowhere", "--checkpoint-dir nowhere holds no checkpoint"),
+        ("decode.py", "--prompt 96", "--prompt 96 must be less than --length 96"),
+        ("decode.py", "--hidden 64", "--wire fp8 needs --hidden 64 to be a multiple of 128; use --wire none"),
+        ("decode.py", "--backend cuda", "--backend cuda cannot be used here"),
     ],
 )
-def test_a_wrong_option_is_named(options, message):
-    result = finish(start("train_moe.py", *options))
-    assert result.returncode != 0
-    assert message in result.stderr
+def test_a_wrong_option_is_named(script, options, message):
+    result = finish(start(script, *options.split()))
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
 
 
 def test_flax_layer_learns():

@@ -68,7 +68,10 @@ def test_the_load_that_must_fit():
     ("options", "message"),
     [
         ("--capacity-factor=0.5", "--capacity-factor is 0.5; this routing needs "),
-        ("--top-k=17", "--top-k is 17; it must be 1 to --experts = 16"),
+        ("--top-k=17", "--top-k is 17; it must be 1 to 16, with --experts=16"),
+        ("--hidden=12", "--hidden is 12; it must be a multiple of 8, 16 bytes in bfloat16"),
+        ("--tokens=0", "--tokens is 0; it must be at least 1"),
+        ("--json=nowhere/result.json", "--json is nowhere/result.json, in a directory that does not exist"),
         ("--experts=17", f"--experts is 17; it must be a multiple of the {jax.device_count()} devices"),
         ("--samples=0", "--samples is 0; it must be at least 1"),
     ],

@@ -270,6 +270,7 @@ def test_inside_scan_and_grad(dispatch_layout):
         ({"topk_idx": jnp.zeros((4, 2), jnp.float32)}, TypeError, "topk_idx has dtype float32.*int32"),
         ({"topk_idx": [[1, 2]]}, TypeError, "topk_idx is a list.*array"),
         ({"num_experts": 10}, ValueError, "num_experts is 10.*multiple of num_ranks = 4, e.g. 12"),
+        ({"num_experts": 2**31}, ValueError, "num_experts is 2147483648.*1 to 2147483647"),
         ({"num_experts": 8.0}, TypeError, r"num_experts is 8\.0, a float.*int"),
         ({"num_ranks": 0}, ValueError, "num_ranks is 0.*at least 1"),
         ({"num_ranks": True}, TypeError, "num_ranks is True, a bool.*int"),

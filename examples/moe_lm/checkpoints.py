@@ -11,7 +11,14 @@ class Checkpoints:
     """The checkpoints of one run: a pytree of arrays and a JSON history, by number of steps done."""
 
     def __init__(self, directory: Path) -> None:
-        self._manager = ocp.CheckpointManager(directory.absolute())
+        self._directory = directory
+        handlers = {"state": ocp.PyTreeCheckpointHandler(), "history": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(directory.absolute(), item_handlers=handlers)
+
+    @classmethod
+    def are_in(cls, directory: Path) -> bool:
+        """Whether `directory` holds checkpoints. It is not made, as by `Checkpoints(directory)`."""
+        return directory.is_dir() and cls(directory).latest() is not None
 
     def latest(self) -> int | None:
         return self._manager.latest_step()
@@ -26,8 +33,10 @@ class Checkpoints:
     def restore(self, state: dict) -> tuple[dict, dict]:
         """Returns the latest (state, history), of the state what `state` names.
 
-        `state` gives the shapes, dtypes and shardings, also of another mesh.
+        `state` gives the shapes, dtypes and shardings, also of another mesh. Shapes that differ from the checkpoint's
+        end the program.
         """
+        self._expect_same_sizes(state["params"])
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         restore_args = ocp.checkpoint_utils.construct_restore_args(like)
         named = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
@@ -35,6 +44,17 @@ class Checkpoints:
             self.latest(), args=ocp.args.Composite(state=named, history=ocp.args.JsonRestore())
         )
         return restored.state, restored.history
+
+    def _expect_same_sizes(self, params: dict) -> None:
+        saved = self._manager.item_metadata(self.latest()).state.tree["params"]
+        there, here = (dict(jax.tree.leaves_with_path(tree)) for tree in (saved, params))
+        for path, parameter in here.items():
+            if there[path].shape != parameter.shape:
+                raise SystemExit(
+                    f"--checkpoint-dir {self._directory} is of a run with other sizes: "
+                    f"{jax.tree_util.keystr(path, simple=True, separator='.')} has shape {there[path].shape} there, "
+                    f"{parameter.shape} here; give --layers, --hidden, --experts and --expert-hidden as for that run"
+                )
 
     def close(self) -> None:
         """Waits for the saves that are under way."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from jax_ep import _native, _network, _processes
+from jax_ep import _checks, _native, _network, _processes
 from jax_ep._backends.cuda import CudaBackend
 from jax_ep._backends.reference import ReferenceBackend
 
@@ -101,8 +101,7 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
     They wait `timeout` seconds for one another.
     """
     known = backends()
-    if requested != "auto" and requested not in list(known):  # a list: it takes what cannot be hashed, too
-        raise ValueError(f"backend is {requested!r}; it must be 'auto' or one of {sorted(known)}")
+    _checks.choice("backend", requested, ("auto", *known))
     if requested == "reference":
         return requested
     on_gpus = mesh.devices.flat[0].platform == "gpu"
@@ -155,7 +154,7 @@ def _cuda_reason() -> str | None:
     try:
         devices = jax.local_devices(backend="gpu")
     except (RuntimeError, AssertionError):  # the latter with JAX_PLATFORMS=cuda and a broken driver
-        return "JAX sees no GPU; install jax_ep[cuda13] on a machine with an NVIDIA driver"
+        return "JAX sees no GPU; pip install 'jax[cuda13]' on a machine with an NVIDIA driver"
     oldest = min(devices, key=lambda device: float(device.compute_capability))
     if float(oldest.compute_capability) < 9.0:
         return f"{oldest.device_kind} has compute capability {oldest.compute_capability}; the kernels need 9.0 (Hopper)"
