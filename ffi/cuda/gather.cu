@@ -190,7 +190,7 @@ struct Gather {
         for (int c = 0; c < kSumsAtOnce; ++c) {
           const int32_t chunk = first + c * team.num_warps;
           y[i][c].bits = uint4{};
-          if (rows && has_unit(chunk)) y[i][c] = load_vector<X, kStreams>(base, chunk * kChunkUnits + lane_id());
+          if (rows && has_unit(chunk)) y[i][c].bits = load_unit_of_y<kStreams>(base, chunk * kChunkUnits + lane_id());
         }
         rows &= rows - 1;
       }

@@ -38,13 +38,12 @@ union Vector {
   __device__ Vector() {}
 };
 
-// `kStreams`: what is read is the first to leave the L2 cache.
-template <typename X, bool kStreams>
-__device__ __forceinline__ Vector<X> load_vector(const void* row, int32_t index) {
-  Vector<X> v;
+// `kStreams`: what is read is the first to leave the L2 cache. (Not as a Vector, which would be copied: each load would
+// wait for the one before.)
+template <bool kStreams>
+__device__ __forceinline__ uint4 load_unit_of_y(const void* row, int32_t index) {
   const uint4* const unit = static_cast<const uint4*>(row) + index;
-  v.bits = kStreams ? __ldcs(unit) : *unit;
-  return v;
+  return kStreams ? __ldcs(unit) : *unit;
 }
 // The fp8 formats of jax_ep/_wires.py; the same bits.
 enum class Cast : int32_t { kNone, kAmax, kPowerOfTwo };

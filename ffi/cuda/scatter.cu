@@ -272,7 +272,10 @@ struct Scatter {
       counted = token - place;
       op.stamp(2);
       if (args.place && team.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
-        args.place[int64_t{token} * peers.num_ranks + lane_id()] = route.index;
+        int32_t* const kept = args.place + int64_t{token} * peers.num_ranks + lane_id();
+        *kept = route.index;
+        const bool passed_on = by_node() && is_far(peers, lane_id());
+        if (kHasNetwork && !passed_on) kept[args.num_tokens * peers.num_ranks] = -1;
       }
       const bool sends = !op.state.failed;
       const int32_t index = by_node() ? index_by_node(nodes_of(peers), route.index, token) : route.index;
