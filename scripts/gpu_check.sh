@@ -71,7 +71,7 @@ if [[ " $steps " == *" processes"* ]]; then
   run_bench="$in_processes jax_ep.bench --wire fp8 --no-lax"
   step processes-2-nvlink $run_tests
   step processes-3-nvshmem $over_nvshmem $run_tests
-  step processes-4-bench $run_bench --tokens 1,8,32,128,4096 --json "$logs/bench-processes-4.json" ${BENCH_ARGS:-}
+  step processes-4-bench $run_bench --tokens 1,8,32,128,1024,4096 --json "$logs/bench-processes-4.json" ${BENCH_ARGS:-}
   step processes-5-bench-nvshmem $over_nvshmem $run_bench --tokens 1,8,32,128,1024 \
     --json "$logs/bench-processes-5.json" ${BENCH_ARGS:-}
 fi
