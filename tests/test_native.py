@@ -97,7 +97,7 @@ def test_cuda_is_loaded_or_explained():
     [
         (("_cuda",), ModuleNotFoundError("No module"), "jax_ep has no CUDA extension"),
         (("_cuda",), ImportError("libfoo.so: no such file"), r"does not load \(libfoo.so: no such file\)"),
-        (("_cpu", "_cuda"), ModuleNotFoundError("No module"), "are not built; install jax_ep"),
+        (("_cpu", "_cuda"), ModuleNotFoundError("No module"), "a folder without native extensions; install it"),
     ],
 )
 @needs_native
