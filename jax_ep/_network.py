@@ -21,6 +21,7 @@ from jax_ep import _compat, _processes
 from jax_ep._errors import Error
 
 _NODE_SIZE = "JAX_EP_NODE_SIZE"  # in the environment: so many ranks in a row are taken for one node
+_INSTALLING = "install nvidia-nvshmem-cu13 as docs/multi_host.md says (over a network)"
 _LAST_CALL_S = 10.0  # that a process waits for the others when it ends
 
 _started: list[int] = []  # the processes for which NVSHMEM runs, in the order of their processing elements
@@ -86,9 +87,9 @@ def obstacle(mesh: jax.sharding.Mesh) -> str:
     try:
         _module()
     except ModuleNotFoundError:
-        return "jax_ep was built without NVSHMEM; pip install nvidia-nvshmem-cu13, and reinstall jax_ep"
+        return f"jax_ep was built without NVSHMEM; {_INSTALLING}, and reinstall jax_ep"
     except ImportError as error:
-        return f"NVSHMEM does not load ({error}); pip install nvidia-nvshmem-cu13"
+        return f"NVSHMEM does not load ({error}); {_INSTALLING}"
     return ""
 
 

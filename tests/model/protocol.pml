@@ -16,8 +16,9 @@
  *   HASTE        time may be up whenever something is waited for
  *   WITHOUT      one of the orders below: a mutant, which must fail
  *
- * What is not here: the turns that launches take (one process runs those of a rank), how a unit shows that it is empty,
- * and epochs that wrap. */
+ * What is not here: the turns that launches take (one process runs those of a rank), work that blocks share, the hold
+ * behind a start, ranks that pass rows of others on into a third one's slots (over a network), how a unit shows that it
+ * is empty, and epochs that wrap. */
 
 /* What the protocol relies on. */
 #define NOTHING 0
