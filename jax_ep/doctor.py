@@ -34,7 +34,7 @@ from jax_ep._errors import Error
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_MOST = {"top_k": 32, "ranks": 32}  # kMaxTopK and kMaxRanks in ffi/arena.h
+_MOST = {"top_k": 32, "ranks": cuda.MAX_RANKS}  # top_k: kMaxTopK in ffi/arena.h
 _ROW_BYTES, _ROWS = 8192, 4096  # 32 MiB: next to them, what two kernels take to begin and end is little
 _TRANSPORTS = {
     None: "XLA's collectives: the reference backend gathers all tokens on every rank",
@@ -229,6 +229,8 @@ def _memory(sizes: Sizes, num_devices: int) -> dict[str, Any]:
     num_bytes = reason = None
     if _native.cpu is None:
         reason = _native.cuda_reason()
+    elif ranks > cuda.MAX_RANKS:
+        reason = f"there are {ranks} devices, and a group has at most {cuda.MAX_RANKS} ranks; give --ranks"
     elif sizes.experts % ranks:
         reason = f"experts is {sizes.experts}; it must be a multiple of the {ranks} ranks"
     elif payload % 16:
