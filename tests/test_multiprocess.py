@@ -449,6 +449,39 @@ def doctor_of_groups_that_use_cuda():
     assert "processes 0 and 1 use the same GPU (the only one); give each its own" in examine()[0]["reason"]
 
 
+def test_doctor_when_a_process_fails():
+    run_program("doctor_when_a_process_fails", 2)
+
+
+def doctor_when_a_process_fails():
+    """No process waits for it, and all tell what was raised."""
+    me, begun = jax.process_index(), time.monotonic()
+
+    def gpus(devices):
+        if me == 1:
+            raise RuntimeError("no such GPU")
+        return []
+
+    doctor._gpus = gpus
+    findings = doctor.examine(doctor.Sizes())
+    assert findings["auto"]["reason"] == ("no such GPU" if me == 1 else "process 1: no such GPU")
+    assert "None: process 1: no such GPU" in doctor.report(findings) or me == 1
+    assert time.monotonic() - begun < 60
+
+
+def test_a_program_that_one_process_does_not_run():
+    run_program("who_does_not_come", 2)
+
+
+def who_does_not_come():
+    _processes._PROGRAMS_TIMEOUT = 1.0
+    if jax.process_index() == 0:
+        with pytest.raises(
+            ep.Error, match="^jax_ep.bench: process 1 has not come within 1 s. All processes must run it"
+        ):
+            _processes.exchange_among_all("jax_ep.bench", "hosts", "here")
+
+
 # --- a layer --------------------------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,7 @@ def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax
 
 def _transport(group: ep.Group, case: Case, topk_idx: np.ndarray) -> dict[str, str | int | None]:
     """The part of a row that tells how ranks reach each other."""
-    hosts = _processes.exchange("bench/hosts", _processes.host())
+    hosts = _processes.exchange_among_all("jax_ep.bench", "hosts", _processes.host())
     nodes = _network.nodes(list(group.mesh.devices.flat), hosts)
     num_nodes = len(set(nodes))
     by_cuda = "nvshmem" if num_nodes > 1 else "nvlink"

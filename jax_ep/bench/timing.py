@@ -101,7 +101,7 @@ def _place(arrays: Any, mesh: Mesh) -> Any:
 def _on_all_ranks(right: jax.Array) -> bool:
     """Whether `right` [R] is true everywhere, in other processes, too."""
     here = all(bool(shard.data.all()) for shard in right.addressable_shards)
-    return all(_processes.exchange("bench/right", here).values())
+    return all(_processes.exchange_among_all("jax_ep.bench", "right", here).values())
 
 
 def _from_experts(exchange: Exchange, recv: Any, y: jax.Array | None) -> jax.Array:
@@ -144,7 +144,8 @@ def _time_chain(
 
     wall_us = [_median_seconds(partial(run, 1, n)) * 1e6 / (n * pairs) for n in (IN_A_ROW, 1)]
     gpus = [operations_of(events) for events in trace(lambda: run(TRACED_EXECUTIONS, 1))] if traced else []
-    walls, traces = zip(*_processes.exchange("bench/times", [wall_us, gpus]).values(), strict=True)
+    told = _processes.exchange_among_all("jax_ep.bench", "times", [wall_us, gpus])
+    walls, traces = zip(*told.values(), strict=True)
     wall = Wall(*map(max, zip(*walls, strict=True)))
     everywhere = [[Operation(*operation) for operation in gpu] for gpus in traces for gpu in gpus]
     return wall, time_line(everywhere, pairs, mesh.size), compiled(*operands)
