@@ -188,7 +188,7 @@ def test_few_rows_cross_a_network_once_per_far_rank():
     case = Case(4, 3, 128, 2, 4, "bfloat16", None, "ragged", "uniform")
     topk_idx = np.array([[[0, 1], [1, 2], [3, 2]], [[0, 1]] * 3, [[2, 3]] * 3, [[2, 3]] * 3])
     # Of rank 0's tokens two go to rank 2, one to rank 3, and their sums come back.
-    assert over_network(case, topk_idx, node_size=2) == (3, 3 * (256 + 32))
+    assert over_network(case, topk_idx, node_size=2) == (3, 3 * (256 + 128))
     assert over_network(case, topk_idx, node_size=4) == (0, 0)
 
 
@@ -197,8 +197,25 @@ def test_many_rows_cross_a_network_once_per_far_node():
     there, both = [[2, 3]] * 33, [[0, 2]] * 33
     topk_idx = np.array([there, both, both, there])
     # Rank 0 sends its 33 tokens to rank 2, though to two ranks' experts, and a sum for each of rank 2's.
-    assert over_network(case, topk_idx, node_size=2) == (33 + 33, 33 * (256 + 32) + 33 * 256)
+    assert over_network(case, topk_idx, node_size=2) == (33 + 33, 33 * (256 + 128) + 33 * 256)
     assert over_network(case, topk_idx, node_size=1)[0] > 66
+
+
+@pytest.mark.parametrize(
+    ("top_k", "wire", "expected"),
+    [
+        (1, None, 128 + 2 * 1024 + 2 * 1024),  # room for eight headers, of which one is used
+        (8, None, 128 + 2 * 1024 + 2 * 1024),
+        (9, None, 256 + 2 * 1024 + 2 * 1024),
+        (32, None, 512 + 2 * 1024 + 2 * 1024),
+        (9, "fp8", 256 + 1024 + 8 * 4 + 2 * 1024),  # a scale per 128 channels
+    ],
+)
+def test_bytes_over_a_network(top_k, wire, expected):
+    """Of a row there, with all of the room for headers, and of its sum, which has none, on the way back."""
+    case = Case(2, 1, 1024, top_k, 64, "bfloat16", wire, "ragged", "uniform")
+    there = np.arange(32, 32 + top_k)[None]
+    assert over_network(case, np.stack([there, there - 32]), node_size=1) == (2, expected)
 
 
 @pytest.mark.parametrize(
