@@ -31,10 +31,11 @@ import jax_ep as ep
 from jax_ep import _backends, _checks, _native, _network, _processes
 from jax_ep._backends import cuda
 from jax_ep._errors import Error
+from jax_ep._group import MAX_TOP_K
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_MOST = {"top_k": 32, "ranks": cuda.MAX_RANKS}  # top_k: kMaxTopK in ffi/arena.h
+_MOST = {"top_k": MAX_TOP_K, "ranks": cuda.MAX_RANKS}
 _ROW_BYTES, _ROWS = 8192, 4096  # 32 MiB: next to them, what two kernels take to begin and end is little
 _TRANSPORTS = {
     None: "XLA's collectives: the reference backend gathers all tokens on every rank",

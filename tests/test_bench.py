@@ -286,16 +286,34 @@ def test_live_table(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--top-k=4,9 --experts=8", "--top-k is 9; it must be at most --experts = 8"),
+        ("--top-k=4,9 --experts=16,8", "--top-k is 9; it must be 1 to 8, with --experts=8"),
+        ("--top-k=33 --experts=64", "--top-k is 33; it must be 1 to 32, with --experts=64"),
+        ("--top-k=0", "--top-k is 0; it must be at least 1"),
         ("--experts=33", f"--experts is 33; it must be a multiple of the {jax.device_count()} devices"),
         ("--wire=fp4", "'fp4' is no wire; choose from none, fp8, fp8_pow2"),
         ("--chain=0", "--chain is 0; it must be at least 1"),
+        ("--tokens=8,0", "--tokens is 0; it must be at least 1"),
+        ("--tokens=-8", "--tokens is -8; it must be at least 1"),
+        ("--experts=0", "--experts is 0; it must be at least 1"),
+        ("--num-sms=auto,0", "--num-sms is 0; it must be 1 to 1024"),
+        ("--hidden=128,100", "--hidden is 100; it must be a multiple of 8, 16 bytes in bfloat16"),
+        ("--hidden=64 --wire=none,fp8", "--hidden is 64; it must be a multiple of 128, with --wire=fp8"),
+        ("--json=nowhere/rows.json", "--json is nowhere/rows.json, in a directory that does not exist; make it first"),
+        ("--plot=nowhere/a.png", "--plot is nowhere/a.png, in a directory that does not exist; make it first"),
     ],
 )
 def test_impossible_options_are_named(capsys, options, message):
     with pytest.raises(SystemExit):
         main(options.split())
     assert message in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_be_used_says_why(capsys, monkeypatch):
+    missing = {"cuda": ep.BackendStatus(False, "no driver; install one"), "reference": ep.BackendStatus(True, "")}
+    monkeypatch.setattr(ep, "backends", lambda: missing)
+    with pytest.raises(SystemExit):
+        main(["--backend=cuda"])
+    assert "--backend is cuda, which cannot be used here: no driver; install one" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named(capsys, monkeypatch):
