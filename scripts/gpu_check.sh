@@ -30,8 +30,8 @@ export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # 
 arguments='PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
 failed=0
 
-# step NAME COMMAND...: runs a step if it was asked for. The report reads its log, and its status with what the environment
-# sets for it, as steps of several calls, with different settings, may be in one report.
+# step NAME COMMAND...: runs a step if it was asked for. The report reads its log, and its status with what the
+# environment sets for it, as steps of several calls, with different settings, may be in one report.
 step() {
   local name=$1 begun=$SECONDS
   shift

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
 from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, over_network, rows_between_ranks
 from jax_ep.bench.report import LiveReport
 from jax_ep.bench.timeline import Event, TimeLine, events_of_gpus, operations_of, time_line
-from jax_ep.bench.timing import time_backward, time_forward
+from jax_ep.bench.timing import _expect_room, time_backward, time_forward
 
 
 @pytest.fixture
@@ -71,6 +72,19 @@ def test_wrong_results_are_found(case, exchange, right):
     assert timing.right is right
     assert timing.wall.pair_us > 0
     assert timing.time_line is None
+
+
+def test_what_surely_has_no_room_is_not_run():
+    """On a device of this process: the others would wait for it in a collective."""
+    compiled = jax.jit(lambda x: x + 1).lower(np.ones(256, np.float32)).compile()
+
+    def mesh(stats):
+        return SimpleNamespace(local_devices=[SimpleNamespace(memory_stats=lambda: stats)])
+
+    _expect_room(compiled, mesh(None))
+    _expect_room(compiled, mesh({"bytes_limit": 10_000, "bytes_in_use": 10_000 - 1024}))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: 1024 bytes more do not fit"):
+        _expect_room(compiled, mesh({"bytes_limit": 10_000, "bytes_in_use": 10_000 - 1023}))
 
 
 class ForgetfulInReverse(EpExchange):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -147,6 +148,8 @@ def _time_chain(
 
     with _processes.meeting_of_all("jax_ep.bench", "times") as meeting:
         compiled = _spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
+        _expect_room(compiled, mesh)
+        meeting.exchange(None)  # in a collective, all would wait for one that has no room
         run(1, 1)
         meeting.exchange(None)
         wall_us = [_median_seconds(partial(run, 1, n)) * 1e6 / (n * pairs) for n in (IN_A_ROW, 1)]
@@ -155,6 +158,16 @@ def _time_chain(
     wall = Wall(*map(max, zip(*walls, strict=True)))
     everywhere = [[Operation(*operation) for operation in gpu] for gpus in traces for gpu in gpus]
     return wall, time_line(everywhere, pairs, mesh.size), compiled(*operands)
+
+
+def _expect_room(compiled: Any, mesh: Mesh) -> None:
+    """Raises what XLA would when it runs, where a device of this process surely has no room for it."""
+    memory = compiled.memory_analysis()
+    needed = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    for device in mesh.local_devices:
+        has = device.memory_stats() or {}  # empty where the platform does not say
+        if needed + has.get("bytes_in_use", 0) > has.get("bytes_limit", math.inf):
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {needed} bytes more do not fit on {device}: {has}")
 
 
 def _median_seconds(run: Callable[[], None]) -> float:
