@@ -43,9 +43,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +58,7 @@ from jax_ep.bench import report
 from jax_ep.bench.cases import Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange, LaxExchange, LocalExchange, open_group
+from jax_ep.bench.options import misfits
 
 WARM_UPS = 2
 IN_A_ROW = 5
@@ -307,31 +307,15 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add("--dtype", choices=TOLERANCE, default="bfloat16", help="of activations and weights")
     add("--compute", choices=COMPUTES, default="einsum", help="what the experts are made of")
     add("--capacity-factor", type=float, default=2.0 if on_cpu else 1.25, help="room for rows, over their mean number")
-    usable = [name for name, status in ep.backends().items() if status.available]
-    add("--backend", choices=["auto", *usable], default="auto", help="of jax_ep")
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
     add("--samples", type=int, default=3 if on_cpu else 20, help=f"turns; one is {IN_A_ROW} steps of each variant")
     add("--json", metavar="FILE", help="write what was measured there")
     options = parser.parse_args(argv)
     for wrong in misfits(options, num_ranks):
         parser.error(wrong)
-    return options
-
-
-def misfits(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
-    """What is wrong with the options, and what would be right."""
-    for name in ("tokens", "hidden", "expert_hidden", "experts", "samples"):
-        if (number := getattr(options, name)) < 1:
-            yield f"--{name.replace('_', '-')} is {number}; it must be at least 1"
-    if options.hidden % (unit := 16 // jnp.dtype(options.dtype).itemsize):
-        yield f"--hidden is {options.hidden}; it must be a multiple of {unit}, 16 bytes in {options.dtype}"
-    if options.experts % num_ranks:
-        yield f"--experts is {options.experts}; it must be a multiple of the {num_ranks} devices"
-    if not 1 <= options.top_k <= (most := min(options.experts, 32)):
-        yield f"--top-k is {options.top_k}; it must be 1 to {most}, with --experts={options.experts}"
-    if options.json and not Path(options.json).parent.is_dir():
-        yield f"--json is {options.json}, in a directory that does not exist; make it first"
     if why := report.missing("rich"):
-        yield why
+        parser.error(why)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,12 +27,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +44,7 @@ from jax_ep.bench import report
 from jax_ep.bench.cases import Case, Inputs, make_inputs
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, open_group
+from jax_ep.bench.options import misfits, sms_or_auto
 from jax_ep.bench.timeline import KINDS, TRACE_OPTIONS, Event, trace
 
 STEPS = 8
@@ -315,12 +314,6 @@ def show(result: dict[str, Any]) -> None:
         console.print("WRONG: tokens did not come back as they were")
 
 
-def sms(text: str) -> int | None:
-    if not re.fullmatch("auto|[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"{text} must be a number from 1 on, or auto")
-    return None if text == "auto" else int(text)
-
-
 def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
     """The options; small by default on CPUs."""
     parser = argparse.ArgumentParser(
@@ -334,35 +327,19 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add("--top-k", type=int, default=2 if on_cpu else 8, help="experts per token")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of activations and GEMMs")
     add("--gemm-rows", type=int, help="of the GEMMs, per rank (all tokens)")
-    add("--num-sms", type=sms, nargs="+", default=[24, None], help="SMs that an operation may use, or auto")
-    usable = [name for name, status in ep.backends().items() if status.available]
-    add("--backend", choices=["auto", *usable], default="auto", help="of jax_ep")
+    add("--num-sms", type=sms_or_auto, nargs="+", default=[24, None], help="SMs that an operation may use, or auto")
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
     add("--json", metavar="FILE", help="write what was measured there")
     options = parser.parse_args(argv)
     if options.gemm_rows is None:
         options.gemm_rows = options.tokens
     for wrong in misfits(options, num_ranks):
         parser.error(wrong)
-    return options
-
-
-def misfits(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
-    """What is wrong with the options, and what would be right."""
-    if options.tokens < 2 or options.tokens % 2:
-        yield f"--tokens is {options.tokens}; it must be an even number, as a batch has two halves"
-    for name in ("hidden", "experts", "gemm_rows"):
-        if (number := getattr(options, name)) < 1:
-            yield f"--{name.replace('_', '-')} is {number}; it must be at least 1"
-    if options.hidden % (unit := 16 // jnp.dtype(options.dtype).itemsize):
-        yield f"--hidden is {options.hidden}; it must be a multiple of {unit}, 16 bytes in {options.dtype}"
-    if options.experts % num_ranks:
-        yield f"--experts is {options.experts}; it must be a multiple of the {num_ranks} devices"
-    if not 1 <= options.top_k <= (most := min(options.experts, 32)):
-        yield f"--top-k is {options.top_k}; it must be 1 to {most}, with --experts={options.experts}"
-    if options.json and not Path(options.json).parent.is_dir():
-        yield f"--json is {options.json}, in a directory that does not exist; make it first"
+    if options.tokens % 2:
+        parser.error(f"--tokens is {options.tokens}; it must be an even number, as a batch has two halves")
     if why := report.missing("rich"):
-        yield why
+        parser.error(why)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,8 +12,8 @@ import numpy as np
 from jax_ep import _backends, _checks, _processes
 from jax_ep._stats import GroupStats
 
-_MAX_TOP_K = 32
-_MAX_SMS = 1024  # more than any GPU has
+MAX_TOP_K = 32  # kMaxTopK in ffi/arena.h
+MAX_SMS = 1024  # more than any GPU has
 
 
 class Group:
@@ -67,11 +67,11 @@ class Group:
         self.axis_name = axis_name
         self.num_ranks: int = mesh.shape[axis_name]
         self.num_experts = _checks.integer("num_experts", num_experts, 1, _checks.MAX_INT32)
-        self.top_k = _checks.integer("top_k", top_k, 1, _MAX_TOP_K)
+        self.top_k = _checks.integer("top_k", top_k, 1, MAX_TOP_K)
         self.max_tokens_per_rank = _checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1, _checks.MAX_INT32)
         self.dtype = _checks.dtype("dtype", dtype)
         self.hidden = _checks.integer("hidden", hidden, 1, _checks.MAX_INT32 // self.dtype.itemsize)
-        self.num_sms = None if num_sms is None else _checks.integer("num_sms", num_sms, 1, _MAX_SMS)
+        self.num_sms = None if num_sms is None else _checks.integer("num_sms", num_sms, 1, MAX_SMS)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.integer, np.floating)):
             raise TypeError(f"timeout is {timeout!r}, a {type(timeout).__name__}; it must be a number of seconds")
         if not 0 < timeout < math.inf:

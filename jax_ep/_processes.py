@@ -24,6 +24,13 @@ from jax_ep._errors import Error
 
 _MOST_DESCRIPTORS = 253  # that Linux passes in one message
 
+_RULE_OF_GROUPS = (
+    "Every process that owns devices of the mesh must make the same groups in the same order, with the same backend; "
+    "see whether that process is alive, or raise the group's timeout if it is only late."
+)
+_RULE_OF_PROGRAMS = "All processes must run it, in the same way; see whether that process is alive."
+_PROGRAMS_TIMEOUT = 300.0  # seconds
+
 _meetings: Counter[str] = Counter()  # how often each occasion has been
 
 
@@ -64,15 +71,18 @@ class Meeting:
     """An occasion on which `processes` tell one another something, such as the making of a group.
 
     The n-th meeting of an occasion is the same one in all processes. Used as a context manager, it tells the others
-    what is raised here, which they raise, too; else it ends when all have come to its end, and leaves nothing in the
-    store.
+    what is raised here, which they raise, too, where they exchange something next; else it ends when all have come to
+    its end, and leaves nothing in the store.
+
+    Errors speak of the making of groups, or of `program`.
     """
 
-    def __init__(self, occasion: str, processes: Sequence[int], timeout: float) -> None:
+    def __init__(self, occasion: str, processes: Sequence[int], timeout: float, program: str | None = None) -> None:
         self.key = f"jax_ep/{occasion}/{_meetings[occasion]}"
         _meetings[occasion] += 1
         self.processes = processes
         self.timeout = timeout
+        self._program = program
         self._rounds = 0
 
     def exchange(self, value: Any) -> dict[int, Any]:
@@ -91,7 +101,8 @@ class Meeting:
             process: _compat.look_up(f"{key}/{process}", deadline - time.monotonic()) for process in self.processes
         }
         answers = {process: json.loads(text) for process, text in texts.items() if text is not None}
-        _expect_all(self.processes, answers, self.timeout)  # or what is raised is told in this round, to who comes late
+        # What it raises is told in this round, to who comes late.
+        _expect_all(self.processes, answers, self.timeout, self._program)
         self._rounds += 1
         for process, (_, error) in answers.items():
             if error is not None:
@@ -101,7 +112,8 @@ class Meeting:
     def wait_for_all(self) -> None:
         """Returns when all processes have called it as often."""
         if len(self.processes) > 1 and not _compat.barrier(self._round(), self.processes, self.timeout):
-            raise Error(f"Group: not all of the processes {self.processes} have come within {self.timeout:g} s")
+            who = self._program or "Group"
+            raise Error(f"{who}: not all of the processes {self.processes} have come within {self.timeout:g} s")
 
     def __enter__(self) -> Meeting:
         return self
@@ -121,12 +133,21 @@ class Meeting:
         return f"{self.key}/{self._rounds}"
 
 
-def exchange(
-    occasion: str, value: Any, processes: Sequence[int] | None = None, timeout: float = 300.0
-) -> dict[int, Any]:
-    """What each of `processes`, by default all, gives on an occasion, by process; a meeting of one round."""
-    with Meeting(occasion, processes or list(range(jax.process_count())), timeout) as meeting:
+def exchange(occasion: str, value: Any, processes: Sequence[int], timeout: float) -> dict[int, Any]:
+    """What each of `processes` gives on an occasion of their groups, by process; a meeting of one round."""
+    with Meeting(occasion, processes, timeout) as meeting:
         return meeting.exchange(value)
+
+
+def exchange_among_all(program: str, what: str, value: Any) -> dict[int, Any]:
+    """What each process of a program gives; a `meeting_of_all` of one round."""
+    with meeting_of_all(program, what) as meeting:
+        return meeting.exchange(value)
+
+
+def meeting_of_all(program: str, what: str) -> Meeting:
+    """One of all processes of `program`, such as jax_ep.bench, about `what`."""
+    return Meeting(f"{program}/{what}", list(range(jax.process_count())), _PROGRAMS_TIMEOUT, program)
 
 
 class Mailbox:
@@ -192,10 +213,7 @@ def close(descriptors: Iterable[int]) -> None:
         os.close(descriptor)
 
 
-def _expect_all(expected: Sequence[int], come: Iterable[int], timeout: float) -> None:
+def _expect_all(expected: Sequence[int], come: Iterable[int], timeout: float, program: str | None = None) -> None:
     if missing := sorted(set(expected) - set(come)):
-        raise Error(
-            f"Group: process {', '.join(map(str, missing))} has not come within {timeout:g} s. Every process that owns "
-            "devices of the mesh must make the same groups in the same order, with the same backend; see whether that "
-            "process is alive, or raise the group's timeout if it is only late."
-        )
+        who, rule = (program, _RULE_OF_PROGRAMS) if program else ("Group", _RULE_OF_GROUPS)
+        raise Error(f"{who}: process {', '.join(map(str, missing))} has not come within {timeout:g} s. {rule}")

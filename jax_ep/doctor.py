@@ -31,10 +31,11 @@ import jax_ep as ep
 from jax_ep import _backends, _checks, _native, _network, _processes
 from jax_ep._backends import cuda
 from jax_ep._errors import Error
+from jax_ep._group import MAX_TOP_K
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_MOST = {"top_k": 32, "ranks": 32}  # kMaxTopK and kMaxRanks in ffi/arena.h
+_MOST = {"top_k": MAX_TOP_K, "ranks": cuda.MAX_RANKS}
 _ROW_BYTES, _ROWS = 8192, 4096  # 32 MiB: next to them, what two kernels take to begin and end is little
 _TRANSPORTS = {
     None: "XLA's collectives: the reference backend gathers all tokens on every rank",
@@ -71,14 +72,14 @@ def examine(sizes: Sizes) -> dict[str, Any]:
     except Exception as error:  # JAX raises several kinds, AssertionError among them, where a platform does not start
         devices = []
         nothing = f"JAX finds no devices ({type(error).__name__}: {error})"
-    no_group = {"auto": {"backend": None, "reason": nothing, "transport": nothing}, "processes": [], "ways": []}
+    group = _group(devices) if nothing is None else _no_group(nothing)  # first: the other processes wait for it
     return {
         "versions": _versions(),
         "devices": {"error": nothing} if nothing else _describe(devices),
         "links": _links(devices),
         "extensions": {"_cpu": _native.cpu is not None, "_cuda": _native.cuda is not None},
         "backends": {name: status._asdict() for name, status in ep.backends().items()},
-        **(no_group if nothing else _group(devices)),
+        **group,
         "memory": _memory(sizes, len(devices)),
     }
 
@@ -106,10 +107,23 @@ def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
     }
 
 
+def _no_group(reason: str) -> dict[str, Any]:
+    return {"auto": {"backend": None, "reason": reason, "transport": reason}, "processes": [], "ways": []}
+
+
 def _group(devices: Sequence[jax.Device]) -> dict[str, Any]:
     """What `Group(backend="auto")` would use along all `devices`, and what each process has to do with it."""
+    try:
+        with _processes.meeting_of_all("jax_ep.doctor", "group") as meeting:
+            return _agreed_group(devices, meeting)
+    except Exception as error:  # raised here, or in the process that it names
+        return _no_group(str(error))
+
+
+def _agreed_group(devices: Sequence[jax.Device], meeting: _processes.Meeting) -> dict[str, Any]:
     me, mesh = jax.process_index(), jax.sharding.Mesh(devices, ("ep",))
-    told = _processes.exchange("doctor/devices", {"host": _processes.host(), "gpus": _gpus(mesh.local_devices)})
+    no_network = _network.obstacle(mesh) or None
+    told = meeting.exchange({"host": _processes.host(), "gpus": _gpus(mesh.local_devices)})
     hosts = {process: answer["host"] for process, answer in told.items()}
     backend = sharing = None
     try:
@@ -129,9 +143,9 @@ def _group(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "devices": [device for _, device in here],
         "sharing": sharing,
         "no_group": reason if backend is None else None,
-        "no_network": _network.obstacle(mesh) or None,
+        "no_network": no_network,
     }
-    processes = list(_processes.exchange("doctor/processes", mine).values())
+    processes = list(meeting.exchange(mine).values())
     return {
         "auto": {"backend": backend, "reason": reason, "transport": transport},
         "processes": processes,
@@ -229,6 +243,8 @@ def _memory(sizes: Sizes, num_devices: int) -> dict[str, Any]:
     num_bytes = reason = None
     if _native.cpu is None:
         reason = _native.cuda_reason()
+    elif ranks > cuda.MAX_RANKS:
+        reason = f"there are {ranks} devices, and a group has at most {cuda.MAX_RANKS} ranks; give --ranks"
     elif sizes.experts % ranks:
         reason = f"experts is {sizes.experts}; it must be a multiple of the {ranks} ranks"
     elif payload % 16:

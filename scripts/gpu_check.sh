@@ -27,15 +27,18 @@ logs=${GPU_CHECK_LOGS:-build/gpu_check}
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
+arguments='PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
 failed=0
 
-step() {  # step NAME COMMAND...: runs a step if it was asked for; its log and status are what the report reads
+# step NAME COMMAND...: runs a step if it was asked for. The report reads its log, and its status with what the
+# environment sets for it, as steps of several calls, with different settings, may be in one report.
+step() {
   local name=$1 begun=$SECONDS
   shift
   [[ " $steps " == *" ${name%%-*} "* || " $steps " == *" $name "* ]] || return 0
   timeout "${STEP_TIMEOUT:-540}" "$@" >"$logs/$name.log" 2>&1
   local status=$?
-  echo "$status $((SECONDS - begun))" >"$logs/$name.status"
+  { echo "$status $((SECONDS - begun))"; env | grep -E "^($arguments)="; } >"$logs/$name.status"
   [ $status -eq 0 ] || { failed=1; tail -n 40 "$logs/$name.log"; }
   echo "gpu_check: $name: $([ $status -eq 0 ] && echo ok || echo "FAILED ($status)"), $((SECONDS - begun)) s"
 }

@@ -17,8 +17,6 @@ import jaxlib
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from native_hash import RESULTS, ROOT, native_hash  # noqa: E402
 
-_ARGUMENTS = ("PYTEST_ARGS", "PYTEST_ADDOPTS", "BENCH_ARGS", "STEP_TIMEOUT")  # what changes the steps
-
 
 def commit() -> str:
     """JAX_EP_COMMIT, for copies without a history of their own; else the commit, with "+" if files differ from it."""
@@ -68,16 +66,24 @@ def read(path: Path) -> object:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def step(path: Path) -> dict[str, object]:
+    """What became of a step, and what was set for it in the environment, from its NAME.status and NAME.log."""
+    outcome, *arguments = path.read_text().splitlines()
+    status, seconds = outcome.split()
+    # A status of 124: out of time.
+    result: dict[str, object] = {"ok": status == "0", "status": int(status), "seconds": int(seconds)}
+    if arguments:
+        result["arguments"] = dict(argument.split("=", 1) for argument in arguments)
+    log = path.with_suffix(".log").read_text(errors="replace").replace(f"{ROOT}/", "").splitlines()
+    if counts := [line for line in log if re.search(r"\d+ passed", line)]:
+        result["pytest"] = counts[-1]
+    if status != "0":
+        result["end_of_log"] = log[-40:]
+    return result
+
+
 def main(logs: Path) -> None:
-    steps = {}
-    for path in sorted(logs.glob("*.status")):
-        status, seconds = path.read_text().split()
-        steps[path.stem] = {"ok": status == "0", "status": int(status), "seconds": int(seconds)}  # 124: out of time
-        log = path.with_suffix(".log").read_text(errors="replace").replace(f"{ROOT}/", "").splitlines()
-        if counts := [line for line in log if re.search(r"\d+ passed", line)]:
-            steps[path.stem]["pytest"] = counts[-1]
-        if status != "0":
-            steps[path.stem]["end_of_log"] = log[-40:]
+    steps = {path.stem: step(path) for path in sorted(logs.glob("*.status"))}
     devices = jax.devices()
     date = datetime.datetime.now(datetime.UTC)
     result = {
@@ -87,7 +93,6 @@ def main(logs: Path) -> None:
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__},
-        "arguments": {name: os.environ[name] for name in _ARGUMENTS if name in os.environ},
         "steps": steps,
         "tests": tests(logs / "tests.xml") if "tests" in steps else None,
         "training": training(logs) if "train-cuda" in steps else None,

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
 from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, over_network, rows_between_ranks
 from jax_ep.bench.report import LiveReport
 from jax_ep.bench.timeline import Event, TimeLine, events_of_gpus, operations_of, time_line
-from jax_ep.bench.timing import time_backward, time_forward
+from jax_ep.bench.timing import _expect_room, time_backward, time_forward
 
 
 @pytest.fixture
@@ -71,6 +72,19 @@ def test_wrong_results_are_found(case, exchange, right):
     assert timing.right is right
     assert timing.wall.pair_us > 0
     assert timing.time_line is None
+
+
+def test_what_surely_has_no_room_is_not_run():
+    """On a device of this process: the others would wait for it in a collective."""
+    compiled = jax.jit(lambda x: x + 1).lower(np.ones(256, np.float32)).compile()
+
+    def mesh(stats):
+        return SimpleNamespace(local_devices=[SimpleNamespace(memory_stats=lambda: stats)])
+
+    _expect_room(compiled, mesh(None))
+    _expect_room(compiled, mesh({"bytes_limit": 10_000, "bytes_in_use": 10_000 - 1024}))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: 1024 bytes more do not fit"):
+        _expect_room(compiled, mesh({"bytes_limit": 10_000, "bytes_in_use": 10_000 - 1023}))
 
 
 class ForgetfulInReverse(EpExchange):
@@ -188,7 +202,7 @@ def test_few_rows_cross_a_network_once_per_far_rank():
     case = Case(4, 3, 128, 2, 4, "bfloat16", None, "ragged", "uniform")
     topk_idx = np.array([[[0, 1], [1, 2], [3, 2]], [[0, 1]] * 3, [[2, 3]] * 3, [[2, 3]] * 3])
     # Of rank 0's tokens two go to rank 2, one to rank 3, and their sums come back.
-    assert over_network(case, topk_idx, node_size=2) == (3, 3 * (256 + 32))
+    assert over_network(case, topk_idx, node_size=2) == (3, 3 * (256 + 128))
     assert over_network(case, topk_idx, node_size=4) == (0, 0)
 
 
@@ -197,8 +211,25 @@ def test_many_rows_cross_a_network_once_per_far_node():
     there, both = [[2, 3]] * 33, [[0, 2]] * 33
     topk_idx = np.array([there, both, both, there])
     # Rank 0 sends its 33 tokens to rank 2, though to two ranks' experts, and a sum for each of rank 2's.
-    assert over_network(case, topk_idx, node_size=2) == (33 + 33, 33 * (256 + 32) + 33 * 256)
+    assert over_network(case, topk_idx, node_size=2) == (33 + 33, 33 * (256 + 128) + 33 * 256)
     assert over_network(case, topk_idx, node_size=1)[0] > 66
+
+
+@pytest.mark.parametrize(
+    ("top_k", "wire", "expected"),
+    [
+        (1, None, 128 + 2 * 1024 + 2 * 1024),  # room for eight headers, of which one is used
+        (8, None, 128 + 2 * 1024 + 2 * 1024),
+        (9, None, 256 + 2 * 1024 + 2 * 1024),
+        (32, None, 512 + 2 * 1024 + 2 * 1024),
+        (9, "fp8", 256 + 1024 + 8 * 4 + 2 * 1024),  # a scale per 128 channels
+    ],
+)
+def test_bytes_over_a_network(top_k, wire, expected):
+    """Of a row there, with all of the room for headers, and of its sum, which has none, on the way back."""
+    case = Case(2, 1, 1024, top_k, 64, "bfloat16", wire, "ragged", "uniform")
+    there = np.arange(32, 32 + top_k)[None]
+    assert over_network(case, np.stack([there, there - 32]), node_size=1) == (2, expected)
 
 
 @pytest.mark.parametrize(
@@ -269,16 +300,34 @@ def test_live_table(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--top-k=4,9 --experts=8", "--top-k is 9; it must be at most --experts = 8"),
+        ("--top-k=4,9 --experts=16,8", "--top-k is 9; it must be 1 to 8, with --experts=8"),
+        ("--top-k=33 --experts=64", "--top-k is 33; it must be 1 to 32, with --experts=64"),
+        ("--top-k=0", "--top-k is 0; it must be at least 1"),
         ("--experts=33", f"--experts is 33; it must be a multiple of the {jax.device_count()} devices"),
         ("--wire=fp4", "'fp4' is no wire; choose from none, fp8, fp8_pow2"),
         ("--chain=0", "--chain is 0; it must be at least 1"),
+        ("--tokens=8,0", "--tokens is 0; it must be at least 1"),
+        ("--tokens=-8", "--tokens is -8; it must be at least 1"),
+        ("--experts=0", "--experts is 0; it must be at least 1"),
+        ("--num-sms=auto,0", "--num-sms is 0; it must be 1 to 1024"),
+        ("--hidden=128,100", "--hidden is 100; it must be a multiple of 8, 16 bytes in bfloat16"),
+        ("--hidden=64 --wire=none,fp8", "--hidden is 64; it must be a multiple of 128, with --wire=fp8"),
+        ("--json=nowhere/rows.json", "--json is nowhere/rows.json, in a directory that does not exist; make it first"),
+        ("--plot=nowhere/a.png", "--plot is nowhere/a.png, in a directory that does not exist; make it first"),
     ],
 )
 def test_impossible_options_are_named(capsys, options, message):
     with pytest.raises(SystemExit):
         main(options.split())
     assert message in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_be_used_says_why(capsys, monkeypatch):
+    missing = {"cuda": ep.BackendStatus(False, "no driver; install one"), "reference": ep.BackendStatus(True, "")}
+    monkeypatch.setattr(ep, "backends", lambda: missing)
+    with pytest.raises(SystemExit):
+        main(["--backend=cuda"])
+    assert "--backend is cuda, which cannot be used here: no driver; install one" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named(capsys, monkeypatch):

@@ -142,6 +142,7 @@ def test_memory_is_that_of_a_group(largest_mesh):
     ("sizes", "reason"),
     [
         ({"experts": 256, "ranks": 6}, "experts is 256; it must be a multiple of the 6 ranks"),
+        ({"ranks": 64}, "there are 64 devices, and a group has at most 32 ranks; give --ranks"),
         ({"hidden": 100, "ranks": 8}, "hidden is 100, a row of 200 bytes; it must be a multiple of 16 bytes"),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 import jax_ep as ep
 from helpers import make_mesh, spmd
+from jax_ep import _backends
 from shapes import SMALL, make_inputs
 
 
@@ -65,6 +67,16 @@ def test_cuda_backend_needs_gpus(make_group):
     with pytest.raises(ValueError, match="GPUs") as raised:
         make_group(mesh, SMALL, backend="cuda")
     assert_names(raised.value, "backend", "cuda", "reference")
+
+
+def test_cuda_backend_needs_an_axis_of_at_most_32():
+    gpu = SimpleNamespace(platform="gpu")
+    mesh = SimpleNamespace(devices=np.full((2, 33), gpu), shape={"data": 2, "ep": 33})
+    with pytest.raises(ValueError, match="axis_name") as raised:
+        _backends.choose("cuda", mesh, "ep")
+    assert_names(raised.value, "backend", "'cuda'", "'ep'", 33, "at most 32", "('data', 'ep')")
+    with pytest.warns(UserWarning, match="uses the slow reference backend on GPUs: axis_name is 'ep'"):
+        assert _backends.choose("auto", mesh, "ep") == "reference"
 
 
 def test_quantised_x_needs_blocks_of_128(make_group, mesh):

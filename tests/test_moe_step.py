@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import jax_ep as ep
 from jax_ep.bench.cases import Case
 
 SPEC = importlib.util.spec_from_file_location("moe_step", Path(__file__).parents[1] / "benchmarks" / "moe_step.py")
@@ -80,3 +81,11 @@ def test_impossible_options_are_named(capsys, options, message):
     with pytest.raises(SystemExit) as exit:
         moe_step.main([*TINY, options])
     assert message in f"{exit.value}{capsys.readouterr().err}"
+
+
+def test_a_backend_that_cannot_be_used_says_why(capsys, monkeypatch):
+    missing = {"cuda": ep.BackendStatus(False, "no driver; install one"), "reference": ep.BackendStatus(True, "")}
+    monkeypatch.setattr(ep, "backends", lambda: missing)
+    with pytest.raises(SystemExit):
+        moe_step.main([*TINY, "--backend=cuda"])
+    assert "--backend is cuda, which cannot be used here: no driver; install one" in capsys.readouterr().err

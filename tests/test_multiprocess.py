@@ -142,6 +142,42 @@ def test_bench(platform, tmp_path, monkeypatch):
         assert row["wall_pair_us"] > 0 and row["checked"]
 
 
+def test_bench_with_unequal_options():
+    bench = f"exec {sys.executable} -P -m jax_ep.bench --experts=16 --tokens=$((2 + SLURM_PROCID)),8"
+    done = launch(2, "sh", "-c", bench)
+    assert done.returncode == 2
+    assert "--tokens is [3, 8] in process 1, [2, 8] in process 0; give all the same" in done.stdout + done.stderr
+
+
+def test_bench_with_options_that_do_not_fit_in_one_process():
+    bench = f"exec {sys.executable} -P -m jax_ep.bench --experts=16 --tokens=$((1 - SLURM_PROCID))"
+    done = launch(2, "sh", "-c", bench)
+    assert done.returncode == 2
+    assert "process 1: --tokens is 0; it must be at least 1" in done.stdout + done.stderr
+
+
+def test_lax_is_left_out_everywhere():
+    run_program("lax_without_room", 2)
+
+
+def lax_without_room():
+    """One process has no room, so that none times it."""
+    from jax_ep.bench import __main__ as bench
+    from jax_ep.bench import cases, exchanges
+
+    class Local(exchanges.LocalExchange):  # so that one process can run it without the other
+        def dispatch(self, *args):
+            if jax.process_index() == 1:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+            return super().dispatch(*args)
+
+    bench.LaxExchange = lambda case, ragged: Local(case)
+    case = cases.Case(2, 3, 128, 2, 16, "float32", None, "ragged", "uniform")
+    mesh = jax.sharding.Mesh(jax.devices(), (exchanges.AXIS,))
+    with pytest.warns(UserWarning, match="lax.all_to_all is left out at 3 tokens: out of memory"):
+        assert bench._time_lax(case, mesh, 1, ragged=False) is None
+
+
 class FakeNative:
     """In place of the native half of the CUDA backend: shares a pipe with the other processes, and no GPU memory."""
 
@@ -448,6 +484,39 @@ def doctor_of_groups_that_use_cuda():
 
     doctor._gpus = lambda devices: ["the only one"]
     assert "processes 0 and 1 use the same GPU (the only one); give each its own" in examine()[0]["reason"]
+
+
+def test_doctor_when_a_process_fails():
+    run_program("doctor_when_a_process_fails", 2)
+
+
+def doctor_when_a_process_fails():
+    """No process waits for it, and all tell what was raised."""
+    me, begun = jax.process_index(), time.monotonic()
+
+    def gpus(devices):
+        if me == 1:
+            raise RuntimeError("no such GPU")
+        return []
+
+    doctor._gpus = gpus
+    findings = doctor.examine(doctor.Sizes())
+    assert findings["auto"]["reason"] == ("no such GPU" if me == 1 else "process 1: no such GPU")
+    assert "None: process 1: no such GPU" in doctor.report(findings) or me == 1
+    assert time.monotonic() - begun < 60
+
+
+def test_a_program_that_one_process_does_not_run():
+    run_program("who_does_not_come", 2)
+
+
+def who_does_not_come():
+    _processes._PROGRAMS_TIMEOUT = 1.0
+    if jax.process_index() == 0:
+        with pytest.raises(
+            ep.Error, match="^jax_ep.bench: process 1 has not come within 1 s. All processes must run it"
+        ):
+            _processes.exchange_among_all("jax_ep.bench", "hosts", "here")
 
 
 # --- a layer --------------------------------------------------------------------------------------------------------

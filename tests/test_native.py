@@ -29,32 +29,32 @@ SIZES = [
 ]
 
 
-def native_hash():
-    """The script of this name."""
-    spec = importlib.util.spec_from_file_location("native_hash", ROOT / "scripts" / "native_hash.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+def script(name):
+    """The module of scripts/ of this name."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_results_outlive_comments():
     """The hash that ties GPU results to sources does not change with what is not compiled."""
-    script = native_hash()
+    native_hash = script("native_hash")
     source = rb"""f("// \" /*", 1);  // "one"
     /* two
        lines */ g( 2 );"""
-    assert script.compiled(source) == rb"""f("// \" /*", 1); g( 2 );"""
+    assert native_hash.compiled(source) == rb"""f("// \" /*", 1); g( 2 );"""
 
 
 def test_the_last_run_of_each_step_counts(monkeypatch, tmp_path):
-    script = native_hash()
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
-    assert "there are no GPU results" in script.check()
+    native_hash = script("native_hash")
+    monkeypatch.setattr(native_hash, "RESULTS", tmp_path)
+    assert "there are no GPU results" in native_hash.check()
 
     def write(date, present, **steps):
         result = {
             "date": date,
-            "native_hash": script.native_hash() if present else "another",
+            "native_hash": native_hash.native_hash() if present else "another",
             "device": "GPU",
             "num_devices": 2,
             "steps": {name: {"ok": ok} for name, ok in steps.items()},
@@ -62,11 +62,31 @@ def test_the_last_run_of_each_step_counts(monkeypatch, tmp_path):
         (tmp_path / f"gpu_check-{date}.json").write_text(json.dumps(result))
 
     write("1", False, tests=True)
-    assert "have not run on a GPU" in script.check()
+    assert "have not run on a GPU" in native_hash.check()
     write("2", True, tests=True, layer=False)
-    assert "where layer failed" in script.check()
+    assert "where layer failed" in native_hash.check()
     write("3", True, layer=True)
-    assert script.check().endswith("ran on 2 x GPU, last on 3: layer, tests.")
+    assert native_hash.check().endswith("ran on 2 x GPU, last on 3: layer, tests.")
+
+
+def test_results_tell_with_what_each_step_was_run(tmp_path):
+    """Also where another call of the script has run another step with other settings."""
+
+    def check(step, **settings):
+        env = {"PATH": os.environ["PATH"], "PYTHON": "true", "GPU_CHECK_LOGS": str(tmp_path)}  # true: does nothing
+        done = subprocess.run(
+            [ROOT / "scripts" / "gpu_check.sh", step], env=env | settings, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    check("tests", PYTEST_ARGS="-k 'a or b=c'", CUDA_VISIBLE_DEVICES="0,1")
+    check("bench-7-grad", STEP_TIMEOUT="60")
+    check("layer")
+    steps = {path.stem: script("gpu_report").step(path) for path in tmp_path.glob("*.status")}
+    assert all(step["ok"] for step in steps.values())
+    assert steps["tests"]["arguments"] == {"PYTEST_ARGS": "-k 'a or b=c'", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert steps["bench-7-grad"]["arguments"] == {"STEP_TIMEOUT": "60"}
+    assert "arguments" not in steps["layer"]
 
 
 def test_cpp_unit_tests(tmp_path):

@@ -105,7 +105,7 @@ def test_a_trace_with_a_gap_is_no_measurement():
         (["--experts=17"], f"--experts is 17; it must be a multiple of the {jax.device_count()} devices"),
         (["--tokens=7"], "--tokens is 7; it must be an even number"),
         (["--gemm-rows=0"], "--gemm-rows is 0; it must be at least 1"),
-        (["--num-sms", "24", "0"], "--num-sms: 0 must be a number from 1 on, or auto"),
+        (["--num-sms", "24", "0"], "--num-sms is 0; it must be 1 to 1024"),
         (["--experts=16", "--top-k=17"], "--top-k is 17; it must be 1 to 16, with --experts=16"),
         (["--hidden=2", "--dtype=float32"], "--hidden is 2; it must be a multiple of 4, 16 bytes in float32"),
         (["--json=nowhere/result.json"], "--json is nowhere/result.json, in a directory that does not exist"),

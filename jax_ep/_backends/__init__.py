@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 
 from jax_ep import _checks, _native, _network, _processes
-from jax_ep._backends.cuda import CudaBackend
+from jax_ep._backends.cuda import MAX_RANKS, CudaBackend
 from jax_ep._backends.reference import ReferenceBackend
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
     if requested == "reference":
         return requested
     on_gpus = mesh.devices.flat[0].platform == "gpu"
-    reason = known["cuda"].reason if on_gpus else "the mesh's devices are not GPUs"
-    if on_gpus:
-        reason = _agreed_reason(reason, mesh, axis_name, timeout)
+    reason = _mesh_reason(mesh, axis_name) or _agreed_reason(known["cuda"].reason, mesh, axis_name, timeout)
     if not reason:
         return "cuda"
     if requested == "cuda":
@@ -120,6 +118,18 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
 def open_backend(name: str, group: Group) -> Backend:
     """Makes the backend `name`, as returned by `choose`, for `group`."""
     return CudaBackend(group) if name == "cuda" else ReferenceBackend(group)
+
+
+def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str) -> str:
+    """Why no process can use the CUDA backend along `axis_name` of `mesh`, or ""; the same in all."""
+    if mesh.devices.flat[0].platform != "gpu":
+        return "the mesh's devices are not GPUs"
+    if (ranks := mesh.shape[axis_name]) > MAX_RANKS:
+        return (
+            f"axis_name is {axis_name!r}, along which the mesh has {ranks} devices, and a CUDA group has at most "
+            f"{MAX_RANKS}; give that axis at most {MAX_RANKS}, in a mesh of ('data', {axis_name!r}) for example"
+        )
+    return ""
 
 
 def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: float) -> str:

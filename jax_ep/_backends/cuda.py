@@ -27,6 +27,7 @@ from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
 if TYPE_CHECKING:
     from jax_ep._group import Group
 
+MAX_RANKS = 32  # of a group: kMaxRanks in ffi/arena.h
 _LAYOUT_CODES = {"expert": 0, "ragged": 1}  # enum Layout in ffi/layout.h
 _CAST_CODES = {None: 0, "fp8": 1, "fp8_pow2": 2}  # enum Cast in ffi/cuda/rows.cuh
 _OPS = (  # enum OpKind in ffi/arena.h

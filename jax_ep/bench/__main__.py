@@ -23,6 +23,7 @@ from jax_ep.bench.cases import ROUTINGS, Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange, open_group
 from jax_ep.bench.floor import measure_floor, over_network
+from jax_ep.bench.options import flag, misfits, sms_or_auto
 from jax_ep.bench.timing import Timing, time_backward, time_forward
 
 
@@ -66,7 +67,7 @@ def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax
 
 def _transport(group: ep.Group, case: Case, topk_idx: np.ndarray) -> dict[str, str | int | None]:
     """The part of a row that tells how ranks reach each other."""
-    hosts = _processes.exchange("bench/hosts", _processes.host())
+    hosts = _processes.exchange_among_all("jax_ep.bench", "hosts", _processes.host())
     nodes = _network.nodes(list(group.mesh.devices.flat), hosts)
     num_nodes = len(set(nodes))
     by_cuda = "nvshmem" if num_nodes > 1 else "nvlink"
@@ -101,7 +102,7 @@ def _time_lax(case: Case, mesh: Mesh, pairs: int, *, ragged: bool) -> Timing | N
     """None where XLA has no such collective on this platform, or no room for its buffers, on all ranks alike."""
     try:
         return time_forward(LaxExchange(case, ragged), case, mesh, pairs, traced=False).timing
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ep.Error) as error:  # here, or in a process that tells of it
         if "RESOURCE_EXHAUSTED" in str(error):
             name = "ragged_all_to_all" if ragged else "all_to_all"
             warnings.warn(f"lax.{name} is left out at {case.tokens} tokens: out of memory", stacklevel=2)
@@ -121,9 +122,6 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
             raise argparse.ArgumentTypeError(f"{text!r} is no wire; choose from none, {', '.join(_wires.WIRES)}")
         return None if text == "none" else text
 
-    def num_sms(text: str) -> int | None:
-        return None if text == "auto" else int(text)
-
     parser = argparse.ArgumentParser(
         prog="python -m jax_ep.bench",
         description="Times dispatch + combine on this machine's accelerators, or else on virtual CPU devices; started "
@@ -141,27 +139,38 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
         default="none",
         help=f"format of rows under way: none, {', '.join(_wires.WIRES)}; a list",
     )
-    add("--num-sms", type=listed(num_sms), default="auto", help="multiprocessors that an operation may use; a list")
+    add("--num-sms", type=listed(sms_or_auto), default="auto", help="multiprocessors that an operation may use; a list")
     add("--layout", choices=_layouts.LAYOUTS, default="ragged", help="of the rows that arrive")
     add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
     add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="of activations")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
     add("--chain", type=int, default=4 if on_cpu else 50, help="pairs in one executable; 3 or more for GPU times")
     add("--grad", action="store_true", help="time the backward pass, too")
-    add("--no-lax", dest="lax", action="store_false", help="do not time lax.all_to_all and lax.ragged_all_to_all")
+    compare = argparse.BooleanOptionalAction
+    add("--lax", action=compare, default=True, help="time lax.all_to_all and lax.ragged_all_to_all, too")
     add("--json", metavar="FILE", help="write the rows there, too")
     add("--plot", metavar="FILE", help="draw pairs over tokens there (needs matplotlib)")
     options = parser.parse_args(argv)
-    if max(options.top_k) > min(options.experts):
-        parser.error(f"--top-k is {max(options.top_k)}; it must be at most --experts = {min(options.experts)}")
-    for experts in options.experts:
-        if experts % num_ranks:
-            parser.error(f"--experts is {experts}; it must be a multiple of the {num_ranks} devices")
-    if options.chain < 1:
-        parser.error(f"--chain is {options.chain}; it must be at least 1")
-    if options.plot and (why := report.missing("matplotlib")):
-        parser.error(f"--plot: {why}")
+    if jax.process_index() != 0:  # which writes no files
+        options.json = options.plot = None
+    if wrong := _misfit(options, num_ranks):
+        parser.error(wrong)
     return options
+
+
+def _misfit(options: argparse.Namespace, num_ranks: int) -> str | None:
+    """What is wrong with the options, in whatever process; all come to the same. None: they fit, and are equal."""
+    missing = report.missing("matplotlib") if options.plot else None
+    wrong = f"--plot: {missing}" if missing else next(misfits(options, num_ranks), None)
+    mine = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
+    told = _processes.exchange_among_all("jax_ep.bench", "options", [wrong, mine])
+    for process, (wrong, theirs) in told.items():
+        if wrong:
+            return wrong if process == jax.process_index() else f"process {process}: {wrong}"
+        for name, value in theirs.items():
+            if value != (first := told[0][1][name]):
+                return f"{flag(name)} is {value} in process {process}, {first} in process 0; give all the same"
+    return None
 
 
 def _cases(options: argparse.Namespace, num_ranks: int) -> list[Case]:

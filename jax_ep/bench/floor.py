@@ -14,6 +14,7 @@ from jax_ep.bench.cases import Case
 
 _UNIT = 16  # bytes: what rows are multiples of
 _HEADER_BYTES = 16  # of a dispatched row, for each k
+_HEADER_ROOM = 128  # bytes: what the room for headers is a multiple of (ArenaLayout in ffi/arena.h)
 _FEW_TOKENS = 32  # per rank: their rows go straight to each rank of another node (are_few() in ffi/plan.h)
 
 
@@ -55,7 +56,7 @@ def over_network(case: Case, topk_idx: np.ndarray, node_size: int) -> tuple[int,
     node = np.arange(case.ranks) // node_size
     rows = np.where(node[:, None] == node, 0, rows)
     dispatched, combined = rows.sum(axis=1), rows.sum(axis=0)
-    num_bytes = dispatched * dispatch_row_bytes(case) + combined * row_bytes(case)
+    num_bytes = dispatched * dispatch_row_bytes(case, header_unit=_HEADER_ROOM) + combined * row_bytes(case)
     return int((dispatched + combined).max()), int(num_bytes.max())
 
 
@@ -67,11 +68,14 @@ def _rows_between_counterparts(case: Case, topk_idx: np.ndarray, node_size: int)
     return np.where(ranks[:, None] % node_size == ranks % node_size, rows, 0)
 
 
-def dispatch_row_bytes(case: Case) -> int:
-    """Of one row on its way to a rank: payload, scales and header."""
+def dispatch_row_bytes(case: Case, header_unit: int = _UNIT) -> int:
+    """Of one row on its way to a rank: payload, scales and header.
+
+    Over a network a row is one message, and what its arena has as room for the header, in larger units, goes along.
+    """
     fp8_bytes = case.hidden + 4 * (case.hidden // _wires.CHANNELS_PER_SCALE)
     payload = row_bytes(case) if case.wire is None else fp8_bytes
-    return _round_up(payload) + _round_up(_HEADER_BYTES * case.top_k)
+    return _round_up(payload, _UNIT) + _round_up(_HEADER_BYTES * case.top_k, header_unit)
 
 
 def row_bytes(case: Case) -> int:
@@ -79,8 +83,8 @@ def row_bytes(case: Case) -> int:
     return case.hidden * jnp.dtype(case.dtype).itemsize
 
 
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // _UNIT) * _UNIT
+def _round_up(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
 
 
 def _hashable(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -71,8 +72,8 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
         return (out == inputs.x).all() & (signed.astype(jnp.float32) == expected).all()
 
     signed_weights = (host_inputs.topk_weights * signs_of_experts(case)[host_inputs.topk_idx]).sum(-1)
-    right = _spmd(check, mesh)(inputs, out, recv, _place(signed_weights, mesh))
-    return Forward(Timing(wall, found, _on_all_ranks(right)), host_inputs.topk_idx, inputs, y, recv)
+    right = _on_all_ranks(lambda: _spmd(check, mesh)(inputs, out, recv, _place(signed_weights, mesh)))
+    return Forward(Timing(wall, found, right), host_inputs.topk_idx, inputs, y, recv)
 
 
 def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int) -> Timing:
@@ -85,8 +86,8 @@ def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int
 
     g = forward.inputs.x  # any cotangent as exact as x: what comes out equals it, as the weights add up to 1
     wall, found, out = _time_chain(chain, mesh, pairs, (g, forward.y, forward.recv), traced=True)
-    right = _spmd(lambda out, g: (out == g).all(), mesh)(out, g)
-    return Timing(wall, found, _on_all_ranks(right))
+    right = _on_all_ranks(lambda: _spmd(lambda out, g: (out == g).all(), mesh)(out, g))
+    return Timing(wall, found, right)
 
 
 def _place(arrays: Any, mesh: Mesh) -> Any:
@@ -98,10 +99,11 @@ def _place(arrays: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
 
 
-def _on_all_ranks(right: jax.Array) -> bool:
-    """Whether `right` [R] is true everywhere, in other processes, too."""
-    here = all(bool(shard.data.all()) for shard in right.addressable_shards)
-    return all(_processes.exchange("bench/right", here).values())
+def _on_all_ranks(check: Callable[[], jax.Array]) -> bool:
+    """Whether what `check` gives, [R], is true everywhere, in other processes, too."""
+    with _processes.meeting_of_all("jax_ep.bench", "right") as meeting:
+        here = all(bool(shard.data.all()) for shard in check().addressable_shards)
+        return all(meeting.exchange(here).values())
 
 
 def _from_experts(exchange: Exchange, recv: Any, y: jax.Array | None) -> jax.Array:
@@ -133,8 +135,10 @@ def _spmd(fn: Callable, mesh: Mesh) -> Any:
 def _time_chain(
     chain: Callable, mesh: Mesh, pairs: int, operands: tuple[Any, ...], *, traced: bool
 ) -> tuple[Wall, TimeLine | None, Any]:
-    """The time of a pair by the host's clock and by the GPUs' time lines, and the result of the chain."""
-    compiled = _spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
+    """The time of a pair by the host's clock and by the GPUs' time lines, and the result of the chain.
+
+    Where it cannot be run in one process, it is an error in all.
+    """
 
     def run(times: int, in_a_row: int) -> None:  # keeps no results: they are large, and the next get the same memory
         for _ in range(times):
@@ -142,12 +146,28 @@ def _time_chain(
                 result = compiled(*operands)
             jax.block_until_ready(result)
 
-    wall_us = [_median_seconds(partial(run, 1, n)) * 1e6 / (n * pairs) for n in (IN_A_ROW, 1)]
-    gpus = [operations_of(events) for events in trace(lambda: run(TRACED_EXECUTIONS, 1))] if traced else []
-    walls, traces = zip(*_processes.exchange("bench/times", [wall_us, gpus]).values(), strict=True)
+    with _processes.meeting_of_all("jax_ep.bench", "times") as meeting:
+        compiled = _spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
+        _expect_room(compiled, mesh)
+        meeting.exchange(None)  # in a collective, all would wait for one that has no room
+        run(1, 1)
+        meeting.exchange(None)
+        wall_us = [_median_seconds(partial(run, 1, n)) * 1e6 / (n * pairs) for n in (IN_A_ROW, 1)]
+        gpus = [operations_of(events) for events in trace(lambda: run(TRACED_EXECUTIONS, 1))] if traced else []
+        walls, traces = zip(*meeting.exchange([wall_us, gpus]).values(), strict=True)
     wall = Wall(*map(max, zip(*walls, strict=True)))
     everywhere = [[Operation(*operation) for operation in gpu] for gpus in traces for gpu in gpus]
     return wall, time_line(everywhere, pairs, mesh.size), compiled(*operands)
+
+
+def _expect_room(compiled: Any, mesh: Mesh) -> None:
+    """Raises what XLA would when it runs, where a device of this process surely has no room for it."""
+    memory = compiled.memory_analysis()
+    needed = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    for device in mesh.local_devices:
+        has = device.memory_stats() or {}  # empty where the platform does not say
+        if needed + has.get("bytes_in_use", 0) > has.get("bytes_limit", math.inf):
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {needed} bytes more do not fit on {device}: {has}")
 
 
 def _median_seconds(run: Callable[[], None]) -> float:

@@ -1,0 +1,62 @@
+"""What may be wrong with the options of a benchmark: of this package's, and of those in benchmarks/."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+import jax_ep as ep
+from jax_ep import _checks, _wires
+from jax_ep._group import MAX_SMS, MAX_TOP_K
+
+
+def sms_or_auto(text: str) -> int | None:
+    """The type of an option: how many multiprocessors an operation may use, or auto."""
+    return None if text == "auto" else int(text)
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def misfits(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
+    """What is wrong with the options, and what would be right: to be asked before anything is measured.
+
+    Those of a `Case` are named as there. Any may be missing, or be a list; all ints count something.
+    """
+
+    def given(name: str) -> list[Any]:
+        value = getattr(options, name, None)
+        values = value if isinstance(value, list) else [value]
+        return [value for value in values if value is not None]
+
+    for name in vars(options):
+        for number in given(name):
+            try:
+                if type(number) is int:  # and no bool
+                    _checks.integer(flag(name), number, 1, MAX_SMS if name == "num_sms" else None)
+            except ValueError as error:
+                yield str(error)
+    experts, itemsize = min(given("experts")), jnp.dtype(options.dtype).itemsize
+    for top_k in given("top_k"):
+        if top_k > (most := min(experts, MAX_TOP_K)):
+            yield f"--top-k is {top_k}; it must be 1 to {most}, with --experts={experts}"
+    for experts in given("experts"):
+        if experts % num_ranks:
+            yield f"--experts is {experts}; it must be a multiple of the {num_ranks} devices"
+    for hidden in given("hidden"):
+        if hidden % (unit := 16 // itemsize):
+            yield f"--hidden is {hidden}; it must be a multiple of {unit}, 16 bytes in {options.dtype}"
+        if given("wire") and hidden % (unit := _wires.CHANNELS_PER_SCALE):
+            yield f"--hidden is {hidden}; it must be a multiple of {unit}, with --wire={given('wire')[0]}"
+    for backend in given("backend"):
+        if backend != "auto" and not (status := ep.backends()[backend]).available:
+            yield f"--backend is {backend}, which cannot be used here: {status.reason}"
+    for name in ("json", "plot"):
+        for file in given(name):
+            if not Path(file).parent.is_dir():
+                yield f"{flag(name)} is {file}, in a directory that does not exist; make it first"
