@@ -57,10 +57,12 @@ def node_size(lines: np.ndarray, hosts: dict[int, str]) -> int:
     Ranks of a node reach each other's memory, which others may not.
     """
     num_ranks, given = lines.shape[1], given_node_size()
-    if given < num_ranks and given and num_ranks % given:
-        raise ValueError(f"{_NODE_SIZE} is {given}; it must divide the group's {num_ranks} ranks")
+    if given >= num_ranks:
+        return num_ranks
     if given:
-        return min(given, num_ranks)
+        if num_ranks % given:
+            raise ValueError(f"{_NODE_SIZE} is {given}; it must divide the group's {num_ranks} ranks")
+        return given
     neighbours = (groupby(line, key=lambda device: hosts[device.process_index]) for line in lines)
     return math.gcd(*(len(list(of_host)) for line in neighbours for _, of_host in line))
 
