@@ -153,6 +153,9 @@ enum class FailureReason : uint32_t {
 // An operation runs in one launch, or in two: a start, which takes its turn, and a done, beside whatever comes then.
 enum class Half : int32_t { kWhole, kStart, kDone };
 
+// Whether many rows go once to a node, and on from there: not where each rank is one.
+constexpr bool has_levels(int32_t node_size, int32_t num_ranks) { return 1 < node_size && node_size < num_ranks; }
+
 // The kernel ABI: all that a kernel knows of its peers. Who fills it (ffi/cuda/group.cc) decides the transport. Kernels
 // for groups over a network (ffi/cuda/network.h) find a NetworkTable in its place.
 struct PeerTable {
@@ -161,6 +164,7 @@ struct PeerTable {
 };
 struct Peers {
   int32_t rank, num_ranks, experts_per_rank;
+  int32_t node_size;                       // so many ranks in a row map each other's memory
   Divisor by_ranks, by_experts, by_top_k;  // experts: of a rank
   ArenaLayout layout;
   uint64_t timeout_ns;

@@ -30,7 +30,10 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
 
 // Whether, over a network, a node's ranks add up what they have of another node's token, and send the sum. (For
 // all_to_all_back, one has it all.)
-constexpr bool goes_by_node(const GatherArgs& args) { return args.rows != nullptr && !are_few(args.num_tokens); }
+constexpr bool goes_by_node(const Peers& peers, const GatherArgs& args) {
+  return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && args.rows != nullptr &&
+         !are_few(args.num_tokens);
+}
 
 // One launch of one rank. The warps of a team share a row that is summed, by chunks.
 template <typename X, Form kForm>
@@ -47,7 +50,7 @@ struct Gather {
   Operation op;
 
   __device__ bool blocks() const { return args.rows == nullptr; }
-  __device__ bool by_node() const { return kHasNetwork && kForm != Form::kFewRows && goes_by_node(args); }
+  __device__ bool by_node() const { return kForm != Form::kFewRows && goes_by_node(peers, args); }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes(); }
@@ -429,8 +432,7 @@ auto kernel_of(Form form) {
 
 cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& best,
                           cudaStream_t stream) {
-  LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
-  if (kHasNetwork && goes_by_node(args)) plan = passing_on(plan);
+  const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
   with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.form);
     kernel<<<plan.num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);

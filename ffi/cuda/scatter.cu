@@ -58,7 +58,9 @@ constexpr int y_bytes(Arrival arrival, Form form) {
 
 // Whether, over a network, a row goes to another node once, and from there on to its ranks. (For all_to_all, once is
 // what it needs.)
-constexpr bool goes_by_node(const ScatterArgs& args) { return !args.blocks && !are_few(args.num_tokens); }
+constexpr bool goes_by_node(const Peers& peers, const ScatterArgs& args) {
+  return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.blocks && !are_few(args.num_tokens);
+}
 
 // One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
 template <typename X, bool kCasts, Arrival kArrival, Form kForm>
@@ -82,7 +84,7 @@ struct Scatter {
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
   __device__ bool new_route() const { return kArrival != Arrival::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
-  __device__ bool by_node() const { return kHasNetwork && !kFew && goes_by_node(args); }
+  __device__ bool by_node() const { return !kFew && goes_by_node(peers, args); }
   // Of a row under way, without its scales.
   __device__ int32_t payload_bytes() const {
     return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
@@ -1228,8 +1230,7 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
 
 cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& best,
                            cudaStream_t stream) {
-  LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
-  if (kHasNetwork && goes_by_node(args)) plan = passing_on(plan);
+  const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
   const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.form);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);

@@ -30,9 +30,8 @@ __device__ __forceinline__ int32_t lane_id() { return static_cast<int32_t>(threa
 
 // Where a row for a far rank waits to be put. It is free when the row's place at that rank is.
 __device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer, int32_t index) {
-  const ArenaLayout& layout = op.peers.layout;
-  const int64_t offset = layout.row_offset(layout.row_number(op.state.slot, peer, index));
-  return op.state.table.arena[op.peers.rank] + NetworkLayout(layout).staging_begin + offset;
+  const NetworkLayout network(op.peers.layout, op.peers.num_ranks);
+  return op.state.table.arena[op.peers.rank] + network.staged_row(op.state.slot, peer, index);
 }
 
 // A row in the memory of rank `at`; for a far one, `row` is where it is staged.
@@ -159,7 +158,7 @@ inline constexpr uint32_t kNoRow = 1;  // beside the epoch, in a signal that com
 // Of row `index` from a source, in the memory of whoever waits for it.
 __device__ __forceinline__ unsigned long long* signal_of(const Operation& op, int32_t from, int32_t index) {
   const ArenaLayout& layout = op.peers.layout;
-  uint8_t* signals = op.state.table.arena[op.peers.rank] + NetworkLayout(layout).signals_begin;
+  uint8_t* signals = op.state.table.arena[op.peers.rank] + NetworkLayout(layout, op.peers.num_ranks).signals_begin;
   return reinterpret_cast<unsigned long long*>(signals) + layout.row_number(op.state.slot, from, index);
 }
 
@@ -173,7 +172,7 @@ __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32
   put_with_signal(arena + offset, staged_row(op, peer, index) + begin, bytes, signal_of(op, from, index),
                   op.state.epoch, pe_of(op.peers, peer));
   if (lane_id() != 0) return;
-  auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout).traffic_begin);
+  auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout, op.peers.num_ranks).traffic_begin);
   atomicAdd(&traffic->rows, 1ull);
   atomicAdd(&traffic->bytes, static_cast<unsigned long long>(bytes));
 }
