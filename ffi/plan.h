@@ -177,7 +177,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
     }
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps / 2, most = std::max(log_chunks - 1, 0);
-      shape = {Form::kFewSms, 4, log_team(num_tokens, warps, most), log_team(num_tokens * num_ranks, warps, most), 5};
+      shape = {Form::kFewSms, 4, log_team(num_tokens, warps, most), log_team(num_tokens * num_ranks, warps, most), 4};
       break;
     }
     case Form::kUsual:
@@ -203,7 +203,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
   Shape shape = {};
   switch (form) {
     case Form::kFewRows:
-      shape = {Form::kFewRows, num_tokens <= 2 ? 2 : 3, std::min(num_tokens <= 16 ? 4 : 3, most), 5, 5};
+      shape = {Form::kFewRows, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 5};
       break;
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps / 2;
