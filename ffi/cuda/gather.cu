@@ -153,8 +153,8 @@ struct Gather {
       for (int i = 0; i < kSumsAtOnce; ++i) {
         const int32_t chunk = first + i * team.num_warps;
         const bool present = has_unit(chunk);
-        Chunk::of(sums.unit[i], present).send(
-            op, to.rank, place.unit(op, chunk), [&] { return place.marks + chunk; }, present);
+        Chunk::of(sums.unit[i], present)
+            .send(op, to.rank, place.unit(op, chunk), [&] { return place.marks + chunk; }, present);
       }
     }
   }
@@ -262,8 +262,7 @@ struct Gather {
 #pragma unroll
         for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[e]);
         const bool present = has_unit(chunk);
-        Chunk::of(sum.bits, present).send(
-            op, peer, to.unit(op, chunk), [&] { return to.marks + chunk; }, present);
+        Chunk::of(sum.bits, present).send(op, peer, to.unit(op, chunk), [&] { return to.marks + chunk; }, present);
       }
       put_staged(peer, as, token, true, team);
     }
@@ -333,8 +332,7 @@ struct Gather {
   }
 
   // Adds a unit of all ranks' partial sums.
-  __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, int32_t chunk,
-                                          float (&total)[kSize]) const {
+  __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, int32_t chunk, float (&total)[kSize]) const {
 #pragma unroll 1
     while (sources) add_ranks(row, sources, chunk, total);
   }

@@ -84,7 +84,7 @@ struct Scatter {
   const LaunchPlan& plan;
   Operation op;
   Shared& shared;
-  void* scratch;  // dynamic shared memory
+  void* scratch;    // dynamic shared memory
   int32_t payload;  // bytes of a row under way, without its scales
 
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
@@ -492,8 +492,9 @@ struct Scatter {
 
   // A unit of this lane in each of some chunks and, last, but for cotangents, the scales of the one with this lane's
   // number.
+  static constexpr int kUnitsTaken = kReceiveBatch + (kArrival != Arrival::kCombineBack);
   struct Taken {
-    uint4 units[kReceiveBatch + (kArrival != Arrival::kCombineBack)];
+    uint4 units[kUnitsTaken];
   };
 
   // A row that may come.
@@ -622,7 +623,8 @@ struct Scatter {
       arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
     }
     if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
-      for (uint4& unit : arriving.first.units) unit = empty_unit();
+      const BatchPlace place = place_of(arriving.place, team.warp, team);
+      for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? empty_unit() : uint4{};
     } else {
       look_at_batch(arriving.place, team.warp, team, arriving.first);
       if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
@@ -1182,8 +1184,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   __shared__ Shared shared;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Scatter<X, kCasts, kArrival, kForm> scatter = {
-      peers,  args,    plan,          {peers, args, args.out, shared.state, num_workers},
-      shared, scratch, payload_bytes(args)};
+      peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_bytes(args)};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;
