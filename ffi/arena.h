@@ -34,7 +34,9 @@ struct alignas(kUnitBytes) RowHeader {
   uint32_t epoch;  // of the operation: the header has arrived
 };
 
-constexpr int32_t num_chunks(int32_t row_bytes) { return (row_bytes + kChunkBytes - 1) / kChunkBytes; }
+constexpr int32_t num_chunks(int32_t row_bytes) {
+  return static_cast<int32_t>((static_cast<uint32_t>(row_bytes) + kChunkBytes - 1) / kChunkBytes);  // a shift
+}
 
 struct ArenaLayout {
   int32_t num_sources = 0, top_k = 0, max_tokens = 0;  // sources: ranks and, over a network, behind them nodes
@@ -69,7 +71,9 @@ struct ArenaLayout {
   constexpr int32_t row_number(int32_t slot, int32_t source, int32_t index) const {
     return (slot * num_sources + source) * max_tokens + index;
   }
-  constexpr int64_t row_offset(int32_t number) const { return int64_t{number} * row_stride; }
+  constexpr int64_t row_offset(int32_t number) const {  // one instruction
+    return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(number)} * static_cast<uint32_t>(row_stride));
+  }
   constexpr int64_t marks_offset(int32_t number) const { return marks_begin + int64_t{number} * marks_per_row * 8; }
 };
 
@@ -153,6 +157,9 @@ enum class FailureReason : uint32_t {
 // An operation runs in one launch, or in two: a start, which takes its turn, and a done, beside whatever comes then.
 enum class Half : int32_t { kWhole, kStart, kDone };
 
+// Whether many rows go once to a node, and on from there: not where each rank is one.
+constexpr bool has_levels(int32_t node_size, int32_t num_ranks) { return 1 < node_size && node_size < num_ranks; }
+
 // The kernel ABI: all that a kernel knows of its peers. Who fills it (ffi/cuda/group.cc) decides the transport. Kernels
 // for groups over a network (ffi/cuda/network.h) find a NetworkTable in its place.
 struct PeerTable {
@@ -161,6 +168,7 @@ struct PeerTable {
 };
 struct Peers {
   int32_t rank, num_ranks, experts_per_rank;
+  int32_t node_size;                       // so many ranks in a row map each other's memory
   Divisor by_ranks, by_experts, by_top_k;  // experts: of a rank
   ArenaLayout layout;
   uint64_t timeout_ns;

@@ -120,18 +120,20 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
           fitting(shape.log_receive_warps, std::max(receivers - 1, 1))};
 }
 
-// The same with teams that send of one block, so that their warps can wait for one another.
-constexpr LaunchPlan sending_in_blocks(LaunchPlan plan) {
+// The same over a network, where the warps of a team that sends wait for one another, and so are of one block. By node,
+// some blocks pass rows on, with such teams, too: half of those that would receive, or, if but one does, of the
+// senders.
+constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
   plan.log_send_warps = std::min(plan.log_send_warps, plan.log_block_warps);
-  return plan;
-}
-
-// The same with blocks that pass rows on: half of those that receive, but one at least; with teams of one block.
-constexpr LaunchPlan passing_on(LaunchPlan plan) {
+  if (!by_node) return plan;
   plan.log_receive_warps = std::min(plan.log_receive_warps, plan.log_block_warps);
+  if (plan.num_blocks == 2) plan.num_senders = plan.num_blocks = 1, plan.first_receiver = 0;  // which does it all
   if (plan.first_receiver == 0) return plan;
-  plan.first_receiver += std::max(plan.num_receivers() / 2, 1);
-  plan.num_blocks = std::max(plan.num_blocks, plan.first_receiver + 1);
+  if (plan.num_receivers() == 1) {
+    --plan.num_senders;
+  } else {
+    plan.first_receiver += plan.num_receivers() / 2;
+  }
   return plan;
 }
 
@@ -175,7 +177,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
     }
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps / 2, most = std::max(log_chunks - 1, 0);
-      shape = {Form::kFewSms, 4, log_team(num_tokens, warps, most), log_team(num_tokens * num_ranks, warps, most), 5};
+      shape = {Form::kFewSms, 4, log_team(num_tokens, warps, most), log_team(num_tokens * num_ranks, warps, most), 4};
       break;
     }
     case Form::kUsual:
@@ -201,7 +203,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
   Shape shape = {};
   switch (form) {
     case Form::kFewRows:
-      shape = {Form::kFewRows, num_tokens <= 2 ? 2 : 3, std::min(num_tokens <= 16 ? 4 : 3, most), 5, 5};
+      shape = {Form::kFewRows, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 5};
       break;
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps / 2;

@@ -6,7 +6,8 @@
 //
 // 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
-// experts are the first rank's) are as the bench's options. bfloat16; routing is uniform otherwise.
+// experts are the first rank's) are as the bench's options; SHARED=1 is memory that other processes could map. bfloat16;
+// routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -269,7 +270,12 @@ int main(int argc, char** argv) {
   const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, kTopK, num_chunks(kRowBytes), kNumSms), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
-  Group group({kExperts, kTopK, tokens, kRowBytes, kNumSms, 5.0, {devices}});
+  GroupConfig config = {kExperts, kTopK, tokens, kRowBytes, kNumSms, 5.0, {devices}};
+  if (setting("SHARED", 0)) {
+    config.sharing = Sharing::kFileDescriptor;
+    config.exchange = [](const ProcessHandle&) { return std::vector<ProcessHandle>(); };
+  }
+  Group group(config);
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t r = 0; r < num_ranks; ++r) {
     must(cudaSetDevice(devices[r]));

@@ -30,7 +30,10 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
 
 // Whether, over a network, a node's ranks add up what they have of another node's token, and send the sum. (For
 // all_to_all_back, one has it all.)
-constexpr bool goes_by_node(const GatherArgs& args) { return args.rows != nullptr && !are_few(args.num_tokens); }
+constexpr bool goes_by_node(const Peers& peers, const GatherArgs& args) {
+  return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && args.rows != nullptr &&
+         !are_few(args.num_tokens);
+}
 
 // One launch of one rank. The warps of a team share a row that is summed, by chunks.
 template <typename X, Form kForm>
@@ -47,7 +50,7 @@ struct Gather {
   Operation op;
 
   __device__ bool blocks() const { return args.rows == nullptr; }
-  __device__ bool by_node() const { return kHasNetwork && kForm != Form::kFewRows && goes_by_node(args); }
+  __device__ bool by_node() const { return kForm != Form::kFewRows && goes_by_node(peers, args); }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes(); }
@@ -150,7 +153,8 @@ struct Gather {
       for (int i = 0; i < kSumsAtOnce; ++i) {
         const int32_t chunk = first + i * team.num_warps;
         const bool present = has_unit(chunk);
-        Chunk::of(sums.unit[i], present).send(op, to.rank, place.unit(op, chunk), place.marks + chunk, present);
+        Chunk::of(sums.unit[i], present)
+            .send(op, to.rank, place.unit(op, chunk), [&] { return place.marks + chunk; }, present);
       }
     }
   }
@@ -184,8 +188,8 @@ struct Gather {
       uint32_t weighted = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        const int64_t row = __shfl_sync(kAllLanes, source.row, rows ? __ffs(rows) - 1 : 0);
-        const auto* base = static_cast<const uint8_t*>(args.y) + row * args.row_bytes;
+        const auto row = static_cast<uint32_t>(__shfl_sync(kAllLanes, source.row, __ffs(rows) - 1));
+        const auto* base = static_cast<const uint8_t*>(args.y) + uint64_t{row} * static_cast<uint32_t>(row_bytes());
 #pragma unroll
         for (int c = 0; c < kSumsAtOnce; ++c) {
           const int32_t chunk = first + c * team.num_warps;
@@ -197,13 +201,15 @@ struct Gather {
       // Only now, since the weights are asked for when the rows are known: y need not wait for them.
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        float weight = __shfl_sync(kAllLanes, source.weight, weighted ? __ffs(weighted) - 1 : 0);
-        if (!weighted) weight = 0;
+        if (!weighted) break;
+        const float weight = __shfl_sync(kAllLanes, source.weight, __ffs(weighted) - 1);
         weighted &= weighted - 1;
 #pragma unroll
         for (int c = 0; c < kSumsAtOnce; ++c) {
+          float values[kSize];
+          to_floats(y[i][c], values);
 #pragma unroll
-          for (int e = 0; e < kSize; ++e) total[c][e] += weight * to_float(y[i][c].element[e]);
+          for (int e = 0; e < kSize; ++e) total[c][e] += weight * values[e];
         }
       }
     }
@@ -241,8 +247,7 @@ struct Gather {
       const int32_t index = nodes.is_own(lane_id()) ? __ldg(args.place + kept) : -1;
       const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
       if (sources == 0) continue;
-      RowPlace row = {};  // of this lane's rank
-      if (index >= 0) row = RowPlace(op, peers.rank, source, index);
+      const int32_t row = row_number(source, index);  // of this lane's rank
       const int32_t peer = nodes.counterpart_in(node);
       const RowPlace to(op, peer, as, token);
       if (args.weights_to_send && team.warp == 0) {
@@ -257,7 +262,7 @@ struct Gather {
 #pragma unroll
         for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[e]);
         const bool present = has_unit(chunk);
-        Chunk::of(sum.bits, present).send(op, peer, to.unit(op, chunk), to.marks + chunk, present);
+        Chunk::of(sum.bits, present).send(op, peer, to.unit(op, chunk), [&] { return to.marks + chunk; }, present);
       }
       put_staged(peer, as, token, true, team);
     }
@@ -290,11 +295,8 @@ struct Gather {
       index = index_by_node(nodes, index, token);
       if (!nodes.is_own(rank)) source = nodes.source_of(rank / nodes.size);
     }
-    RowPlace row = {};  // of this lane's rank
-    if (index >= 0) {
-      row = RowPlace(op, peers.rank, source, index);
-      if constexpr (kHasNetwork) await_signal(op, rank, source, index);
-    }
+    if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
+    const int32_t row = row_number(source, index);  // of this lane's rank
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
     if (args.topk_weights && team.warp == team.num_warps - 1) {  // which has least to do
       const float weight = weight_of(row, sources);
@@ -308,13 +310,17 @@ struct Gather {
     }
   }
 
+  __device__ int32_t row_number(int32_t source, int32_t index) const {
+    return peers.layout.row_number(op.state.slot, source, index);
+  }
+
   // For k = lane. Each (token, k) has its row on one rank at most; the others send zero.
-  __device__ float weight_of(const RowPlace& row, uint32_t sources) const {
+  __device__ float weight_of(int32_t row, uint32_t sources) const {
     float total = 0;
 #pragma unroll 1
     for (; sources; sources &= sources - 1) {
       const int32_t source = __ffs(sources) - 1;
-      const RowPlace place = row.of_lane(source);
+      const RowPlace place(op, __shfl_sync(kAllLanes, row, source));
       RowHeader header = {};
       const bool came = op.wait_for(source, op.state.epoch, [&] {
         return lane_id() >= args.top_k || look_at_header(op, place.header(lane_id()), header) ? op.state.epoch : 0;
@@ -326,41 +332,52 @@ struct Gather {
   }
 
   // Adds a unit of all ranks' partial sums.
-  __device__ __forceinline__ void add_all(const RowPlace& row, uint32_t sources, int32_t chunk,
-                                          float (&total)[kSize]) const {
+  __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, int32_t chunk, float (&total)[kSize]) const {
 #pragma unroll 1
     while (sources) add_ranks(row, sources, chunk, total);
   }
 
+  // Where this lane's unit of a chunk arrives from each of some ranks.
+  struct UnitOfRanks {
+    const ArenaLayout& layout;
+    uint8_t* of_first_row;  // of the arena
+    int32_t row[kRanksAtOnce];
+    bool present[kRanksAtOnce];
+    __device__ __forceinline__ bool has(int i) const { return present[i]; }
+    __device__ __forceinline__ uint8_t* at(int i) const { return of_first_row + layout.row_offset(row[i]); }
+  };
+
   // Adds a unit of the next few ranks' partial sums, in the order of ranks.
-  __device__ __forceinline__ void add_ranks(const RowPlace& row, uint32_t& left, int32_t chunk,
-                                            float (&total)[kSize]) const {
+  __device__ __forceinline__ void add_ranks(int32_t row, uint32_t& left, int32_t chunk, float (&total)[kSize]) const {
     const auto source = [now = left](int i) {
       uint32_t behind = now;
       for (; i > 0; --i) behind &= behind - 1;
       return __ffs(behind) - 1;
     };
-    RowPlace rows[kRanksAtOnce];
-    bool present[kRanksAtOnce];
-    uint4 units[kRanksAtOnce];
+    UnitOfRanks place = {peers.layout, RowPlace(op, 0).unit(op, chunk)};
+    const bool has_unit = this->has_unit(chunk);
 #pragma unroll
     for (int i = 0; i < kRanksAtOnce; ++i) {
-      rows[i] = row.of_lane(__ffs(left) - 1);
-      present[i] = left != 0 && has_unit(chunk);
+      place.row[i] = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      place.present[i] = left != 0 && has_unit;
       left &= left - 1;
     }
-    const auto place = [&](int i) { return present[i] ? rows[i].unit(op, chunk) : nullptr; };
+    uint4 units[kRanksAtOnce];
     look_at_units(units, place);
-    take_units(
-        op, source, units, place, [&](int i) { return true_unit(op, source(i), rows[i].marks + chunk, lane_id()); },
-        [] { return true; });
+    const auto resolve = [&](int i) {
+      return true_unit(op, source(i), RowPlace(op, place.row[i]).marks + chunk, lane_id());
+    };
+    take_units(op, source, units, place, resolve, [] { return true; });
     __syncwarp();
+    // Of a rank that sends none, a unit of zeros: they change no sum, as none is -0.
 #pragma unroll
     for (int i = 0; i < kRanksAtOnce; ++i) {
       Vector<X> part;
       part.bits = units[i];
+      float values[kSize];
+      to_floats(part, values);
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) total[e] += present[i] ? to_float(part.element[e]) : 0;
+      for (int e = 0; e < kSize; ++e) total[e] += values[e];
     }
   }
 
@@ -429,8 +446,7 @@ auto kernel_of(Form form) {
 
 cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& best,
                           cudaStream_t stream) {
-  LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
-  if (kHasNetwork && goes_by_node(args)) plan = passing_on(plan);
+  const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
   with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.form);
     kernel<<<plan.num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);

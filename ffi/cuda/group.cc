@@ -53,9 +53,12 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
                              " ranks do not fit in a thread block's " + std::to_string(kMaxScratch) +
                              " bytes of shared memory; spread them over more ranks");
   }
-  const int32_t num_sources = num_ranks + (config_.network ? num_ranks / config_.node_size : 0);
-  layout_ =
-      ArenaLayout::fitting(num_sources, config_.top_k, config_.max_tokens, static_cast<int32_t>(config_.max_payload));
+  const auto payload = static_cast<int32_t>(config_.max_payload);
+  layout_ = ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens, payload);
+  if (has_levels(node_size(), num_ranks)) {  // with as many slots, on which programs rely
+    const int32_t num_sources = num_ranks + num_ranks / node_size();
+    layout_ = ArenaLayout(num_sources, config_.top_k, config_.max_tokens, payload, layout_.num_slots);
+  }
   try {
     open();
   } catch (...) {
@@ -102,6 +105,7 @@ void Group::open_member(Member& member) {
   Peers& peers = member.peers;
   peers.num_ranks = num_ranks();
   peers.experts_per_rank = experts_per_rank();
+  peers.node_size = node_size();
   peers.by_ranks = Divisor(peers.num_ranks);
   peers.by_experts = Divisor(peers.experts_per_rank);
   peers.by_top_k = Divisor(config_.top_k);
@@ -114,7 +118,7 @@ void Group::open_member(Member& member) {
   const int64_t lasting_bytes = table_offset + sizeof(NetworkTable);
   uint8_t *arena, *control;
   if (config_.network) {
-    arena = allocate_symmetric(NetworkLayout(layout_).bytes, member.ordinal);
+    arena = allocate_symmetric(NetworkLayout(layout_, num_ranks()).bytes, member.ordinal);
     control = allocate_symmetric(lasting_bytes, member.ordinal);
     member.symmetric_arena = arena;
   } else {
@@ -124,6 +128,10 @@ void Group::open_member(Member& member) {
     control = member.control.data();
   }
   check(cudaMemset(arena, kEmptyByte, layout_.bytes), "cudaMemset");
+  if (config_.network) {  // with no epoch's signals
+    const NetworkLayout network(layout_, num_ranks());
+    check(cudaMemset(arena + network.signals_begin, 0xff, network.traffic_begin - network.signals_begin), "cudaMemset");
+  }
   peers.control = control_at(control);
   peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
@@ -200,7 +208,7 @@ NetworkTable Group::find_peers(const Member& member) const {
   const int32_t self = member.peers.rank;
   auto* const own_control = reinterpret_cast<uint8_t*>(member.peers.control);
   NetworkTable table = {};
-  table.nodes = Nodes(config_.node_size, num_ranks(), self);
+  table.nodes = Nodes(node_size(), num_ranks(), self);
   for (int32_t rank = 0; rank < num_ranks(); ++rank) {
     const bool is_near = table.nodes.is_own(rank);
     uint8_t* const arena = is_near ? network.pointer_to(member.symmetric_arena, pes.at(rank)) : member.symmetric_arena;
@@ -246,7 +254,7 @@ void Group::free_arenas() {
 }
 
 int64_t Group::bytes_per_device() const {
-  const int64_t arena_bytes = config_.network ? NetworkLayout(layout_).bytes : layout_.bytes;
+  const int64_t arena_bytes = config_.network ? NetworkLayout(layout_, num_ranks()).bytes : layout_.bytes;
   return arena_bytes + control_bytes(num_ranks(), experts_per_rank());
 }
 
@@ -254,8 +262,8 @@ Traffic Group::traffic() const {
   const Member& member = members_.at(0);
   const OnDevice device(member.ordinal);
   Traffic traffic = {};
-  check(cudaMemcpy(&traffic, member.symmetric_arena + NetworkLayout(layout_).traffic_begin, sizeof(traffic),
-                   cudaMemcpyDeviceToHost),
+  check(cudaMemcpy(&traffic, member.symmetric_arena + NetworkLayout(layout_, num_ranks()).traffic_begin,
+                   sizeof(traffic), cudaMemcpyDeviceToHost),
         "cudaMemcpy");
   return traffic;
 }

@@ -115,6 +115,7 @@ class Group {
   NetworkTable find_peers(const Member& member) const;
   int32_t num_ranks() const { return static_cast<int32_t>(config_.devices.at(0).size()); }
   int32_t experts_per_rank() const { return config_.num_experts / num_ranks(); }
+  int32_t node_size() const { return config_.network ? config_.node_size : num_ranks(); }
 
   GroupConfig config_;
   ArenaLayout layout_;

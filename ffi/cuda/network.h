@@ -29,16 +29,26 @@ struct Traffic {
 
 // Behind the arena, in one piece of memory with it.
 struct NetworkLayout {
-  int64_t staging_begin;  // rows to send, as (slot, peer, index): as many as the arena has
+  int32_t num_ranks, max_tokens;
+  int64_t row_stride;
+  int64_t staging_begin;  // rows to send, as (slot, peer, index)
   int64_t signals_begin;  // a word per row of the arena: the epoch of the row that has arrived
   int64_t traffic_begin;
   int64_t bytes;
 
-  explicit constexpr NetworkLayout(const ArenaLayout& arena)
-      : staging_begin(arena.bytes),
-        signals_begin(staging_begin + arena.row_offset(1) * arena.num_rows()),
+  constexpr NetworkLayout(const ArenaLayout& arena, int32_t num_ranks)
+      : num_ranks(num_ranks),
+        max_tokens(arena.max_tokens),
+        row_stride(arena.row_stride),
+        staging_begin(arena.bytes),
+        signals_begin(staged_row(arena.num_slots, 0, 0)),
         traffic_begin(signals_begin + arena.num_rows() * 8),
         bytes(align_up(traffic_begin + static_cast<int64_t>(sizeof(Traffic)), 256)) {}
+
+  // Of row `index` for a peer, in the operations of a slot.
+  constexpr int64_t staged_row(int32_t slot, int32_t peer, int32_t index) const {
+    return staging_begin + ((int64_t{slot} * num_ranks + peer) * max_tokens + index) * row_stride;
+  }
 };
 
 // The kernels of a module, which is compiled for far ranks or not.

@@ -92,6 +92,7 @@ struct Operation {
     for (uint32_t polls = 1;; ++polls) {
       const uint32_t seen = probe();
       if (seen == expected) return true;
+      if (polls % 64 > 1) continue;  // few instructions between two looks
       if (state.failed) return false;
       if (polls % 64 == 0) begun = lose_patience(*this, begun, reason, blamed(peer), expected, seen);
     }

@@ -38,6 +38,22 @@ union Vector {
   __device__ Vector() {}
 };
 
+// Its elements; of bfloat16, with one instruction for each.
+template <typename X>
+__device__ __forceinline__ void to_floats(const Vector<X>& x, float (&values)[Vector<X>::kSize]) {
+#pragma unroll
+  for (int e = 0; e < Vector<X>::kSize; ++e) values[e] = to_float(x.element[e]);
+}
+template <>
+__device__ __forceinline__ void to_floats(const Vector<__nv_bfloat16>& x, float (&values)[8]) {
+  const uint32_t words[] = {x.bits.x, x.bits.y, x.bits.z, x.bits.w};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    values[2 * w] = __uint_as_float(words[w] << 16);
+    values[2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
+  }
+}
+
 // `kStreams`: what is read is the first to leave the L2 cache. (Not as a Vector, which would be copied: each load would
 // wait for the one before.)
 template <bool kStreams>
@@ -64,10 +80,15 @@ __device__ __forceinline__ Fp8Scale fp8_scale(float amax, Cast cast) {
 // Casts 16 channels; call it with whole warps. Eight neighbours share a block of 128 channels, and get its scale.
 template <typename X>
 __device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Cast cast, float& scale) {
+  constexpr int kSize = Vector<X>::kSize;
+  float values[sizeof(X)][kSize];
   float amax = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i)
-    amax = fmaxf(amax, fabsf(to_float(x[i / Vector<X>::kSize].element[i % Vector<X>::kSize])));
+  for (int v = 0; v < sizeof(X); ++v) {
+    to_floats(x[v], values[v]);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) amax = fmaxf(amax, fabsf(values[v][e]));
+  }
 #pragma unroll
   for (int offset = 4; offset > 0; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
   const Fp8Scale fp8 = fp8_scale(amax, cast);
@@ -78,9 +99,7 @@ __device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Ca
   };
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const auto channel = [&](int c) {
-      return __fmul_rn(to_float(x[c / Vector<X>::kSize].element[c % Vector<X>::kSize]), fp8.factor);
-    };
+    const auto channel = [&](int c) { return __fmul_rn(values[c / kSize][c % kSize], fp8.factor); };
     pairs[i] = __nv_cvt_float2_to_fp8x2({channel(2 * i), channel(2 * i + 1)}, __NV_SATFINITE, __NV_E4M3);
   }
   return unit;

@@ -58,9 +58,17 @@ constexpr int y_bytes(Arrival arrival, Form form) {
 
 // Whether, over a network, a row goes to another node once, and from there on to its ranks. (For all_to_all, once is
 // what it needs.)
-constexpr bool goes_by_node(const ScatterArgs& args) { return !args.blocks && !are_few(args.num_tokens); }
+constexpr bool goes_by_node(const Peers& peers, const ScatterArgs& args) {
+  return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.blocks && !are_few(args.num_tokens);
+}
 
 // One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
+// Of a row under way, without its scales.
+__device__ __forceinline__ int32_t payload_bytes(const ScatterArgs& args) {
+  return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
+                         : static_cast<int32_t>(args.row_bytes);
+}
+
 template <typename X, bool kCasts, Arrival kArrival, Form kForm>
 struct Scatter {
   // Chunks that a warp has under way.
@@ -76,18 +84,15 @@ struct Scatter {
   const LaunchPlan& plan;
   Operation op;
   Shared& shared;
-  void* scratch;  // dynamic shared memory
+  void* scratch;    // dynamic shared memory
+  int32_t payload;  // bytes of a row under way, without its scales
 
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
   __device__ bool new_route() const { return kArrival != Arrival::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
-  __device__ bool by_node() const { return kHasNetwork && !kFew && goes_by_node(args); }
-  // Of a row under way, without its scales.
-  __device__ int32_t payload_bytes() const {
-    return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
-                           : static_cast<int32_t>(args.row_bytes);
-  }
+  __device__ bool by_node() const { return !kFew && goes_by_node(peers, args); }
+  __device__ int32_t payload_bytes() const { return payload; }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes()); }
   // With its header and its scales.
   __device__ int32_t bytes_under_way() const {
@@ -400,15 +405,18 @@ struct Scatter {
   __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
                                               const Route& route, int32_t index, const RowPlace& row) const {
     for_each_rank(index, [&](int32_t peer) {
-      const RowPlace place = row.of_lane(peer);
+      RowPlace place;
+      place.row = row.row_of_lane(peer);
       if (chunk_at(0) == 0 && new_route()) write_header(place, route, peer);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int32_t chunk = chunk_at(i);
-        units[i].send(op, peer, place.unit(op, chunk), place.marks + chunk, has_unit(chunk));
+        const auto mark = [&](int32_t number) { return row.marks_of_lane(peer) + number; };
+        units[i].send(op, peer, place.unit(op, chunk), [&] { return mark(chunk); }, has_unit(chunk));
         if (args.num_scales) {
           const bool present = lane_id() == 0 && chunk < chunks();
-          scales[i].send(op, peer, place.scales(op, payload_bytes(), chunk), place.marks + chunks() + chunk, present);
+          uint8_t* const at = place.scales(op, payload_bytes(), chunk);
+          scales[i].send(op, peer, at, [&] { return mark(chunks() + chunk); }, present);
         }
       }
     });
@@ -484,8 +492,9 @@ struct Scatter {
 
   // A unit of this lane in each of some chunks and, last, but for cotangents, the scales of the one with this lane's
   // number.
+  static constexpr int kUnitsTaken = kReceiveBatch + (kArrival != Arrival::kCombineBack);
   struct Taken {
-    uint4 units[kReceiveBatch + (kArrival != Arrival::kCombineBack)];
+    uint4 units[kUnitsTaken];
   };
 
   // A row that may come.
@@ -614,7 +623,8 @@ struct Scatter {
       arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
     }
     if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
-      for (uint4& unit : arriving.first.units) unit = empty_unit();
+      const BatchPlace place = place_of(arriving.place, team.warp, team);
+      for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? empty_unit() : uint4{};
     } else {
       look_at_batch(arriving.place, team.warp, team, arriving.first);
       if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
@@ -809,18 +819,25 @@ struct Scatter {
   // The i-th chunk of a batch, whose chunks are first, first + num_warps, ...
   __device__ static int32_t chunk_of(int32_t first, int32_t i, const Team& team) { return first + i * team.num_warps; }
 
-  __device__ uint8_t* place_of(const RowPlace& place, int32_t first, int32_t i, const Team& team) const {
-    if (i < kReceiveBatch) {
-      const int32_t chunk = chunk_of(first, i, team);
-      return has_unit(chunk) ? place.unit(op, chunk) : nullptr;
-    }
+  // Where a batch arrives.
+  struct BatchPlace {
+    uint8_t *units, *scales;  // this lane's of the first chunk, and of the one with its number
+    int32_t step;             // between chunks, in bytes
+    int32_t bytes_left;       // of the payload, from the first unit on
+    bool has_scales;
+    __device__ __forceinline__ bool has(int i) const { return i < kReceiveBatch ? i * step < bytes_left : has_scales; }
+    __device__ __forceinline__ uint8_t* at(int i) const { return i < kReceiveBatch ? units + i * step : scales; }
+  };
+
+  __device__ BatchPlace place_of(const RowPlace& place, int32_t first, const Team& team) const {
     const int32_t chunk = chunk_of(first, lane_id(), team);
-    const bool present = args.num_scales && lane_id() < kReceiveBatch && chunk < chunks();
-    return present ? place.scales(op, payload_bytes(), chunk) : nullptr;
+    return {place.unit(op, first), place.scales(op, payload_bytes(), chunk), team.num_warps * kChunkBytes,
+            payload_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes),
+            args.num_scales && lane_id() < kReceiveBatch && chunk < chunks()};
   }
 
   __device__ void look_at_batch(const RowPlace& place, int32_t first, const Team& team, Taken& taken) const {
-    look_at_units(taken.units, [&](int i) { return place_of(place, first, i, team); });
+    look_at_units(taken.units, place_of(place, first, team));
   }
 
   template <typename Also>
@@ -831,9 +848,7 @@ struct Scatter {
       const int32_t mark = is_unit ? chunk_of(first, i, team) : chunks() + chunk_of(first, lane_id(), team);
       return true_unit(op, source, place.marks + mark, is_unit ? lane_id() : 0);
     };
-    take_units(
-        op, [=](int) { return source; }, taken.units, [&](int i) { return place_of(place, first, i, team); }, resolve,
-        also);
+    take_units(op, [=](int) { return source; }, taken.units, place_of(place, first, team), resolve, also);
     __syncwarp();
   }
 
@@ -859,6 +874,10 @@ struct Scatter {
   __device__ void write_scales(const uint4& unit, int32_t chunk, int32_t row, int32_t k) const {
     float* out = args.out_scales + int64_t{__shfl_sync(kAllLanes, row, k)} * args.num_scales;
     const uint32_t scales[] = {unit.x, unit.y, unit.z, unit.w};
+    if (args.num_scales % 4 == 0) {  // rows of them begin at whole units
+      if (lane_id() < kReceiveBatch && chunk < chunks()) reinterpret_cast<uint4*>(out)[chunk] = unit;
+      return;
+    }
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
       if (lane_id() < kReceiveBatch && chunk * 4 + i < args.num_scales) out[chunk * 4 + i] = __uint_as_float(scales[i]);
@@ -1165,7 +1184,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   __shared__ Shared shared;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Scatter<X, kCasts, kArrival, kForm> scatter = {
-      peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch};
+      peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_bytes(args)};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;
@@ -1228,8 +1247,7 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
 
 cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& best,
                            cudaStream_t stream) {
-  LaunchPlan plan = kHasNetwork ? sending_in_blocks(best) : best;
-  if (kHasNetwork && goes_by_node(args)) plan = passing_on(plan);
+  const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
   const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.form);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);

@@ -30,9 +30,8 @@ __device__ __forceinline__ int32_t lane_id() { return static_cast<int32_t>(threa
 
 // Where a row for a far rank waits to be put. It is free when the row's place at that rank is.
 __device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer, int32_t index) {
-  const ArenaLayout& layout = op.peers.layout;
-  const int64_t offset = layout.row_offset(layout.row_number(op.state.slot, peer, index));
-  return op.state.table.arena[op.peers.rank] + NetworkLayout(layout).staging_begin + offset;
+  const NetworkLayout network(op.peers.layout, op.peers.num_ranks);
+  return op.state.table.arena[op.peers.rank] + network.staged_row(op.state.slot, peer, index);
 }
 
 // A row in the memory of rank `at`; for a far one, `row` is where it is staged.
@@ -48,22 +47,27 @@ struct RowPlace {
     row = is_far(op.peers, at) ? staged_row(op, at, index) : arena + layout.row_offset(number);
     marks = reinterpret_cast<unsigned long long*>(arena + layout.marks_offset(number));
   }
-  // The place that another lane of the warp has; the compiler leaves out what is not used.
-  __device__ __forceinline__ RowPlace of_lane(int32_t lane) const {
-    RowPlace place;
-    place.row = reinterpret_cast<uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row), lane));
-    place.marks = reinterpret_cast<unsigned long long*>(
-        __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(marks), lane));
-    return place;
+  // One that arrives here, by its number.
+  __device__ __forceinline__ RowPlace(const Operation& op, int32_t number) {
+    uint8_t* const arena = op.state.table.arena[op.peers.rank];
+    row = arena + op.peers.layout.row_offset(number);
+    marks = reinterpret_cast<unsigned long long*>(arena + op.peers.layout.marks_offset(number));
+  }
+  // What another lane of the warp has.
+  __device__ __forceinline__ uint8_t* row_of_lane(int32_t lane) const { return of_lane(row, lane); }
+  __device__ __forceinline__ unsigned long long* marks_of_lane(int32_t lane) const { return of_lane(marks, lane); }
+  template <typename T>
+  __device__ __forceinline__ static T* of_lane(T* mine, int32_t lane) {
+    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(mine), lane));
   }
 
   __device__ __forceinline__ RowHeader* header(int32_t k) const { return reinterpret_cast<RowHeader*>(row) + k; }
   // This lane's unit of a chunk of the payload, and the unit of scales of the chunk, which follow `payload_bytes`.
   __device__ __forceinline__ uint8_t* unit(const Operation& op, int32_t chunk) const {
-    return row + (op.peers.layout.header_bytes + chunk * kChunkBytes + lane_id() * kUnitBytes);
+    return row + static_cast<uint32_t>(op.peers.layout.header_bytes + chunk * kChunkBytes + lane_id() * kUnitBytes);
   }
   __device__ __forceinline__ uint8_t* scales(const Operation& op, int32_t payload_bytes, int32_t chunk) const {
-    return row + (op.peers.layout.header_bytes + payload_bytes + chunk * kUnitBytes);
+    return row + static_cast<uint32_t>(op.peers.layout.header_bytes + payload_bytes + chunk * kUnitBytes);
   }
 };
 
@@ -78,10 +82,14 @@ struct Chunk {
     return {unit, 0, false};
   }
 
-  __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* place, unsigned long long* mark,
+  // mark() gives where its mark goes. With a whole warp.
+  template <typename Mark>
+  __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* place, Mark mark,
                                        bool present) const {
     if (present) store_unit(place, unit);
-    if (marked && lane_id() == 0) store_word(op.peers, peer, mark, tagged(op.state.epoch, empties));
+    if (!marked) return;
+    unsigned long long* const word = mark();
+    if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, empties));
   }
 
  private:
@@ -98,41 +106,54 @@ __device__ __noinline__ static uint4 true_unit(Operation op, int32_t peer, const
   return op.expect_word(peer, mark) >> bit & 1 ? empty_unit() : stand_in();
 }
 
-// Looks whether `N` units of this lane have arrived. place(i) is null for one that there is not.
+// Looks whether `N` units of this lane have arrived, where place.has(i), at place.at(i); the others are zero.
 template <int N, typename Place>
-__device__ __forceinline__ void look_at_units(uint4 (&units)[N], Place place) {
+__device__ __forceinline__ void look_at_units(uint4 (&units)[N], const Place& place) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) units[i] = place(i) ? load_unit(place(i)) : uint4{};
+  for (int i = 0; i < N; ++i) {
+    units[i] = uint4{};
+    if (place.has(i)) units[i] = load_unit(place.at(i));
+  }
 }
 
 // Waits for those that had not, from peer(i), and takes all. resolve(i) gives the true_unit of a stand-in. also() looks
 // for what else has to arrive, and says whether it has.
+//
+// A receiver has hundreds of warps, and most of what they do is here: where all has arrived, it must take few
+// instructions, and few between two looks at what has not.
 template <int N, typename Peer, typename Place, typename Resolve, typename Also>
-__device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4 (&units)[N], Place place,
+__device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4 (&units)[N], const Place& place,
                                            Resolve resolve, Also also) {
-  int awaited = 0;
-  const auto probe = [&] {
-    bool missing = !also();
+  const auto any_is_odd = [&] {  // or may be
+    bool any = false;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (!place(i) || !is_empty(units[i])) continue;
-      units[i] = load_unit(place(i));
-      missing = true;
-      awaited = i;
-    }
-    return missing ? 0u : op.state.epoch;
+    for (int i = 0; i < N; ++i) any |= units[i].x == kEmptyWord;
+    return any;
   };
-  op.wait_for([&] { return peer(awaited); }, op.state.epoch, probe);
-  bool odd = false;
+  if (!also() || any_is_odd()) {
+    const uint32_t epoch = op.state.epoch;
+    int awaited = 0;
+    const auto probe = [&] {
+      bool missing = !also();
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    odd = odd || units[i].x == kEmptyWord;
-    if (place(i)) store_unit(place(i), empty_unit());
+      for (int i = 0; i < N; ++i) {
+        if (!is_empty(units[i])) continue;
+        units[i] = load_unit(place.at(i));
+        missing = true;
+        awaited = i;
+      }
+      return missing ? 0u : epoch;
+    };
+    op.wait_for([&] { return peer(awaited); }, epoch, probe);
   }
-  if (!odd) return;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (place(i) && is_stand_in(units[i])) units[i] = resolve(i);
+    if (place.has(i)) store_unit(place.at(i), empty_unit());
+  }
+  if (!any_is_odd()) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (place.has(i) && is_stand_in(units[i])) units[i] = resolve(i);
   }
 }
 
@@ -159,7 +180,7 @@ inline constexpr uint32_t kNoRow = 1;  // beside the epoch, in a signal that com
 // Of row `index` from a source, in the memory of whoever waits for it.
 __device__ __forceinline__ unsigned long long* signal_of(const Operation& op, int32_t from, int32_t index) {
   const ArenaLayout& layout = op.peers.layout;
-  uint8_t* signals = op.state.table.arena[op.peers.rank] + NetworkLayout(layout).signals_begin;
+  uint8_t* signals = op.state.table.arena[op.peers.rank] + NetworkLayout(layout, op.peers.num_ranks).signals_begin;
   return reinterpret_cast<unsigned long long*>(signals) + layout.row_number(op.state.slot, from, index);
 }
 
@@ -173,7 +194,7 @@ __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32
   put_with_signal(arena + offset, staged_row(op, peer, index) + begin, bytes, signal_of(op, from, index),
                   op.state.epoch, pe_of(op.peers, peer));
   if (lane_id() != 0) return;
-  auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout).traffic_begin);
+  auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout, op.peers.num_ranks).traffic_begin);
   atomicAdd(&traffic->rows, 1ull);
   atomicAdd(&traffic->bytes, static_cast<unsigned long long>(bytes));
 }
