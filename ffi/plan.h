@@ -82,7 +82,7 @@ struct Team {
 struct Shape {
   Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
-  int32_t receive_eighths;  // of the blocks, at most, receive
+  int32_t receive_eighths;  // of the blocks receive, or more if they are not needed to send
 };
 
 // Blocks for `sends` and `receives` rows.
@@ -101,11 +101,11 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
             std::min(shape.log_send_warps, log_block),
             std::min(shape.log_receive_warps, log_block)};
   }
-  const int64_t most_receive = std::max(blocks * shape.receive_eighths / 8, 1);
-  const auto receivers =
-      static_cast<int32_t>(std::min(blocks_for(receives, shape.log_receive_warps) + 1, most_receive));
-  const auto senders =
-      static_cast<int32_t>(std::min(blocks_for(sends, shape.log_send_warps) + 1, int64_t{blocks - receivers}));
+  const int64_t share = std::max(blocks * shape.receive_eighths / 8, 1);
+  const int64_t could_receive = blocks_for(receives, shape.log_receive_warps) + 1;
+  const auto senders = static_cast<int32_t>(
+      std::min(blocks_for(sends, shape.log_send_warps) + 1, blocks - std::min(could_receive, share)));
+  const auto receivers = static_cast<int32_t>(std::min(could_receive, int64_t{blocks - senders}));
   // A team must not be larger than all that there are.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
     while (log_warps > log_block && row_blocks << log_block >> log_warps == 0) --log_warps;
