@@ -53,7 +53,7 @@ step build "$python" -m pip install --no-build-isolation --no-deps --force-reins
 step native-build bash -c build_native_tests
 step native-run build/native-gpu/exchange_test
 for tool in memcheck racecheck synccheck; do
-  step sanitizer-$tool compute-sanitizer --tool $tool --error-exitcode 9 build/native-gpu/exchange_test 4 quick
+  step sanitizer-$tool compute-sanitizer --tool $tool --error-exitcode 9 build/native-gpu/exchange_test 8 quick
 done
 step tests "$python" -P -m pytest tests -q -p no:cacheprovider \
   --junit-xml="$logs/tests.xml" ${PYTEST_ARGS:-}
