@@ -99,6 +99,12 @@ struct Gather {
     }
   }
 
+  // At zero; but all_to_all_back moves one row as it is, and 0 + -0 would not be -0.
+  __device__ void start_sum(float (&total)[kSize]) const {
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) total[e] = blocks() ? -0.0f : 0.0f;
+  }
+
   // Units of the sum over a token's rows here, in the order of k, each rounded once.
   struct Sums {
     uint4 unit[kSumsAtOnce];
@@ -181,7 +187,9 @@ struct Gather {
 
   // Of chunks first, first + num_warps, ...
   __device__ Sums partial_sums(const SourceRow& source, int32_t first, const Team& team) const {
-    float total[kSumsAtOnce][kSize] = {};
+    float total[kSumsAtOnce][kSize];
+#pragma unroll
+    for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c]);
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
       Vector<X> y[kRowsAtOnce][kSumsAtOnce];
@@ -256,7 +264,8 @@ struct Gather {
       }
 #pragma unroll 1
       for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
-        float total[kSize] = {};
+        float total[kSize];
+        start_sum(total);
         add_all(row, sources, chunk, total);
         Vector<X> sum;
 #pragma unroll
@@ -304,7 +313,8 @@ struct Gather {
     }
 #pragma unroll 1
     for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
-      float total[kSize] = {};
+      float total[kSize];
+      start_sum(total);
       add_all(row, sources, chunk, total);
       if (has_unit(chunk)) store_sum(token, chunk, total);
     }
@@ -369,7 +379,6 @@ struct Gather {
     };
     take_units(op, source, units, place, resolve, [] { return true; });
     __syncwarp();
-    // Of a rank that sends none, a unit of zeros: they change no sum, as none is -0.
 #pragma unroll
     for (int i = 0; i < kRanksAtOnce; ++i) {
       Vector<X> part;
@@ -377,7 +386,9 @@ struct Gather {
       float values[kSize];
       to_floats(part, values);
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) total[e] += values[e];
+      for (int e = 0; e < kSize; ++e) {
+        if (place.has(i)) total[e] += values[e];
+      }
     }
   }
 
