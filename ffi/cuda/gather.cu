@@ -99,10 +99,10 @@ struct Gather {
     }
   }
 
-  // At zero; but all_to_all_back moves one row as it is, and 0 + -0 would not be -0.
-  __device__ void start_sum(float (&total)[kSize]) const {
+  // At zero; but all_to_all_back moves one row as it is, if there is one, and 0 + -0 would not be -0.
+  __device__ void start_sum(float (&total)[kSize], bool any) const {
 #pragma unroll
-    for (int e = 0; e < kSize; ++e) total[e] = blocks() ? -0.0f : 0.0f;
+    for (int e = 0; e < kSize; ++e) total[e] = blocks() && any ? -0.0f : 0.0f;
   }
 
   // Units of the sum over a token's rows here, in the order of k, each rounded once.
@@ -189,7 +189,7 @@ struct Gather {
   __device__ Sums partial_sums(const SourceRow& source, int32_t first, const Team& team) const {
     float total[kSumsAtOnce][kSize];
 #pragma unroll
-    for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c]);
+    for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c], source.rows != 0);
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
       Vector<X> y[kRowsAtOnce][kSumsAtOnce];
@@ -265,7 +265,7 @@ struct Gather {
 #pragma unroll 1
       for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
         float total[kSize];
-        start_sum(total);
+        start_sum(total, sources != 0);
         add_all(row, sources, chunk, total);
         Vector<X> sum;
 #pragma unroll
@@ -314,7 +314,7 @@ struct Gather {
 #pragma unroll 1
     for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
       float total[kSize];
-      start_sum(total);
+      start_sum(total, sources != 0);
       add_all(row, sources, chunk, total);
       if (has_unit(chunk)) store_sum(token, chunk, total);
     }
