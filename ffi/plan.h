@@ -82,7 +82,7 @@ struct Team {
 struct Shape {
   Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
-  int32_t receive_eighths;  // of the blocks receive, or more if they are not needed to send
+  int32_t receive_eighths;  // of the blocks receive, if as many can; or more, if they are not needed to send
 };
 
 // Blocks for `sends` and `receives` rows.
@@ -121,8 +121,8 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
 }
 
 // The same over a network, where the warps of a team that sends wait for one another, and so are of one block. By node,
-// some blocks pass rows on, with such teams, too: half of those that would receive, or, if but one does, of the
-// senders.
+// some blocks pass rows on, with such teams, too: half of those that would receive, or, if but one does, one that would
+// send. Of two blocks, one does it all.
 constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
   plan.log_send_warps = std::min(plan.log_send_warps, plan.log_block_warps);
   if (!by_node) return plan;
