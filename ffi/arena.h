@@ -130,6 +130,18 @@ struct Control {
 inline constexpr uint32_t kClosed = 0xffffffffu;
 inline constexpr uint32_t kNewestIsWhole = 1u << 31;
 
+// Of a group that has had operations up to `newest_epoch`, and has none under way. Operation n may begin when all have
+// finished n - num_slots: the next ones find that of their slot.
+inline Control initial_control(int32_t num_slots, uint32_t newest_epoch = 0) {
+  Control initial = {};
+  initial.newest_epoch = newest_epoch;
+  for (int32_t next = 1; next <= num_slots; ++next) {
+    const uint32_t epoch = newest_epoch + next;
+    for (uint32_t& finished : initial.finished[epoch % num_slots]) finished = epoch - num_slots;
+  }
+  return initial;
+}
+
 constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, int32_t experts_per_rank) {
   return static_cast<int64_t>(sizeof(Control)) + (int64_t{slot} * num_ranks + peer) * experts_per_rank * 8;
 }

@@ -100,7 +100,7 @@ struct Gather {
   }
 
   // At zero; but all_to_all_back moves one row as it is, if there is one, and 0 + -0 would not be -0.
-  __device__ void start_sum(float (&total)[kSize], bool any) const {
+  __device__ void start_sum(float (&total)[kSize], bool any = true) const {
 #pragma unroll
     for (int e = 0; e < kSize; ++e) total[e] = blocks() && any ? -0.0f : 0.0f;
   }
@@ -189,7 +189,7 @@ struct Gather {
   __device__ Sums partial_sums(const SourceRow& source, int32_t first, const Team& team) const {
     float total[kSumsAtOnce][kSize];
 #pragma unroll
-    for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c], source.rows != 0);
+    for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c]);
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
       Vector<X> y[kRowsAtOnce][kSumsAtOnce];
@@ -265,7 +265,7 @@ struct Gather {
 #pragma unroll 1
       for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
         float total[kSize];
-        start_sum(total, sources != 0);
+        start_sum(total);
         add_all(row, sources, chunk, total);
         Vector<X> sum;
 #pragma unroll
@@ -305,6 +305,7 @@ struct Gather {
       if (!nodes.is_own(rank)) source = nodes.source_of(rank / nodes.size);
     }
     if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
+    __syncwarp();                                   // all lanes read what some have waited for
     const int32_t row = row_number(source, index);  // of this lane's rank
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
     if (args.topk_weights && team.warp == team.num_warps - 1) {  // which has least to do
@@ -331,10 +332,9 @@ struct Gather {
     for (; sources; sources &= sources - 1) {
       const int32_t source = __ffs(sources) - 1;
       const RowPlace place(op, __shfl_sync(kAllLanes, row, source));
-      RowHeader header = {};
-      const bool came = op.wait_for(source, op.state.epoch, [&] {
-        return lane_id() >= args.top_k || look_at_header(op, place.header(lane_id()), header) ? op.state.epoch : 0;
-      });
+      RowHeader header = no_header(op);
+      const bool came = op.wait_until(
+          source, [&] { return lane_id() >= args.top_k || look_at_header(op, place.header(lane_id()), header); });
       if (came) total += header.weight;
       __syncwarp();
     }

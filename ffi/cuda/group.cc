@@ -15,15 +15,6 @@
 namespace jax_ep {
 namespace {
 
-// Operation n may begin when all have finished n - num_slots; the first ones find 1 - num_slots, 2 - num_slots, ...
-Control initial_control(int32_t num_slots) {
-  Control initial = {};
-  for (int32_t epoch = 1; epoch <= num_slots; ++epoch) {
-    for (uint32_t& finished : initial.finished[epoch % num_slots]) finished = static_cast<uint32_t>(epoch - num_slots);
-  }
-  return initial;
-}
-
 template <typename T>
 void upload(void* device, const T& value) {
   check(cudaMemcpy(device, &value, sizeof(value), cudaMemcpyHostToDevice), "cudaMemcpy");

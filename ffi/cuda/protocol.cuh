@@ -98,6 +98,13 @@ struct Operation {
     }
   }
 
+  // The same until probe() holds. What does not counts as an operation before.
+  template <typename Peer, typename Probe>
+  __device__ __forceinline__ bool wait_until(Peer peer, Probe probe) const {
+    const uint32_t epoch = state.epoch;
+    return wait_for(peer, epoch, [&] { return probe() ? epoch : epoch - 1; });
+  }
+
   __device__ static int32_t blamed(int32_t peer) { return peer; }
   template <typename Peer>
   __device__ static int32_t blamed(const Peer& peer) {

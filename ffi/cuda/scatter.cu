@@ -62,13 +62,13 @@ constexpr bool goes_by_node(const Peers& peers, const ScatterArgs& args) {
   return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.blocks && !are_few(args.num_tokens);
 }
 
-// One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
 // Of a row under way, without its scales.
-__device__ __forceinline__ int32_t payload_bytes(const ScatterArgs& args) {
+__device__ __forceinline__ int32_t payload_of(const ScatterArgs& args) {
   return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
                          : static_cast<int32_t>(args.row_bytes);
 }
 
+// One launch of one rank. Rows are of X; they are cast to fp8 on their way out, or not.
 template <typename X, bool kCasts, Arrival kArrival, Form kForm>
 struct Scatter {
   // Chunks that a warp has under way.
@@ -84,24 +84,21 @@ struct Scatter {
   const LaunchPlan& plan;
   Operation op;
   Shared& shared;
-  void* scratch;    // dynamic shared memory
-  int32_t payload;  // bytes of a row under way, without its scales
+  void* scratch;          // dynamic shared memory
+  int32_t payload_bytes;  // of a row under way, without its scales
 
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
   __device__ bool new_route() const { return kArrival != Arrival::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   __device__ bool by_node() const { return !kFew && goes_by_node(peers, args); }
-  __device__ int32_t payload_bytes() const { return payload; }
-  __device__ int32_t chunks() const { return num_chunks(payload_bytes()); }
+  __device__ int32_t chunks() const { return num_chunks(payload_bytes); }
   // With its header and its scales.
   __device__ int32_t bytes_under_way() const {
-    return payload_bytes() + kUnitBytes * ((new_route() ? args.top_k : 0) + (args.num_scales ? chunks() : 0));
+    return payload_bytes + kUnitBytes * ((new_route() ? args.top_k : 0) + (args.num_scales ? chunks() : 0));
   }
   // Whether this lane has a unit in a chunk.
-  __device__ bool has_unit(int32_t chunk) const {
-    return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes();
-  }
+  __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
 
   // --- the first sender ---------------------------------------------------------------------------------------------
 
@@ -415,7 +412,7 @@ struct Scatter {
         units[i].send(op, peer, place.unit(op, chunk), [&] { return mark(chunk); }, has_unit(chunk));
         if (args.num_scales) {
           const bool present = lane_id() == 0 && chunk < chunks();
-          uint8_t* const at = place.scales(op, payload_bytes(), chunk);
+          uint8_t* const at = place.scales(op, payload_bytes, chunk);
           scales[i].send(op, peer, at, [&] { return mark(chunks() + chunk); }, present);
         }
       }
@@ -428,7 +425,7 @@ struct Scatter {
     if (any_of_team(team, kTeamsBarrier, !staged)) return;
     const int32_t begin = new_route() ? 0 : peers.layout.header_bytes;
     const int32_t scales = args.num_scales ? chunks() * kUnitBytes : 0;
-    const int32_t bytes = peers.layout.header_bytes - begin + payload_bytes() + scales;
+    const int32_t bytes = peers.layout.header_bytes - begin + payload_bytes + scales;
     int32_t turn = 0;
     for_each_rank(index, [&](int32_t peer) {
       if (!is_far(peers, peer) || turn++ % team.num_warps != team.warp) return;
@@ -617,7 +614,7 @@ struct Scatter {
     arriving.index = peers.by_ranks.quotient(item);
     arriving.comes = arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
-    arriving.place = RowPlace(op, peers.rank, arriving.source, arriving.index);
+    arriving.place = place_here(arriving.source, arriving.index);
     if (!new_route() && !args.blocks) {
       const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
       arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
@@ -625,6 +622,7 @@ struct Scatter {
     if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
       const BatchPlace place = place_of(arriving.place, team.warp, team);
       for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? empty_unit() : uint4{};
+      arriving.header = no_header(op);
     } else {
       look_at_batch(arriving.place, team.warp, team, arriving.first);
       if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
@@ -634,6 +632,11 @@ struct Scatter {
       ask_for_y(arriving.row, team.warp, team);
     }
     return arriving;
+  }
+
+  // Of a row that arrives.
+  __device__ RowPlace place_here(int32_t source, int32_t index) const {
+    return {op, peers.layout.row_number(op.state.slot, source, index)};
   }
 
   // Over the network; by node, a near rank passes rows on.
@@ -702,8 +705,8 @@ struct Scatter {
     for (int32_t first = 0; first < peers.num_ranks; first += kAtOnce) {
       unsigned long long words[kAtOnce];
       int32_t missing = first;
-      const auto look = [&] {
-        uint32_t epoch = op.state.epoch;
+      const auto have_come = [&] {
+        bool all = true;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int32_t source = min(first + i, peers.num_ranks - 1);
@@ -712,12 +715,12 @@ struct Scatter {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           if (words[i] >> 32 == op.state.epoch) continue;
-          epoch = ~op.state.epoch;
+          all = false;
           missing = min(first + i, peers.num_ranks - 1);
         }
-        return epoch;
+        return all;
       };
-      op.wait_for([&] { return missing; }, op.state.epoch, look);
+      op.wait_until([&] { return missing; }, have_come);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= peers.num_ranks) break;
@@ -831,8 +834,8 @@ struct Scatter {
 
   __device__ BatchPlace place_of(const RowPlace& place, int32_t first, const Team& team) const {
     const int32_t chunk = chunk_of(first, lane_id(), team);
-    return {place.unit(op, first), place.scales(op, payload_bytes(), chunk), team.num_warps * kChunkBytes,
-            payload_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes),
+    return {place.unit(op, first), place.scales(op, payload_bytes, chunk), team.num_warps * kChunkBytes,
+            payload_bytes - (first * kChunkBytes + lane_id() * kUnitBytes),
             args.num_scales && lane_id() < kReceiveBatch && chunk < chunks()};
   }
 
@@ -1017,7 +1020,7 @@ struct Scatter {
     for (int32_t item = team.index; item < num_candidates; item += team.num_teams) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
       const int32_t source = nodes.counterpart_in(node);
-      const RowPlace from(op, peers.rank, nodes.source_of(node), token);
+      const RowPlace from = place_here(nodes.source_of(node), token);
       const Route route = route_passed_on(nodes, node, token, from, team);
       if (__any_sync(kAllLanes, op.state.failed)) return;
       if (!__any_sync(kAllLanes, route.index >= 0)) continue;
@@ -1047,6 +1050,7 @@ struct Scatter {
       comes = await_signal(op, nodes.counterpart_in(node), nodes.source_of(node), token);
     }
     comes = __shfl_sync(kAllLanes, comes, 0);
+    __syncwarp();  // all lanes read what one has waited for
     if (!comes) route.index = -1;
     if (!new_route()) return route;
     RowHeader header = {-1, 0, 0, 0};
@@ -1184,7 +1188,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   __shared__ Shared shared;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Scatter<X, kCasts, kArrival, kForm> scatter = {
-      peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_bytes(args)};
+      peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_of(args)};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;

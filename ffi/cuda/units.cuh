@@ -131,9 +131,8 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
     return any;
   };
   if (!also() || any_is_odd()) {
-    const uint32_t epoch = op.state.epoch;
     int awaited = 0;
-    const auto probe = [&] {
+    const auto have_come = [&] {
       bool missing = !also();
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -142,9 +141,9 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
         missing = true;
         awaited = i;
       }
-      return missing ? 0u : epoch;
+      return !missing;
     };
-    op.wait_for([&] { return peer(awaited); }, epoch, probe);
+    op.wait_until([&] { return peer(awaited); }, have_come);
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -166,6 +165,8 @@ __device__ __forceinline__ RowHeader load_header(const RowHeader* place) {
   const uint4 unit = load_unit(place);
   return {static_cast<int32_t>(unit.x), static_cast<int32_t>(unit.y), __uint_as_float(unit.z), unit.w};
 }
+// One that has not arrived.
+__device__ __forceinline__ RowHeader no_header(const Operation& op) { return {0, 0, 0, op.state.epoch - 1}; }
 // Looks once more for a header that had not arrived, and says whether it had.
 __device__ __forceinline__ bool look_at_header(const Operation& op, const RowHeader* place, RowHeader& header) {
   if (header.epoch == op.state.epoch) return true;
@@ -210,9 +211,9 @@ __device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, 
   if (!is_far(op.peers, peer)) return true;
   unsigned long long* const signal = signal_of(op, from, index);
   bool is_there = false;
-  op.wait_for(peer, op.state.epoch, [&] {
+  op.wait_until(peer, [&] {
     is_there = has_come(signal, op.state.epoch);
-    return is_there || has_come(signal, tagged(kNoRow, op.state.epoch)) ? op.state.epoch : 0;
+    return is_there || has_come(signal, tagged(kNoRow, op.state.epoch));
   });
   return is_there;
 }
