@@ -8,24 +8,26 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
-inline constexpr int32_t kDefaultSms = 128;
+inline constexpr int32_t kMaxBlockWarps = 16;           // one such block on a streaming multiprocessor (SM)
+inline constexpr int32_t kDefaultSms = 132;             // of an H100 or H200
 inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
 // A whole operation that took turns with it on another rank must find a free one: each would wait for the other's peer.
 inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). For many:
-// blocks that have sent take rows, too. On few SMs: likewise, and a warp has more of a row under way, since there are
-// few warps. A kernel may use the code of one form for another.
-enum class Form : int32_t { kFewRows, kUsual, kManyRows, kFewSms };
-inline constexpr Form kForms[] = {Form::kFewRows, Form::kUsual, Form::kManyRows, Form::kFewSms};
+// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). Few long
+// ones: likewise, and a warp takes two chunks of one that arrives at once. For many: blocks that have sent take rows,
+// too. On few SMs: likewise, and a warp has more of a row under way, since there are few warps. A kernel may use the
+// code of one form for another.
+enum class Form : int32_t { kFewRows, kFewLongRows, kUsual, kManyRows, kFewSms };
+inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewLongRows, Form::kUsual, Form::kManyRows, Form::kFewSms};
+constexpr bool has_few_rows(Form form) { return form == Form::kFewRows || form == Form::kFewLongRows; }
 inline constexpr int32_t kFewRowsBlockWarps = 8;
-constexpr bool has_control_warp(Form form) { return form == Form::kFewRows; }
+constexpr bool has_control_warp(Form form) { return has_few_rows(form); }
 constexpr int32_t most_threads(Form form) {
-  return 32 * (form == Form::kFewRows ? kFewRowsBlockWarps + 1 : kMaxBlockWarps);
+  return 32 * (has_few_rows(form) ? kFewRowsBlockWarps + 1 : kMaxBlockWarps);
 }
-constexpr int32_t least_blocks_per_sm(Form form) { return form == Form::kFewRows ? 2 : 1; }
+constexpr int32_t least_blocks_per_sm(Form form) { return has_few_rows(form) ? 2 : 1; }
 
 // A thread block sends, or receives; or, where rows are shared, sends and then receives. Senders come first, as blocks
 // are started in their order, and wait for no peer's rows: what a receiver waits for is always on its way. Only a
@@ -85,11 +87,17 @@ struct Shape {
   int32_t receive_eighths;  // of the blocks receive, if as many can; or more, if they are not needed to send
 };
 
-// Blocks for `sends` and `receives` rows.
+constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
+// Blocks for `sends` and `receives` rows. No more receive than it takes for as few turns: all wait for a team that has
+// one row more than the others, and the rest may send.
 constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, int32_t num_sms) {
   const int32_t log_block = shape.log_block_warps;
-  const auto blocks_for = [=](int64_t rows, int32_t log_warps) {
-    return ((rows << log_warps) + (1 << log_block) - 1) >> log_block;
+  const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // one of which has no rows
+    return divide_up(rows << log_warps, 1 << log_block) + 1;
+  };
+  const auto teams_in = [=](int64_t blocks, int32_t log_warps) {
+    return std::max((blocks - 1) << log_block >> log_warps, int64_t{1});
   };
   const int32_t blocks = (num_sms > 0 ? num_sms : kDefaultSms) * kMaxBlockWarps >> log_block;
   if (blocks == 1) {
@@ -101,10 +109,12 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
             std::min(shape.log_send_warps, log_block),
             std::min(shape.log_receive_warps, log_block)};
   }
-  const int64_t share = std::max(blocks * shape.receive_eighths / 8, 1);
-  const int64_t could_receive = blocks_for(receives, shape.log_receive_warps) + 1;
-  const auto senders = static_cast<int32_t>(
-      std::min(blocks_for(sends, shape.log_send_warps) + 1, blocks - std::min(could_receive, share)));
+  const int64_t could_receive = blocks_for(receives, shape.log_receive_warps);
+  const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receive_eighths / 8, 1));
+  const int64_t turns = divide_up(receives, teams_in(share, shape.log_receive_warps));
+  const int64_t even = blocks_for(divide_up(receives, std::max<int64_t>(turns, 1)), shape.log_receive_warps);
+  const auto senders =
+      static_cast<int32_t>(std::min(blocks_for(sends, shape.log_send_warps), blocks - std::min(share, even)));
   const auto receivers = static_cast<int32_t>(std::min(could_receive, int64_t{blocks - senders}));
   // A team must not be larger than all that there are.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
@@ -162,36 +172,40 @@ constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
 // Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. What a block
 // spends on finding out where its teams' next tokens go, it spends once for all of them. The warps of a team that
 // receives, with `team_in_block`, are of one block. `num_chunks` is of a row under way.
-constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
-                                  int32_t num_sms, bool team_in_block) {
+constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_chunks, int32_t num_sms,
+                                  bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
+  const int64_t num_rows = num_tokens * num_ranks;
   Form form = form_for(num_tokens, num_sms);
   if (team_in_block && form == Form::kUsual) form = Form::kManyRows;  // combine's cotangents: there is padding to share
   Shape shape = {};
   switch (form) {
-    case Form::kFewRows: {
+    case Form::kFewRows:
+    case Form::kFewLongRows: {
       const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
       const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
-      shape = {Form::kFewRows, 3, log_send, std::min(log_chunks, log_receive), 5};
+      shape = {form, 3, log_send, std::min(log_chunks, log_receive), 5};
       break;
     }
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps / 2, most = std::max(log_chunks - 1, 0);
-      shape = {Form::kFewSms, 4, log_team(num_tokens, warps, most), log_team(num_tokens * num_ranks, warps, most), 4};
+      shape = {form, 4, log_team(num_tokens, warps, most), log_team(num_rows, warps, most), 4};
       break;
     }
     case Form::kUsual:
     case Form::kManyRows: {
-      const int32_t most = top_k <= 2 ? 3 : 4;  // a row that goes to few ranks takes its warps no time to send
-      const int32_t eighths = form == Form::kUsual && std::min(log_chunks, most) > 3 ? 5 : 4;
-      shape = {form, 4, std::min(log_chunks, most), std::clamp(log_chunks - 2, 0, 2), eighths};
+      const int32_t warps = kDefaultSms / 2 * kMaxBlockWarps;
+      const int32_t log_send = std::max(log_team(num_tokens, warps, 4), 2);
+      const int32_t log_receive = std::max(log_team(num_rows, warps, log_chunks), std::clamp(log_chunks - 2, 0, 2));
+      shape = {form, 4, std::min(log_chunks, log_send), log_receive, 4};
       break;
     }
   }
-  if (team_in_block || form != Form::kFewRows) {  // where rows are claimed, a team's warps tell one another
+  if (team_in_block || !has_few_rows(form)) {  // where rows are claimed, a team's warps tell one another
     shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   }
-  return plan_launch(num_tokens, num_tokens * num_ranks, shape, num_sms);
+  if (has_few_rows(form) && shape.log_receive_warps < log_chunks) shape.form = Form::kFewLongRows;
+  return plan_launch(num_tokens, num_rows, shape, num_sms);
 }
 
 // The rows of all ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing is
@@ -199,26 +213,28 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                  int32_t num_sms) {
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
+  const int64_t num_rows = num_tokens * num_ranks;
   const Form form = form_for(num_tokens, num_sms);
   Shape shape = {};
   switch (form) {
     case Form::kFewRows:
-      shape = {Form::kFewRows, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 5};
+    case Form::kFewLongRows:
+      shape = {form, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 5};
       break;
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps / 2;
-      shape = {Form::kFewSms, 4, log_team(num_tokens * num_ranks, warps, most), log_team(num_tokens, warps, most), 3};
+      shape = {form, 4, log_team(num_rows, warps, most), log_team(num_tokens, warps, most), 3};
       break;
     }
     case Form::kUsual:
       shape = {form, 4, std::min(4, most), 5, top_k < 4 * num_ranks ? 4 : 3};
       break;
     case Form::kManyRows:
-      shape = {form, 4, std::min(4, most), 2, 3};
+      shape = {form, 4, std::min(3, most), 2, num_ranks > 2 ? 3 : 2};
       break;
   }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
-  return plan_launch(num_tokens * num_ranks, num_tokens, shape, num_sms);
+  return plan_launch(num_rows, num_tokens, shape, num_sms);
 }
 
 }  // namespace jax_ep

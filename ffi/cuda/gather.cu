@@ -50,7 +50,7 @@ struct Gather {
   Operation op;
 
   __device__ bool blocks() const { return args.rows == nullptr; }
-  __device__ bool by_node() const { return kForm != Form::kFewRows && goes_by_node(peers, args); }
+  __device__ bool by_node() const { return !has_few_rows(kForm) && goes_by_node(peers, args); }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes(); }
@@ -443,6 +443,7 @@ template <typename X>
 auto kernel_of(Form form) {
   switch (form) {
     case Form::kFewRows:
+    case Form::kFewLongRows:
       return gather_kernel<X, Form::kFewRows>;
     case Form::kUsual:
       return gather_kernel<X, Form::kUsual>;

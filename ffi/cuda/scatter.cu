@@ -47,7 +47,8 @@ struct Places {
 
 // Chunks that a warp has under way of a row that arrives.
 constexpr int receive_batch(Arrival arrival, Form form) {
-  return form == Form::kFewRows ? 1 : arrival == Arrival::kDequantize ? 2 : 4;
+  if (has_few_rows(form)) return form == Form::kFewLongRows ? 2 : 1;
+  return arrival == Arrival::kDequantize ? 2 : 4;
 }
 
 // Rows of y that a warp has asked for, for combine's cotangents, and their bytes in shared memory.
@@ -72,7 +73,7 @@ __device__ __forceinline__ int32_t payload_of(const ScatterArgs& args) {
 template <typename X, bool kCasts, Arrival kArrival, Form kForm>
 struct Scatter {
   // Chunks that a warp has under way.
-  static constexpr bool kFew = kForm == Form::kFewRows;
+  static constexpr bool kFew = has_few_rows(kForm);
   static constexpr int kSendBatch = kFew || kCasts ? 1 : 2;
   static constexpr int kReceiveBatch = receive_batch(kArrival, kForm);
   static constexpr int kUnroll = kFew ? 1 : 2;
@@ -1240,6 +1241,8 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
   switch (form) {
     case Form::kFewRows:
       return kernel_of<Form::kFewRows>(type, casts, arrival);
+    case Form::kFewLongRows:
+      return kernel_of<Form::kFewLongRows>(type, casts, arrival);
     case Form::kUsual:
       return kernel_of<Form::kUsual>(type, casts, arrival);
     default:

@@ -306,8 +306,8 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
     const Peers& peers = member.peers;
     if constexpr (std::is_same_v<decltype(call), const ScatterArgs&>) {
       const LaunchPlan plan =
-          blocks.adjust(plan_scatter(kTokens, num_ranks, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes),
-                                     num_blocks, call.arrival == Arrival::kCombineBack));
+          blocks.adjust(plan_scatter(kTokens, num_ranks, num_chunks(call.num_scales ? kHidden : kRowBytes), num_blocks,
+                                     call.arrival == Arrival::kCombineBack));
       const auto launch = [&peers, call, plan](cudaStream_t stream) {
         return launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
       };
@@ -409,7 +409,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
 void unlike_halves() {
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
-  const LaunchPlan plan = plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false);
+  const LaunchPlan plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false);
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);
@@ -449,8 +449,8 @@ void more_blocks_than_fit() {
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   LaunchPlan gather_plan = plan_gather(kTokens, 1, kTopK, num_chunks(kRowBytes), 0);
-  LaunchPlan scatter_plans[] = {plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false),
-                                plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 5, false)};  // with shared rows
+  LaunchPlan scatter_plans[] = {plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false),
+                                plan_scatter(kTokens, 1, num_chunks(kRowBytes), 5, false)};  // with shared rows
   for (LaunchPlan* plan : {&gather_plan, &scatter_plans[0], &scatter_plans[1]}) {
     plan->num_senders = plan->first_receiver = kBlocks;
     plan->num_blocks = 2 * kBlocks;

@@ -45,14 +45,12 @@ void test_plans() {
       for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
         for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
           for (bool team_in_block : {false, true}) {
-            for (int32_t top_k : {1, 8}) {
-              const LaunchPlan plan = plan_scatter(tokens, ranks, top_k, chunks, num_sms, team_in_block);
-              expect_sound(plan, num_sms);
-              if (!team_in_block && plan.form == Form::kFewRows) continue;
-              EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
-            }
+            const LaunchPlan plan = plan_scatter(tokens, ranks, chunks, num_sms, team_in_block);
+            expect_sound(plan, num_sms);
+            if (!team_in_block && has_few_rows(plan.form)) continue;
+            EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
           }
-          expect_sound(plan_gather(tokens, ranks, 8, chunks, num_sms), num_sms);
+          for (int32_t top_k : {1, 8}) expect_sound(plan_gather(tokens, ranks, top_k, chunks, num_sms), num_sms);
         }
       }
     }
@@ -64,7 +62,7 @@ void test_blocks_that_pass_on() {
   for (int64_t tokens : {33, 128, 4096}) {
     for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132}) {
       for (const LaunchPlan& best :
-           {plan_scatter(tokens, 8, 8, 28, num_sms, false), plan_gather(tokens, 8, 8, 28, num_sms)}) {
+           {plan_scatter(tokens, 8, 28, num_sms, false), plan_gather(tokens, 8, 8, 28, num_sms)}) {
         const LaunchPlan plan = over_network(best, true);
         int32_t forwarders = 0;
         for (int32_t block = 0; block < plan.num_blocks; ++block) forwarders += plan.forwards(block);
@@ -83,22 +81,39 @@ void test_blocks_that_pass_on() {
 // All operations of a route go by node, or none, whatever the form of their kernels.
 void test_few_rows_go_straight() {
   for (int64_t tokens = 1; tokens <= 64; ++tokens) {
-    EXPECT_EQ(form_for(tokens, 0) == Form::kFewRows, are_few(tokens));
+    EXPECT_EQ(has_few_rows(form_for(tokens, 0)), are_few(tokens));
   }
 }
 
 void test_few_tokens_take_few_blocks() {
   // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
-  EXPECT_EQ(plan_scatter(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
-  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, false).num_blocks, kDefaultSms);
+  EXPECT_EQ(plan_scatter(1, 4, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
+  EXPECT_EQ(plan_scatter(4096, 4, 28, 0, false).num_blocks, kDefaultSms);
   EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_blocks, 24);
+}
+
+// No team has a row more than most of the others, where there are few for each.
+void test_turns_are_even() {
+  const auto turns = [](int64_t rows, int32_t blocks, int32_t block_warps, int32_t log_warps) {
+    return divide_up(rows, blocks * block_warps >> log_warps);
+  };
+  for (int32_t ranks : {2, 4}) {
+    const LaunchPlan dispatch = plan_scatter(128, ranks, 14, 0, false), combine = plan_gather(128, ranks, 8, 28, 0);
+    EXPECT_EQ(turns(128, dispatch.row_senders(), 16, dispatch.log_send_warps), 1);
+    EXPECT_EQ(turns(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
+    EXPECT_EQ(turns(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 6 : 4);
+  }
+  const LaunchPlan few = plan_gather(32, 4, 8, 28, 0);
+  EXPECT_EQ(turns(4 * 32, few.row_senders(), 8, few.log_send_warps), 2);
+  EXPECT_EQ(turns(32, few.row_receivers(), 8, few.log_receive_warps), 1);
 }
 
 // Rows of 4 chunks keep as many warps busy as rows of 16.
 void test_small_rows_take_small_teams() {
-  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 0, false).log_send_warps, 2);
-  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 0, false).num_senders, 1 + 128 / 4);
-  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 24, false).num_blocks, 24);
+  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).log_send_warps, 2);
+  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).num_senders, 1 + 128 / 4);
+  EXPECT_EQ(plan_scatter(64, 2, 14, 0, false).log_receive_warps, 3);
+  EXPECT_EQ(plan_scatter(128, 4, 4, 24, false).num_blocks, 24);
   EXPECT_EQ(plan_gather(128, 4, 8, 8, 0).log_send_warps, 2);
 }
 
@@ -127,6 +142,7 @@ int main() {
   test_blocks_that_pass_on();
   test_few_rows_go_straight();
   test_few_tokens_take_few_blocks();
+  test_turns_are_even();
   test_small_rows_take_small_teams();
   test_arena();
   test_divisor();
