@@ -140,9 +140,10 @@ def _time_chain(
     Where it cannot be run in one process, it is an error in all.
     """
 
-    def run(times: int, in_a_row: int) -> None:  # keeps no results: they are large, and the next get the same memory
+    def run(times: int, in_a_row: int) -> None:
         for _ in range(times):
             for _ in range(in_a_row):
+                result = None  # lets go of the last one: the next gets the same memory, and XLA's graph need not change
                 result = compiled(*operands)
             jax.block_until_ready(result)
 
