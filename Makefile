@@ -1,5 +1,6 @@
 # make demo    train the example on this machine
 # make test    run every test that this machine can run; ARGS goes to pytest: make test ARGS='-k combine'
+# make fuzz    run random cases against the oracle, for two minutes: make fuzz ARGS='--minutes 8 --seed 1234'
 # make lint    check style, types and formatting, and that the documents' site builds
 # make docs    build the documents' site, in build/site
 # make clean   remove what make and builds left behind
@@ -14,7 +15,7 @@ CUDA := $(if $(wildcard /proc/driver/nvidia/version),cuda13)
 comma := ,
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find ffi -type f)
 
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test fuzz lint docs clean
 help:
 	@sed -n '/^#/!q; s/^# \?//p' Makefile
 
@@ -27,7 +28,7 @@ endif
 else
 RUN := .venv/bin/python
 demo: .venv/installed-examples
-test: .venv/installed-test
+test fuzz: .venv/installed-test
 lint docs: .venv/installed-dev
 endif
 
@@ -37,6 +38,10 @@ demo:
 # -P: or else this folder's jax_ep/, which has no native extensions, would hide an installed one.
 test:
 	$(RUN) -P -m pytest $(ARGS)
+
+# Run as a file, for the reason above.
+fuzz:
+	$(RUN) tests/soak.py --minutes 2 $(ARGS)
 
 lint: docs
 	$(RUN) -m ruff check

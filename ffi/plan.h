@@ -9,7 +9,7 @@
 namespace jax_ep {
 
 inline constexpr int32_t kMaxBlockWarps = 16;           // one such block on a streaming multiprocessor (SM)
-inline constexpr int32_t kDefaultSms = 132;             // of an H100 or H200
+inline constexpr int32_t kDefaultSms = 132;             // of an H100 SXM or H200
 inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
 // A whole operation that took turns with it on another rank must find a free one: each would wait for the other's peer.
 inline constexpr int32_t kMostSmsBesideOthers = 64;
@@ -84,7 +84,7 @@ struct Team {
 struct Shape {
   Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
-  int32_t receive_eighths;  // of the blocks receive, if as many can; or more, if they are not needed to send
+  int32_t receive_eighths;  // of the blocks receive at most; or more, if they are not needed to send
 };
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }

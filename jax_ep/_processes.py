@@ -110,10 +110,19 @@ class Meeting:
         return {process: value for process, (value, _) in answers.items()}
 
     def wait_for_all(self) -> None:
-        """Returns when all processes have called it as often."""
-        if len(self.processes) > 1 and not _compat.barrier(self._round(), self.processes, self.timeout):
-            who = self._program or "Group"
-            raise Error(f"{who}: not all of the processes {self.processes} have come within {self.timeout:g} s")
+        """Returns when all processes have called it as often.
+
+        Raises:
+            Error: a process has not come within the time-out.
+        """
+        if len(self.processes) == 1:
+            return
+        place, me = f"{self._round()}/all", jax.process_index()
+        _compat.publish(f"{place}/{me}", "here")
+        if not _compat.barrier(place, self.processes, self.timeout):
+            come = [process for process in self.processes if _compat.look_up(f"{place}/{process}", 0) is not None]
+            _expect_all(self.processes, come, self.timeout, self._program)
+        _compat.forget(f"{place}/{me}")
 
     def __enter__(self) -> Meeting:
         return self

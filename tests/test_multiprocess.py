@@ -519,6 +519,18 @@ def who_does_not_come():
             _processes.exchange_among_all("jax_ep.bench", "hosts", "here")
 
 
+def test_a_process_that_does_not_come_to_the_end():
+    run_program("who_leaves_early", 2)
+
+
+def who_leaves_early():
+    meeting = _processes.Meeting("a walk", [0, 1], timeout=1.0)
+    meeting.exchange(None)
+    if jax.process_index() == 0:
+        with pytest.raises(ep.Error, match="^Group: process 1 has not come within 1 s. Every process"):
+            meeting.wait_for_all()
+
+
 # --- a layer --------------------------------------------------------------------------------------------------------
 
 
@@ -830,6 +842,7 @@ def test_a_process_that_dies_over_a_network(node_size, when):
 def expect_death_to_be_noticed(when):
     """The others find out in time, and nothing hangs."""
     done = launch(gpus(), sys.executable, __file__, f"dies_{when}", platform="gpu", timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr  # 124: one hangs
     assert done.stdout.count("gave up") == gpus() - 1, done.stdout + done.stderr
 
 

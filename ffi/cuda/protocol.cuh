@@ -98,7 +98,7 @@ struct Operation {
     }
   }
 
-  // The same until probe() holds. What does not counts as an operation before.
+  // The same until probe() holds; until then, the former epoch stands for what is seen.
   template <typename Peer, typename Probe>
   __device__ __forceinline__ bool wait_until(Peer peer, Probe probe) const {
     const uint32_t epoch = state.epoch;

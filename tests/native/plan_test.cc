@@ -40,7 +40,7 @@ void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
 }
 
 void test_plans() {
-  for (int64_t tokens : {1, 2, 7, 8, 16, 17, 32, 64, 65, 128, 129, 512, 4096, 8192}) {
+  for (int64_t tokens : {0, 1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 128, 129, 132, 512, 4096, 8192}) {
     for (int32_t ranks : {1, 2, 4, 8, 32}) {
       for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
         for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
