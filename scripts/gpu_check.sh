@@ -17,7 +17,7 @@
 # spin is not needed: where it is missing, tests leaves out the model of the protocol, which CI checks. Nor is git, if
 # JAX_EP_COMMIT names the commit.
 #
-# JAX_EP_NODE_SIZE is the number of GPUs that processes over NVSHMEM take for a host (half of them). PYTEST_ARGS goes to
+# GPUS_PER_HOST is how many GPUs processes over NVSHMEM take for a host (half of them). PYTEST_ARGS goes to
 # pytest, BENCH_ARGS to the bench; a part may take STEP_TIMEOUT (540) seconds. Logs are kept in
 # GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
 set -u
@@ -28,7 +28,7 @@ logs=${GPU_CHECK_LOGS:-build/gpu_check}
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
-arguments='JAX_EP_NODE_SIZE|PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
+arguments='GPUS_PER_HOST|PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
 failed=0
 
 # step NAME COMMAND...: runs a step if it was asked for. The report reads its log, and its status with what the
@@ -70,7 +70,7 @@ if [[ " $steps " == *" processes"* ]]; then
   num_gpus=$("$python" -c "import jax; print(jax.device_count())")
   contract=$(echo tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
   in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m"
-  over_nvshmem="env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=${JAX_EP_NODE_SIZE:-$((num_gpus / 2))}"
+  over_nvshmem="env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=${GPUS_PER_HOST:-$((num_gpus / 2))}"
   run_tests="$in_processes pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $contract"
   run_bench="$in_processes jax_ep.bench --wire fp8 --no-lax"
   step processes-2-nvlink $run_tests

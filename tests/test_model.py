@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SETTINGS = [
+    "RANKS=3 SLOTS=2 OPS=3 ROWLESS=0 ONE_SENDER FAULT STARTS=1",  # takes longest
     "RANKS=2 SLOTS=2 OPS=3 STARTS=2",
     "RANKS=2 SLOTS=2 OPS=3 ROWLESS=1",
     "RANKS=2 SLOTS=2 OPS=4 ROWLESS=0 ONE_SENDER",
@@ -26,7 +28,6 @@ SETTINGS = [
     "RANKS=2 SLOTS=2 OPS=3 ROWLESS=0 HASTE STARTS=1",
     "RANKS=3 SLOTS=2 OPS=2 ROWLESS=0 ONE_SENDER",
     "RANKS=3 SLOTS=2 OPS=4 ROWLESS=0 ONE_SENDER STARTS=1",
-    "RANKS=3 SLOTS=2 OPS=2 ROWLESS=0 ONE_SENDER FAULT STARTS=1",
 ]
 
 OVERWRITTEN = r"assertion violated .*\.read=="
@@ -63,17 +64,26 @@ def check(setting, folder):
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def reports(request, tmp_path_factory):
+    """What spin says of each setting of the tests that are to run, when it is there: two at a time."""
+    ours = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    settings = [item.callspec.params["setting"] for item in ours]
+    with ThreadPoolExecutor(2) as pool:
+        yield {setting: pool.submit(check, setting, tmp_path_factory.mktemp("model")) for setting in settings}
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_protocol(setting, tmp_path):
+def test_protocol(setting, reports):
     """No slot is overwritten before it is read, no row is lost, nobody waits forever."""
-    report = check(setting, tmp_path)
+    report = reports[setting].result()
     assert "errors: 0" in report, report
     assert "not completed" not in report and "too small" not in report, report
 
 
 @pytest.mark.parametrize(("setting", "failure"), MUTANTS)
-def test_each_order_is_needed(setting, failure, tmp_path):
-    report = check(setting, tmp_path)
+def test_each_order_is_needed(setting, failure, reports):
+    report = reports[setting].result()
     assert re.search(failure, report), report
 
 
