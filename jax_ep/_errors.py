@@ -8,19 +8,22 @@ class Error(Exception):
 
 
 class PeerTimeoutError(Error):
-    """A device waited longer than `Group(timeout=...)` for a peer.
+    """A device waited longer than `Group(timeout=...)` for a peer; or, over a network, for one that had given up.
 
     Attributes:
         op: the operation that waited, e.g. "dispatch".
         waiting_rank: the rank that gave up.
-        missing_rank: the rank that it waited for.
+        missing_rank: the rank that it waited for, or that gave up before it.
         expected: the value (epoch, operation or hash) that the waiting rank had to see.
         seen: the value that it saw last.
     """
 
-    def __init__(self, op: str, *, waiting_rank: int, missing_rank: int, expected: int, seen: int) -> None:
+    def __init__(
+        self, op: str, *, waiting_rank: int, missing_rank: int, expected: int, seen: int, message: str | None = None
+    ) -> None:
         super().__init__(
-            f"{op}: rank {waiting_rank} gave up waiting for rank {missing_rank} "
+            message
+            or f"{op}: rank {waiting_rank} gave up waiting for rank {missing_rank} "
             f"(expected {expected}, saw {seen}). Every rank of a group must run the same operations in the same order; "
             "see whether that rank's process is alive, or raise the group's timeout if it is only late."
         )

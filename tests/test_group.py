@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_ep as ep
+from helpers import open_group, without_gpus
 from shapes import SMALL
 
 
@@ -89,3 +90,25 @@ def test_public_names():
 def test_errors_share_a_base():
     assert issubclass(ep.PeerTimeoutError, ep.Error)
     assert issubclass(ep.Error, Exception)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "message"),
+    [
+        ("timeout", ep.PeerTimeoutError, r"^combine: rank 1 gave up waiting for rank 0 \(expected 7, saw 5\)"),
+        ("elsewhere", ep.PeerTimeoutError, "^combine: rank 0 gave up, and rank 1 with it; Group.check of its process"),
+        ("other op", ep.Error, r"^combine: rank 0 was in another call than rank 1 \(call 0x5 against 0x7\)"),
+        ("slot taken", ep.Error, "^combine: rank 1 has no room for another operation while older halves"),
+        ("wrong rank", ep.Error, "^combine: the program runs rank 5 on the device that group.mesh has as rank 1"),
+    ],
+)
+def test_check_raises_what_devices_wrote(monkeypatch, mesh, reason, kind, message):
+    without_gpus(monkeypatch, group_failure=lambda group_id: (reason, 3, 1, 0, 7, 5))
+    with open_group(mesh, SMALL) as group:
+        for _ in range(2):
+            with pytest.raises(kind, match=message) as error:
+                group.check()
+    if kind is ep.PeerTimeoutError:
+        failure = error.value
+        assert (failure.op, failure.waiting_rank, failure.missing_rank) == ("combine", 1, 0)
+        assert (failure.expected, failure.seen) == (7, 5)

@@ -870,9 +870,9 @@ def dies(in_a_kernel):
     begun = time.monotonic()
     jax.block_until_ready(layer(x, topk_idx))
     assert time.monotonic() - begun < group.timeout + 1
-    with pytest.raises(ep.Error, match=r"gave up waiting for rank 0|rank \d gave up, and rank \d with it") as error:
+    told = r"gave up waiting for rank 0|rank \d gave up, and rank \d with it"
+    with pytest.raises(ep.PeerTimeoutError, match=told) as error:
         group.check()
-    assert isinstance(error.value, ep.PeerTimeoutError) or "JAX_EP_NODE_SIZE" in os.environ
     print(error.value, flush=True)
     group.close()
     if jax.process_index() == 0:

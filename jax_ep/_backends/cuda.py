@@ -12,6 +12,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -167,8 +168,9 @@ class CudaBackend:
             return
         reason, op, rank, peer, expected, seen = failure
         op = _OPS[op]
+        timed_out = partial(PeerTimeoutError, op, waiting_rank=rank, missing_rank=peer, expected=expected, seen=seen)
         if reason == "timeout":
-            raise PeerTimeoutError(op, waiting_rank=rank, missing_rank=peer, expected=expected, seen=seen)
+            raise timed_out()
         if reason == "other op":
             raise Error(
                 f"{op}: rank {peer} was in another call than rank {rank} (call {seen:#x} against {expected:#x}); every "
@@ -180,7 +182,8 @@ class CudaBackend:
                 "before the group's second (if its arena is small, fourth) operation after it"
             )
         if reason == "elsewhere":
-            raise Error(f"{op}: rank {peer} gave up, and rank {rank} with it; Group.check of its process says why")
+            why = "Group.check of its process says why"
+            raise timed_out(message=f"{op}: rank {peer} gave up, and rank {rank} with it; {why}")
         raise Error(
             f"{op}: the program runs rank {seen} on the device that group.mesh has as rank {rank}; pass "
             "mesh=group.mesh to jax.shard_map"
