@@ -119,10 +119,13 @@ class Meeting:
             return
         place, me = f"{self._round()}/all", jax.process_index()
         _compat.publish(f"{place}/{me}", "here")
-        if not _compat.barrier(place, self.processes, self.timeout):
-            come = [process for process in self.processes if _compat.look_up(f"{place}/{process}", 0) is not None]
-            _expect_all(self.processes, come, self.timeout, self._program)
-        _compat.forget(f"{place}/{me}")
+        all_came = _compat.barrier(place, self.processes, self.timeout)
+        _compat.forget(f"{place}/{me}")  # also when it gives up: who comes later must not take it for present
+        if all_came:
+            return
+        come = [process for process in self.processes if _compat.look_up(f"{place}/{process}", 0) is not None]
+        _expect_all(self.processes, [me, *come], self.timeout, self._program)
+        raise Error(f"{self._program or 'Group'}: processes {self.processes} have not come at the same time")
 
     def __enter__(self) -> Meeting:
         return self

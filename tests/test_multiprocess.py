@@ -519,16 +519,18 @@ def who_does_not_come():
             _processes.exchange_among_all("jax_ep.bench", "hosts", "here")
 
 
-def test_a_process_that_does_not_come_to_the_end():
-    run_program("who_leaves_early", 2)
+def test_a_process_that_comes_late_to_the_end():
+    run_program("who_comes_late_to_the_end", 2)
 
 
-def who_leaves_early():
+def who_comes_late_to_the_end():
+    me = jax.process_index()
     meeting = _processes.Meeting("a walk", [0, 1], timeout=1.0)
     meeting.exchange(None)
-    if jax.process_index() == 0:
-        with pytest.raises(ep.Error, match="^Group: process 1 has not come within 1 s. Every process"):
-            meeting.wait_for_all()
+    if me == 1:
+        time.sleep(3)  # the other has gone, and must not be taken for present
+    with pytest.raises(ep.Error, match=f"^Group: process {1 - me} has not come within 1 s. Every process"):
+        meeting.wait_for_all()
 
 
 # --- a layer --------------------------------------------------------------------------------------------------------
