@@ -180,8 +180,8 @@ struct PeerTable {
 };
 struct Peers {
   int32_t rank, num_ranks, experts_per_rank;
-  int32_t node_size;                       // so many ranks in a row map each other's memory
-  Divisor by_ranks, by_experts, by_top_k;  // experts: of a rank
+  int32_t node_size;                                  // so many ranks in a row map each other's memory
+  Divisor by_ranks, by_others, by_experts, by_top_k;  // others: ranks but this; experts: of a rank
   ArenaLayout layout;
   uint64_t timeout_ns;
   FailureRecord* failure;  // pinned host memory

@@ -42,6 +42,7 @@ struct LaunchPlan {
   Form form;
   int32_t log_block_warps;
   int32_t log_send_warps, log_receive_warps;  // of the warps that share a row, a team, which need not be of one block
+  bool sums_own = false;  // gather: who receives sums the rows of this rank's own tokens, and they are not sent
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(form)); }
@@ -84,7 +85,7 @@ struct Team {
 struct Shape {
   Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
-  int32_t receive_eighths;  // of the blocks receive at most; or more, if they are not needed to send
+  int32_t receive_16ths;  // of the blocks receive at most; or more, if they are not needed to send
 };
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
@@ -110,7 +111,7 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
             std::min(shape.log_receive_warps, log_block)};
   }
   const int64_t could_receive = blocks_for(receives, shape.log_receive_warps);
-  const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receive_eighths / 8, 1));
+  const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receive_16ths / 16, 1));
   const int64_t turns = divide_up(receives, teams_in(share, shape.log_receive_warps));
   const int64_t even = blocks_for(divide_up(receives, std::max<int64_t>(turns, 1)), shape.log_receive_warps);
   const auto senders =
@@ -184,12 +185,12 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
     case Form::kFewLongRows: {
       const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
       const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
-      shape = {form, 3, log_send, std::min(log_chunks, log_receive), 5};
+      shape = {form, 3, log_send, std::min(log_chunks, log_receive), 10};
       break;
     }
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps / 2, most = std::max(log_chunks - 1, 0);
-      shape = {form, 4, log_team(num_tokens, warps, most), log_team(num_rows, warps, most), 4};
+      shape = {form, 4, log_team(num_tokens, warps, most), log_team(num_rows, warps, most), 8};
       break;
     }
     case Form::kUsual:
@@ -197,7 +198,10 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       const int32_t warps = kDefaultSms / 2 * kMaxBlockWarps;
       const int32_t log_send = std::max(log_team(num_tokens, warps, 4), 2);
       const int32_t log_receive = std::max(log_team(num_rows, warps, log_chunks), std::clamp(log_chunks - 2, 0, 2));
-      shape = {form, 4, std::min(log_chunks, log_send), log_receive, 4};
+      // Of two ranks, who sends has little to do: a row to one other, and the longer it is, the more there is to write.
+      const bool is_long = num_chunks > 16, is_many = form == Form::kManyRows && !team_in_block && num_ranks == 2;
+      shape = {form, 4, std::min(log_chunks, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
+      if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;
       break;
     }
   }
@@ -208,33 +212,37 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
   return plan_launch(num_tokens, num_rows, shape, num_sms);
 }
 
-// The rows of all ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing is
-// uniform; tokens come in.
+// The rows of the other ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing
+// is uniform; tokens come in, and their own rows are summed. Where all of that is little, own rows go back, too: all
+// are summed at once.
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                  int32_t num_sms) {
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
-  const int64_t num_rows = num_tokens * num_ranks;
   const Form form = form_for(num_tokens, num_sms);
+  const bool sums_own = form == Form::kUsual ? num_tokens * top_k * num_chunks >= 24 * 1024 : !has_few_rows(form);
+  const int64_t num_rows = num_tokens * std::max(num_ranks - sums_own, 1);
   Shape shape = {};
   switch (form) {
     case Form::kFewRows:
     case Form::kFewLongRows:
-      shape = {form, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 5};
+      shape = {form, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 10};
       break;
     case Form::kFewSms: {
-      const int32_t warps = num_sms * kMaxBlockWarps / 2;
-      shape = {form, 4, log_team(num_rows, warps, most), log_team(num_tokens, warps, most), 3};
+      const int32_t warps = num_sms * kMaxBlockWarps * 2;
+      shape = {form, 4, log_team(num_rows, warps, most), log_team(num_tokens, warps, most), num_ranks > 2 ? 8 : 11};
       break;
     }
     case Form::kUsual:
-      shape = {form, 4, std::min(4, most), 5, top_k < 4 * num_ranks ? 4 : 3};
+      shape = {form, 4, std::min(4, most), 5, num_ranks > 2 || !sums_own ? 8 : 12};
       break;
     case Form::kManyRows:
-      shape = {form, 4, std::min(3, most), 2, num_ranks > 2 ? 3 : 2};
+      shape = {form, 4, std::min(1, most), 1, num_ranks > 2 ? 8 : 11};
       break;
   }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
-  return plan_launch(num_rows, num_tokens, shape, num_sms);
+  LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, num_sms);
+  plan.sums_own = sums_own;
+  return plan;
 }
 
 }  // namespace jax_ep

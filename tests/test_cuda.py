@@ -43,6 +43,7 @@ pytestmark = pytest.mark.gpu
 SHAPE = replace(SMALL, hidden=256)
 FLOAT = Shape("float", num_experts=8, top_k=2, hidden=128, tokens=24, dtype="float32")
 LARGE = Shape("large", num_experts=64, top_k=8, hidden=1024, tokens=1024)
+LONG = Shape("long", num_experts=32, top_k=16, hidden=2888, tokens=300)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,19 @@ def test_many_tokens(mesh, layout, options):
     capacity = weights.shape[-1]
     route = oracle.route(inputs.topk_idx, num_experts=LARGE.num_experts, layout=layout, capacity=capacity)
     assert_combined(out, y, weights, route, dtype=LARGE.dtype)
+
+
+@pytest.mark.parametrize("num_sms", [None, 4])
+@pytest.mark.parametrize("routing", ["uneven", "out_of_range"])
+def test_long_rows_of_many_experts(mesh, layout, routing, num_sms):
+    """More pieces of y than a warp asks for at once, the last of a row a part of one; tokens with no row on their rank."""
+    inputs = make_inputs(LONG, mesh.size, routing)
+    recv, y, out = run_large(make_group(mesh, LONG, num_sms=num_sms), layout, inputs)
+    expected, _, _ = run_large(make_group(mesh, LONG, backend="reference"), layout, inputs)
+    assert_trees_same_bits(recv, expected)
+    capacity = recv[3].shape[-1]
+    route = oracle.route(inputs.topk_idx, num_experts=LONG.num_experts, layout=layout, capacity=capacity)
+    assert_combined(out, y, recv[3], route, dtype=LONG.dtype)
 
 
 @pytest.mark.parametrize("num_sms", [1, 4])

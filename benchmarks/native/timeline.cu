@@ -6,8 +6,8 @@
 //
 // 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
-// experts are the first rank's) are as the bench's options; FORM=2 takes a Form by its number; SHARED=1 is memory that
-// other processes could map. bfloat16; routing is uniform otherwise.
+// experts are the first rank's) are as the bench's options; FORM=2 takes a Form by its number, SUMS_OWN=0 a plan's
+// flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -265,6 +265,7 @@ int main(int argc, char** argv) {
       plan.form = 1 << plan.log_receive_warps < chunks ? Form::kFewLongRows : Form::kFewRows;
     }
     if (setting("FORM", -1) >= 0) plan.form = static_cast<Form>(setting("FORM", 0));
+    plan.sums_own = setting("SUMS_OWN", plan.sums_own);
     return plan;
   };
   const int32_t out_chunks = num_chunks(cast ? kHidden : kRowBytes), back_chunks = num_chunks(kRowBytes);

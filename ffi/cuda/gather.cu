@@ -1,5 +1,6 @@
 #include "ffi/cuda/gather.h"
 #include "ffi/cuda/launch.cuh"
+#include "ffi/cuda/ring.cuh"
 #include "ffi/cuda/rows.cuh"
 #include "ffi/cuda/units.cuh"
 
@@ -7,7 +8,6 @@ namespace jax_ep {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int kRanksAtOnce = 4;  // of the ranks' sums
 
 __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
 
@@ -35,19 +35,35 @@ constexpr bool goes_by_node(const Peers& peers, const GatherArgs& args) {
          !are_few(args.num_tokens);
 }
 
+// Whether y comes ahead, by a ring of each warp: where latency does not count, but what is under way. Chunks of a row
+// that a warp sums at once.
+constexpr bool has_ring(Form form) { return form == Form::kManyRows || form == Form::kFewSms; }
+constexpr int sums_at_once(Form form) { return form == Form::kFewSms ? 4 : 2; }
+template <Form kForm>
+using RingOfY = Ring<sums_at_once(kForm) * kChunkBytes>;
+constexpr int32_t ring_bytes(Form form) { return has_ring(form) ? RingOfY<Form::kManyRows>::kBytes : 0; }
+
+// The pieces of a row of y that a warp has yet to ask for: of a part, those of some rows; and all of the parts behind.
+struct Pieces {
+  int32_t part;
+  uint32_t rows;
+};
+
 // One launch of one rank. The warps of a team share a row that is summed, by chunks.
 template <typename X, Form kForm>
 struct Gather {
-  // Of a token's rows here, how many a lane loads before it adds them, and chunks of a row that a warp sums at once.
-  static constexpr int kRowsAtOnce = kForm == Form::kFewSms ? 2 : 4, kSumsAtOnce = kForm == Form::kFewSms ? 4 : 2;
+  static constexpr bool kHasRing = has_ring(kForm);
+  static constexpr int kSumsAtOnce = sums_at_once(kForm);
+  // Sums of other ranks that a lane awaits at once: those of so many ranks, in so many chunks.
+  static constexpr int kRanksAtOnce = kHasRing ? 2 : 4, kAddsAtOnce = kHasRing ? 2 : 1;
   static constexpr int kSize = Vector<X>::kSize;
-  // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.
-  static constexpr bool kStreams = kForm == Form::kUsual;
 
   const Peers& peers;
   const GatherArgs& args;
   const LaunchPlan& plan;
   Operation op;
+  RingOfY<kForm>& ring;
+  Pieces& to_ask;
 
   __device__ bool blocks() const { return args.rows == nullptr; }
   __device__ bool by_node() const { return !has_few_rows(kForm) && goes_by_node(peers, args); }
@@ -74,10 +90,10 @@ struct Gather {
   // block enters the operation, if it is still `entering` it.
   __device__ void send(bool entering) const {
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
-    const uint32_t num_candidates = team.index < team.num_teams ? peers.num_ranks * args.num_tokens : 0;
+    const uint32_t num_candidates = team.index < team.num_teams ? num_destinations() * args.num_tokens : 0;
     uint32_t item = team.index;
     SourceRow row = {};
-    Sums sums = {};
+    Sums<> sums = {};
     if (item < num_candidates && !blocks()) {
       row = source_row(item);
       sums = partial_sums(row, team.warp, team);
@@ -87,7 +103,10 @@ struct Gather {
     bool gives_up = op.state.failed;
     // Warps that meet at a barrier for a far rank's rows must agree: they go on to the end, or do not begin.
     if (kHasNetwork) gives_up = any_of_team(team, kFirstBarrier, gives_up);
-    if (gives_up) return;
+    if (gives_up) {
+      if constexpr (kHasRing) ring.clear();
+      return;
+    }
 #pragma unroll 1
     for (; item < num_candidates; item += team.num_teams) {
       if (item >= team.num_teams || blocks()) {
@@ -106,8 +125,9 @@ struct Gather {
   }
 
   // Units of the sum over a token's rows here, in the order of k, each rounded once.
+  template <int N = kSumsAtOnce>
   struct Sums {
-    uint4 unit[kSumsAtOnce];
+    uint4 unit[N];
   };
 
   // A row that goes back: what this lane knows of it.
@@ -119,11 +139,23 @@ struct Gather {
     float weight;
   };
 
+  // Whether own tokens' rows are summed by whoever adds the other ranks' sums. Else they go through the arena like a
+  // peer's.
+  __device__ bool sums_own() const { return !has_few_rows(kForm) && plan.sums_own && !blocks(); }
+  __device__ int32_t num_destinations() const { return peers.num_ranks - sums_own(); }
+
   __device__ SourceRow source_row(uint32_t item) const {
+    const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
+    int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
+    if (peer >= peers.num_ranks) peer -= peers.num_ranks;
+    return source_row(peer, by_destinations.quotient(item));
+  }
+
+  // An own token's row has the token's number.
+  __device__ SourceRow source_row(int32_t peer, int32_t index) const {
     SourceRow source = {};
-    source.peer = peers.rank + 1 + peers.by_ranks.remainder(item);
-    if (source.peer >= peers.num_ranks) source.peer -= peers.num_ranks;
-    source.index = peers.by_ranks.quotient(item);
+    source.peer = peer;
+    source.index = index;
     const int32_t candidate = source.peer * args.num_tokens + source.index;
     source.row = -1;
     if (blocks()) {
@@ -131,7 +163,11 @@ struct Gather {
     } else if (lane_id() < args.top_k) {
       source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
     }
-    source.present = source.index < num_rows_of(source.peer);
+    if (peer != peers.rank || blocks()) {
+      source.present = source.index < num_rows_of(source.peer);
+    } else {
+      source.present = sums_own() || __ldg(args.place + int64_t{index} * peers.num_ranks + peer) >= 0;
+    }
     if (!source.present) source.row = -1;
     source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
     source.rows = __ballot_sync(kAllLanes, source.row >= 0);
@@ -146,18 +182,18 @@ struct Gather {
   }
 
   // `sums`: of the first chunks that this warp sends.
-  __device__ void send_row(const SourceRow& row, Sums sums, const Team& team) const {
+  __device__ void send_row(const SourceRow& row, Sums<> sums, const Team& team) const {
     const Hop to = next_hop(row.peer);
     const RowPlace place(op, to.rank, to.source, row.index);
     if (args.weights_to_send && team.warp == 0 && lane_id() < args.top_k) {
       send_header(op, place.header(lane_id()), {0, 0, row.row < 0 ? 0 : __ldg(args.weights_to_send + row.row), 0});
     }
 #pragma unroll 1
-    for (int32_t first = team.warp; first < chunks(); first += kSumsAtOnce * team.num_warps) {
-      if (first != team.warp) sums = partial_sums(row, first, team);
+    for (int32_t part = team.warp; part < end_of_parts(); part += step(team)) {
+      if (part != team.warp) sums = partial_sums(row, part, team);
 #pragma unroll
       for (int i = 0; i < kSumsAtOnce; ++i) {
-        const int32_t chunk = first + i * team.num_warps;
+        const int32_t chunk = chunk_of(part, i, team);
         const bool present = has_unit(chunk);
         Chunk::of(sums.unit[i], present)
             .send(op, to.rank, place.unit(op, chunk), [&] { return place.marks + chunk; }, present);
@@ -185,22 +221,59 @@ struct Gather {
     put_row(op, peer, source, index, begin, peers.layout.header_bytes - begin + row_bytes());
   }
 
-  // Of chunks first, first + num_warps, ...
-  __device__ Sums partial_sums(const SourceRow& source, int32_t first, const Team& team) const {
-    float total[kSumsAtOnce][kSize];
+  // What a warp sums of a row at once, a part: where pieces of y come ahead, chunks that lie side by side; else one of
+  // each of the team's rounds, so that all of its warps have a chunk if there are as many. Parts go from team.warp to
+  // end_of_parts(), in steps.
+  template <int N = kSumsAtOnce>
+  __device__ int32_t end_of_parts() const {
+    return kHasRing ? (chunks() + N - 1) / N : chunks();
+  }
+  template <int N = kSumsAtOnce>
+  __device__ static int32_t step(const Team& team) {
+    return kHasRing ? team.num_warps : N * team.num_warps;
+  }
+  template <int N = kSumsAtOnce>
+  __device__ static int32_t chunk_of(int32_t part, int i, const Team& team) {
+    return kHasRing ? part * N + i : part + i * team.num_warps;
+  }
+
+  // Of a part; call it for all of a row's, in their order.
+  template <int N = kSumsAtOnce>
+  __device__ Sums<N> partial_sums(const SourceRow& source, int32_t part, const Team& team) const {
+    float total[N][kSize];
 #pragma unroll
-    for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c]);
+    for (int c = 0; c < N; ++c) start_sum(total[c]);
+    if constexpr (kHasRing) {
+      add_pieces(source, part, team, total);
+    } else {
+      add_rows(source, part, team, total);
+    }
+    Sums<N> sums;
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+      Vector<X> sum;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[c][e]);
+      sums.unit[c] = sum.bits;
+    }
+    return sums;
+  }
+
+  template <int N>
+  __device__ void add_rows(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
+    constexpr int kRowsAtOnce = 4;  // of a token's rows here, that a lane loads before it adds them
+    // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.
+    constexpr bool kStreams = kForm == Form::kUsual;
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
-      Vector<X> y[kRowsAtOnce][kSumsAtOnce];
+      Vector<X> y[kRowsAtOnce][N];
       uint32_t weighted = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        const auto row = static_cast<uint32_t>(__shfl_sync(kAllLanes, source.row, __ffs(rows) - 1));
-        const auto* base = static_cast<const uint8_t*>(args.y) + uint64_t{row} * static_cast<uint32_t>(row_bytes());
+        const uint8_t* const base = row_of_y(source, rows);
 #pragma unroll
-        for (int c = 0; c < kSumsAtOnce; ++c) {
-          const int32_t chunk = first + c * team.num_warps;
+        for (int c = 0; c < N; ++c) {
+          const int32_t chunk = chunk_of<N>(part, c, team);
           y[i][c].bits = uint4{};
           if (rows && has_unit(chunk)) y[i][c].bits = load_unit_of_y<kStreams>(base, chunk * kChunkUnits + lane_id());
         }
@@ -213,23 +286,63 @@ struct Gather {
         const float weight = __shfl_sync(kAllLanes, source.weight, __ffs(weighted) - 1);
         weighted &= weighted - 1;
 #pragma unroll
-        for (int c = 0; c < kSumsAtOnce; ++c) {
-          float values[kSize];
-          to_floats(y[i][c], values);
-#pragma unroll
-          for (int e = 0; e < kSize; ++e) total[c][e] += weight * values[e];
-        }
+        for (int c = 0; c < N; ++c) add_weighted(y[i][c], weight, total[c]);
       }
     }
-    Sums sums;
+  }
+
+  // The first of these `rows`.
+  __device__ const uint8_t* row_of_y(const SourceRow& source, uint32_t rows) const {
+    const auto row = static_cast<uint32_t>(__shfl_sync(kAllLanes, source.row, __ffs(rows) - 1));
+    return static_cast<const uint8_t*>(args.y) + uint64_t{row} * static_cast<uint32_t>(row_bytes());
+  }
+
+  __device__ static void add_weighted(const Vector<X>& y, float weight, float (&total)[kSize]) {
+    float values[kSize];
+    to_floats(y, values);
 #pragma unroll
-    for (int c = 0; c < kSumsAtOnce; ++c) {
-      Vector<X> sum;
-#pragma unroll
-      for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[c][e]);
-      sums.unit[c] = sum.bits;
+    for (int e = 0; e < kSize; ++e) total[e] += weight * values[e];
+  }
+
+  // A piece is a part of a row. When one has been added, the next that fits into the ring is asked for, of this part or
+  // those behind.
+  template <int N>
+  __device__ void add_pieces(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
+    static_assert(N == kSumsAtOnce);
+    if (part >= end_of_parts()) return;
+    if (part == team.warp) {
+      to_ask = {part, source.rows};
+#pragma unroll 1
+      while (!ring.is_full() && ask_for_piece(source, team)) {
+      }
     }
-    return sums;
+#pragma unroll 1
+    for (uint32_t rows = source.rows; rows; rows &= rows - 1) {
+      const float weight = __shfl_sync(kAllLanes, source.weight, __ffs(rows) - 1);
+      const auto* piece = reinterpret_cast<const uint4*>(ring.next());
+#pragma unroll
+      for (int c = 0; c < N; ++c) {
+        Vector<X> y;
+        y.bits = uint4{};
+        if (has_unit(chunk_of(part, c, team))) y.bits = piece[c * kChunkUnits + lane_id()];
+        add_weighted(y, weight, total[c]);
+      }
+      ring.drop();
+      ask_for_piece(source, team);
+    }
+  }
+
+  // False if there is none.
+  __device__ bool ask_for_piece(const SourceRow& source, const Team& team) const {
+    if (to_ask.rows == 0) {
+      to_ask.part += step(team);
+      to_ask.rows = source.rows;
+    }
+    if (to_ask.rows == 0 || to_ask.part >= end_of_parts()) return false;
+    const int32_t begin = to_ask.part * kSumsAtOnce * kChunkBytes;
+    ring.ask(row_of_y(source, to_ask.rows) + begin, min(row_bytes() - begin, kSumsAtOnce * kChunkBytes));
+    to_ask.rows &= to_ask.rows - 1;
+    return true;
   }
 
   // --- between senders and receivers, over a network ----------------------------------------------------------------
@@ -264,12 +377,13 @@ struct Gather {
       }
 #pragma unroll 1
       for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
-        float total[kSize];
-        start_sum(total);
-        add_all(row, sources, chunk, total);
+        const int32_t chunks_added[] = {chunk};
+        float total[1][kSize];
+        start_sum(total[0]);
+        add_all<1>(row, sources, 0, chunks_added, total, [](int) { return uint4{}; });
         Vector<X> sum;
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[e]);
+        for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[0][e]);
         const bool present = has_unit(chunk);
         Chunk::of(sum.bits, present).send(op, peer, to.unit(op, chunk), [&] { return to.marks + chunk; }, present);
       }
@@ -282,6 +396,9 @@ struct Gather {
   __device__ void receive(bool entering) const {
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_tokens = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
+    int32_t token = takes_tokens ? team.index : args.num_tokens;
+    SourceRow own = {};
+    if (token < args.num_tokens) own = own_row(token);
     if (entering) op.await_entry();
     op.stamp(1);
     if (op.state.failed) return;
@@ -290,12 +407,17 @@ struct Gather {
       op.meet_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
     }
 #pragma unroll 1
-    for (int32_t token = team.index; takes_tokens && token < args.num_tokens; token += team.num_teams) {
-      receive_token(token, team);
+    while (token < args.num_tokens) {
+      receive_token(token, own, team);
+      token += team.num_teams;
+      if (token < args.num_tokens) own = own_row(token);
     }
   }
 
-  __device__ void receive_token(int32_t token, const Team& team) const {
+  // What an own token has here.
+  __device__ SourceRow own_row(int32_t token) const { return sums_own() ? source_row(peers.rank, token) : SourceRow{}; }
+
+  __device__ void receive_token(int32_t token, const SourceRow& own, const Team& team) const {
     const int32_t rank = lane_id();
     int32_t index = rank < peers.num_ranks ? __ldg(args.place + int64_t{token} * peers.num_ranks + rank) : -1;
     int32_t source = rank;
@@ -307,17 +429,36 @@ struct Gather {
     if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
     __syncwarp();                                   // all lanes read what some have waited for
     const int32_t row = row_number(source, index);  // of this lane's rank
-    const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
+    const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
     if (args.topk_weights && team.warp == team.num_warps - 1) {  // which has least to do
-      const float weight = weight_of(row, sources);
+      float weight = weight_of(row, sources & ~here);
+      if (here && own.row >= 0) weight += __ldg(args.weights_to_send + own.row);
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
+    // Own rows are summed while the other ranks' sums are on their way; or those of a part at once, if they come ahead.
+    constexpr int kParts = kHasRing ? kSumsAtOnce : 1;
 #pragma unroll 1
-    for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
-      float total[kSize];
-      start_sum(total, sources != 0);
-      add_all(row, sources, chunk, total);
-      if (has_unit(chunk)) store_sum(token, chunk, total);
+    for (int32_t part = team.warp; part < end_of_parts<kParts>(); part += step<kParts>(team)) {
+      Sums<kParts> sums = {};
+      if (kHasRing && here) sums = partial_sums<kParts>(own, part, team);
+#pragma unroll
+      for (int first = 0; first < kParts; first += kAddsAtOnce) {
+        float total[kAddsAtOnce][kSize];
+        int32_t chunk[kAddsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAddsAtOnce; ++i) {
+          chunk[i] = chunk_of<kParts>(part, first + i, team);
+          start_sum(total[i], sources != 0);
+        }
+        if (chunk[0] >= chunks()) break;
+        add_all<kAddsAtOnce>(row, sources, here, chunk, total, [&](int i) {
+          return kHasRing ? sums.unit[first + i] : partial_sums<kParts>(own, part, team).unit[0];
+        });
+#pragma unroll
+        for (int i = 0; i < kAddsAtOnce; ++i) {
+          if (has_unit(chunk[i])) store_sum(token, chunk[i], total[i]);
+        }
+      }
     }
   }
 
@@ -341,53 +482,74 @@ struct Gather {
     return total;
   }
 
-  // Adds a unit of all ranks' partial sums.
-  __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, int32_t chunk, float (&total)[kSize]) const {
+  // Adds, for each of some chunks, a unit of all ranks' partial sums; own(i) gives that of the rank that is `here`.
+  template <int N, typename Own>
+  __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
+                                          float (&total)[N][kSize], Own own) const {
 #pragma unroll 1
-    while (sources) add_ranks(row, sources, chunk, total);
+    while (sources) add_ranks<N>(row, sources, here, chunk, total, own);
   }
 
-  // Where this lane's unit of a chunk arrives from each of some ranks.
+  // Where this lane's units of some chunks arrive from each of some ranks.
+  template <int N>
   struct UnitOfRanks {
     const ArenaLayout& layout;
-    uint8_t* of_first_row;  // of the arena
+    uint8_t* of_first_row[N];  // of the arena
     int32_t row[kRanksAtOnce];
-    bool present[kRanksAtOnce];
-    __device__ __forceinline__ bool has(int i) const { return present[i]; }
-    __device__ __forceinline__ uint8_t* at(int i) const { return of_first_row + layout.row_offset(row[i]); }
+    bool comes[kRanksAtOnce], has_unit[N];
+    __device__ __forceinline__ bool has(int i) const { return comes[i % kRanksAtOnce] && has_unit[i / kRanksAtOnce]; }
+    __device__ __forceinline__ uint8_t* at(int i) const {
+      return of_first_row[i / kRanksAtOnce] + layout.row_offset(row[i % kRanksAtOnce]);
+    }
   };
 
-  // Adds a unit of the next few ranks' partial sums, in the order of ranks.
-  __device__ __forceinline__ void add_ranks(int32_t row, uint32_t& left, int32_t chunk, float (&total)[kSize]) const {
+  // Adds those of the next few ranks, in the order of ranks.
+  template <int N, typename Own>
+  __device__ __forceinline__ void add_ranks(int32_t row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
+                                            float (&total)[N][kSize], Own own) const {
     const auto source = [now = left](int i) {
       uint32_t behind = now;
-      for (; i > 0; --i) behind &= behind - 1;
+      for (i %= kRanksAtOnce; i > 0; --i) behind &= behind - 1;
       return __ffs(behind) - 1;
     };
-    UnitOfRanks place = {peers.layout, RowPlace(op, 0).unit(op, chunk)};
-    const bool has_unit = this->has_unit(chunk);
+    UnitOfRanks<N> place = {peers.layout};
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+      place.of_first_row[c] = RowPlace(op, 0).unit(op, chunk[c]);
+      place.has_unit[c] = has_unit(chunk[c]);
+    }
+    bool is_here[kRanksAtOnce], any_is_here = false;
 #pragma unroll
     for (int i = 0; i < kRanksAtOnce; ++i) {
       place.row[i] = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
-      place.present[i] = left != 0 && has_unit;
+      is_here[i] = left & -left & here;
+      any_is_here |= is_here[i];
+      place.comes[i] = left != 0 && !is_here[i];
       left &= left - 1;
     }
-    uint4 units[kRanksAtOnce];
+    uint4 units[N * kRanksAtOnce];
     look_at_units(units, place);
+    uint4 unit_here[N] = {};
+    if (any_is_here) {
+#pragma unroll
+      for (int c = 0; c < N; ++c) unit_here[c] = own(c);
+    }
     const auto resolve = [&](int i) {
-      return true_unit(op, source(i), RowPlace(op, place.row[i]).marks + chunk, lane_id());
+      const RowPlace from(op, place.row[i % kRanksAtOnce]);
+      return true_unit(op, source(i), from.marks + chunk[i / kRanksAtOnce], lane_id());
     };
     take_units(op, source, units, place, resolve, [] { return true; });
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kRanksAtOnce; ++i) {
+    for (int i = 0; i < N * kRanksAtOnce; ++i) {
+      const int c = i / kRanksAtOnce, rank = i % kRanksAtOnce;
       Vector<X> part;
-      part.bits = units[i];
+      part.bits = is_here[rank] ? unit_here[c] : units[i];
       float values[kSize];
       to_floats(part, values);
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
-        if (place.has(i)) total[e] += values[e];
+        if (place.has(i) || is_here[rank]) total[c][e] += values[e];
       }
     }
   }
@@ -418,9 +580,16 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;
+  RingOfY<kForm> ring;
+  Pieces to_ask = {};
+  if constexpr (has_ring(kForm)) {
+    extern __shared__ __align__(128) uint8_t pieces[];
+    __shared__ typename RingOfY<kForm>::Landed landed[kMaxBlockWarps];
+    ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
+  }
   const void* result = args.out ? args.out : args.topk_weights;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
-  const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}};
+  const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}, ring, to_ask};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;
@@ -461,7 +630,8 @@ cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementTyp
   const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
   with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.form);
-    kernel<<<plan.num_blocks, plan.block_threads(), 0, stream>>>(peers, args, plan);
+    const int32_t scratch = plan.block_warps() * ring_bytes(plan.form);
+    kernel<<<plan.num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
   });
   return cudaGetLastError();
 }
@@ -471,7 +641,8 @@ cudaError_t load_gather() {
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     with_element_type(type, [&](auto element) {
       for (Form form : kForms) {
-        if (status == cudaSuccess) status = load_kernel(kernel_of<decltype(element)>(form), 0);
+        if (status != cudaSuccess) return;
+        status = load_kernel(kernel_of<decltype(element)>(form), kMaxBlockWarps * ring_bytes(form));
       }
     });
   }

@@ -98,6 +98,7 @@ void Group::open_member(Member& member) {
   peers.experts_per_rank = experts_per_rank();
   peers.node_size = node_size();
   peers.by_ranks = Divisor(peers.num_ranks);
+  peers.by_others = Divisor(std::max(peers.num_ranks - 1, 1));
   peers.by_experts = Divisor(peers.experts_per_rank);
   peers.by_top_k = Divisor(config_.top_k);
   peers.layout = layout_;

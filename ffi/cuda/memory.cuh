@@ -62,17 +62,49 @@ __device__ __forceinline__ uint4 load_unit(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
 // Copies a unit to shared memory, beside what this thread does meanwhile; it alone may read it, when it has waited.
 __device__ __forceinline__ void copy_unit_async(void* shared, const void* p) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(p)
-      : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(p) : "memory");
 }
 // Ends a group of copies, which may have none; waits for all groups but the last `kLeft`.
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft>
 __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Bulk copies to shared memory, which no thread carries out, and words there that tell when all bytes have landed that
+// were expected: each time, the word's phase, 0 or 1 by turns, is over.
+__device__ __forceinline__ void init_landed(uint64_t* landed) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(landed)) : "memory");
+}
+// What this thread has initialized, bulk copies see.
+__device__ __forceinline__ void publish_landed() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// `from` and `bytes`: multiples of 16. Nobody may still read what was there.
+__device__ __forceinline__ void copy_bulk(void* shared, const void* from, uint32_t bytes, uint64_t* landed) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(landed)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(from), "r"(bytes), "r"(shared_address(landed))
+               : "memory");
+}
+__device__ __forceinline__ bool has_landed(const uint64_t* landed, uint32_t phase) {
+  uint32_t is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n"
+      "}"
+      : "=r"(is_over)
+      : "r"(shared_address(landed)), "r"(phase)
+      : "memory");
+  return is_over;
 }
 
 __device__ __forceinline__ uint32_t load_acquire_here(const uint32_t* p) {

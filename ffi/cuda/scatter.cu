@@ -98,6 +98,9 @@ struct Scatter {
   __device__ int32_t bytes_under_way() const {
     return payload_bytes + kUnitBytes * ((new_route() ? args.top_k : 0) + (args.num_scales ? chunks() : 0));
   }
+  // Whether rows of a source are this rank's own, which are read where they lie, in x, and have their tokens' numbers.
+  // (all_to_all's, which are packed, go through the arena like a peer's.)
+  __device__ bool is_own(int32_t source) const { return source == peers.rank && !args.blocks; }
   // Whether this lane has a unit in a chunk.
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
 
@@ -154,7 +157,7 @@ struct Scatter {
   // Counts tokens [first, last), a warp as many at once as have lanes. Ends with a barrier of the workers, and has one
   // before it counts, which is await_entry() if the block is `entering`: what can be done without counting comes first.
   __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, bool entering) const {
-    constexpr int kAtOnce = kFew ? 1 : 2;
+    constexpr int kAtOnce = kFew ? 1 : kShares ? 4 : 2;
     const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
     const int32_t token = peers.by_top_k.quotient(lane_id()), k = lane_id() - token * args.top_k;
     int32_t expert[kAtOnce];
@@ -167,14 +170,12 @@ struct Scatter {
             token < tokens && at + token < last ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
       }
     };
-    load();
     Pair pairs[kAtOnce];
     const auto look_at = [&] {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (base + i * stride < last) pairs[i] = pair(expert[i], k);
-      }
+      for (int i = 0; i < kAtOnce; ++i) pairs[i] = pair(expert[i], k);
     };
+    load();
     look_at();
     if (entering) {
       op.await_entry();
@@ -184,14 +185,11 @@ struct Scatter {
     op.stamp(1);
 #pragma unroll 1
     while (base < last) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (base + i * stride < last) count(lookup, pairs[i]);
-      }
       base += kAtOnce * stride;
-      if (base >= last) break;
-      load();
-      look_at();
+      load();  // the next ones, which are on their way while these are counted
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) count(lookup, pairs[i]);
+      if (base < last) look_at();
     }
     op.sync_workers();
   }
@@ -215,13 +213,9 @@ struct Scatter {
   }
 
   // How many of the k lanes before this one have the same value.
-  __device__ int32_t count_earlier(int32_t value, int32_t k) const {
-    int32_t count = 0;
-#pragma unroll(kFew ? 1 : 4)
-    for (int32_t back = 1; back < args.top_k; ++back) {
-      count += __shfl_up_sync(kAllLanes, value, back) == value && back <= k;
-    }
-    return count;
+  __device__ static int32_t count_earlier(int32_t value, int32_t k) {
+    const uint32_t earlier = ((1u << k) - 1) << (lane_id() - k);
+    return __popc(__match_any_sync(kAllLanes, value) & earlier);
   }
 
   // --- the other senders --------------------------------------------------------------------------------------------
@@ -268,6 +262,7 @@ struct Scatter {
         begin_route(route, companions, team);
         count_tokens(lookup, counted, token - place, entering);
         place_route(lookup, route, companions, team);
+        if (is_own(lane_id()) && route.index >= 0) route.index = token;
       } else if (entering) {
         op.await_entry();
       }
@@ -281,7 +276,7 @@ struct Scatter {
         if (kHasNetwork && !passed_on) kept[args.num_tokens * peers.num_ranks] = -1;
       }
       const bool sends = !op.state.failed;
-      const int32_t index = by_node() ? index_by_node(nodes_of(peers), route.index, token) : route.index;
+      const int32_t index = index_to_send(route, token);
       if (sends) send_row(token, packed, route, index, team);
       if constexpr (kHasNetwork) put_rows(token, index, team, sends);
       op.stamp(3);
@@ -294,8 +289,14 @@ struct Scatter {
   // Batches of a row.
   __device__ int32_t parts() const { return (chunks() + kSendBatch - 1) / kSendBatch; }
 
+  // Of the row, at each rank = lane that it is sent to; else -1.
+  __device__ int32_t index_to_send(const Route& route, int32_t token) const {
+    const int32_t index = by_node() ? index_by_node(nodes_of(peers), route.index, token) : route.index;
+    return is_own(lane_id()) ? -1 : index;
+  }
+
   // `packed`: what this warp sends first. What comes next is asked for before, as a load waits for the stores before it
-  // to get on their way. `index`: of the row, at each rank = lane that it is sent to.
+  // to get on their way.
   __device__ void send_row(int32_t token, Packed packed, const Route& route, int32_t index, const Team& team) const {
     RowPlace row = {};  // on this lane's rank
     if (index >= 0) row = RowPlace(op, lane_id(), source_at(lane_id()), index);
@@ -305,6 +306,9 @@ struct Scatter {
       Batch ahead = {};
       if (next < parts()) ahead = load(token, next);
       send_batch(packed, part, route, index, row);
+      if (part == 0 && new_route() && token < args.num_tokens) {  // all tokens have one here
+        write_header(place_here(peers.rank, token), route, peers.rank);
+      }
       if (next < parts()) packed = pack(ahead, next);
     }
   }
@@ -364,21 +368,23 @@ struct Scatter {
   }
 
   __device__ Batch load(int32_t token, int32_t part) const {
-    const auto* row = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(args.x) + token * args.row_bytes);
     Batch batch = {};
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
-      const int32_t chunk = part * kSendBatch + i;
-      if (token >= args.num_tokens || !has_unit(chunk)) continue;
-#pragma unroll
-      for (int v = 0; v < kUnitsRead; ++v) {
-        batch.units[i][v] = __ldg(row + (chunk * kChunkUnits + lane_id()) * kUnitsRead + v);
-      }
-      if (!kCasts && args.num_scales) {
-        batch.scales[i] = __ldg(args.x_scales + token * args.num_scales + chunk * 4 + lane_id() / 8);
-      }
+      if (token < args.num_tokens) load_chunk(token, part * kSendBatch + i, batch.units[i], batch.scales[i]);
     }
     return batch;
+  }
+
+  // What this lane needs of x for its unit of a chunk, if it has one.
+  __device__ void load_chunk(int32_t token, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
+    if (!has_unit(chunk)) return;
+    const auto* row = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(args.x) + token * args.row_bytes);
+#pragma unroll
+    for (int v = 0; v < kUnitsRead; ++v) units[v] = __ldg(row + (chunk * kChunkUnits + lane_id()) * kUnitsRead + v);
+    if (!kCasts && args.num_scales) {
+      scale = __ldg(args.x_scales + token * args.num_scales + chunk * 4 + lane_id() / 8);
+    }
   }
 
   __device__ Packed pack(const Batch& batch, int32_t part) const {
@@ -498,6 +504,7 @@ struct Scatter {
   // A row that may come.
   struct Arriving {
     int32_t source, index;
+    bool is_own;  // and so is there, but for its header
     bool comes;
     RowPlace place;
     RowHeader header;  // of a new route, for k = lane
@@ -613,14 +620,19 @@ struct Scatter {
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
     arriving.index = peers.by_ranks.quotient(item);
-    arriving.comes = arriving.index < num_arrived(arriving.source);
+    arriving.is_own = is_own(arriving.source);
+    arriving.comes = arriving.is_own || arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
     arriving.place = place_here(arriving.source, arriving.index);
     if (!new_route() && !args.blocks) {
       const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
       arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
     }
-    if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
+    if (arriving.is_own) {
+      read_own(arriving, team.warp, team);
+      if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
+      if (!new_route()) arriving.comes = __any_sync(kAllLanes, arriving.row >= 0);
+    } else if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
       const BatchPlace place = place_of(arriving.place, team.warp, team);
       for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? empty_unit() : uint4{};
       arriving.header = no_header(op);
@@ -635,6 +647,23 @@ struct Scatter {
     return arriving;
   }
 
+  // A batch of an own row, as it would arrive.
+  __device__ void read_own(Arriving& arriving, int32_t first, const Team& team) const {
+    uint4 read[kReceiveBatch][kUnitsRead] = {};
+    float scales[kReceiveBatch] = {};
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) load_chunk(arriving.index, chunk_of(first, i, team), read[i], scales[i]);
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) {
+      arriving.first.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
+      if constexpr (kArrival != Arrival::kCombineBack) {
+        if (!args.num_scales) continue;
+        const uint4 unit = scales_unit(has_unit(chunk_of(first, i, team)) ? scales[i] : 0);
+        if (lane_id() == i) arriving.first.units[kReceiveBatch] = unit;
+      }
+    }
+  }
+
   // Of a row that arrives.
   __device__ RowPlace place_here(int32_t source, int32_t index) const {
     return {op, peers.layout.row_number(op.state.slot, source, index)};
@@ -645,6 +674,7 @@ struct Scatter {
 
   // As far as this warp has looked.
   __device__ bool has_come(const Arriving& arriving) const {
+    if (arriving.is_own) return true;
     bool missing = false;
 #pragma unroll
     for (const uint4& unit : arriving.first.units) missing = missing || is_empty(unit);
@@ -656,12 +686,19 @@ struct Scatter {
   // Waits for the rest.
   __device__ void await_row(Arriving& arriving, const Team& team) const {
     const bool has_header = this->has_header();
-    if constexpr (kHasNetwork) {
-      if (lane_id() == 0 && !by_node()) await_signal(op, arriving.source, arriving.source, arriving.index);
+    const auto header_has_come = [&] {
+      return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header);
+    };
+    if (arriving.is_own) {
+      op.wait_until(peers.rank, header_has_come);
       __syncwarp();
+    } else {
+      if constexpr (kHasNetwork) {
+        if (lane_id() == 0 && !by_node()) await_signal(op, arriving.source, arriving.source, arriving.index);
+        __syncwarp();
+      }
+      take_batch(arriving.source, arriving.place, team.warp, team, arriving.first, header_has_come);
     }
-    take_batch(arriving.source, arriving.place, team.warp, team, arriving.first,
-               [&] { return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header); });
     if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
   }
 
@@ -795,12 +832,17 @@ struct Scatter {
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(3);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
+    const int32_t end = arriving.is_own && !targets ? 0 : chunks();  // what has come is taken
 #pragma unroll 1
-    for (int32_t first = team.warp; first < chunks(); first += kReceiveBatch * team.num_warps) {
+    for (int32_t first = team.warp; first < end; first += kReceiveBatch * team.num_warps) {
       if (first != team.warp) {
-        look_at_batch(arriving.place, first, team, arriving.first);
+        if (arriving.is_own) {
+          read_own(arriving, first, team);
+        } else {
+          look_at_batch(arriving.place, first, team, arriving.first);
+        }
         if constexpr (kArrival == Arrival::kCombineBack) ask_for_y(row, first, team);
-        take_batch(source, arriving.place, first, team, arriving.first, [] { return true; });
+        if (!arriving.is_own) take_batch(source, arriving.place, first, team, arriving.first, [] { return true; });
       }
       op.stamp(6);
       if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, team);

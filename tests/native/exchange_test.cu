@@ -278,14 +278,16 @@ void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& r
 }
 
 // Thread blocks of each rank, few enough for all ranks to be on the GPU at once, and the kernels' form; 0 for what
-// plan.h likes.
+// plan.h likes. And whether own rows may be summed where other ranks' sums come.
 struct Blocks {
   int32_t number;
   Form form;
+  bool sums_own = true;
 
   LaunchPlan adjust(LaunchPlan plan) const {
     if (number == 0 && form != Form::kFewLongRows) return plan;
     plan.form = form;
+    plan.sums_own &= sums_own;
     if (form == Form::kFewLongRows) plan.log_send_warps = plan.log_receive_warps = 0;  // a warp has all of a row
     return plan;
   }
@@ -480,13 +482,20 @@ int main(int argc, char** argv) {
   const bool is_quick = argc > 2;  // for the sanitizers, under which a kernel takes long
   const Blocks any = {0, Form::kFewRows};
   const Blocks long_rows = {0, Form::kFewLongRows};
-  const std::vector<Blocks> quick = {any, long_rows, {1, Form::kFewSms}, {5, Form::kFewSms}, {5, Form::kUsual}};
+  const std::vector<Blocks> quick = {any,
+                                     long_rows,
+                                     {1, Form::kFewSms},
+                                     {5, Form::kFewSms},
+                                     {5, Form::kUsual},
+                                     {5, Form::kUsual, false},
+                                     {5, Form::kManyRows}};
   const std::vector<Blocks> all = {any,
                                    long_rows,
                                    {1, Form::kUsual},
                                    {2, Form::kFewSms},
                                    {5, Form::kFewSms},
                                    {5, Form::kUsual},
+                                   {5, Form::kUsual, false},
                                    {8, Form::kUsual},
                                    {8, Form::kManyRows}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {

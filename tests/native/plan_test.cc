@@ -101,11 +101,22 @@ void test_turns_are_even() {
     const LaunchPlan dispatch = plan_scatter(128, ranks, 14, 0, false), combine = plan_gather(128, ranks, 8, 28, 0);
     EXPECT_EQ(turns(128, dispatch.row_senders(), 16, dispatch.log_send_warps), 1);
     EXPECT_EQ(turns(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
-    EXPECT_EQ(turns(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 6 : 4);
+    EXPECT_EQ(turns(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 3 : 4);
+    EXPECT_EQ(turns((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 3 : 6);
   }
   const LaunchPlan few = plan_gather(32, 4, 8, 28, 0);
   EXPECT_EQ(turns(4 * 32, few.row_senders(), 8, few.log_send_warps), 2);
   EXPECT_EQ(turns(32, few.row_receivers(), 8, few.log_receive_warps), 1);
+}
+
+// Where there is much to read, senders leave own rows to who receives; else all rows are sent at once.
+void test_own_rows_are_sent_where_that_is_little() {
+  EXPECT_EQ(plan_gather(32, 4, 8, 28, 0).sums_own, false);
+  EXPECT_EQ(plan_gather(128, 4, 8, 28, 0).sums_own, true);
+  EXPECT_EQ(plan_gather(128, 4, 8, 16, 0).sums_own, false);
+  EXPECT_EQ(plan_gather(128, 4, 1, 28, 0).sums_own, false);
+  EXPECT_EQ(plan_gather(4096, 4, 1, 4, 0).sums_own, true);
+  EXPECT_EQ(plan_gather(32, 4, 8, 28, 24).sums_own, true);
 }
 
 // Rows of 4 chunks keep as many warps busy as rows of 16.
@@ -143,6 +154,7 @@ int main() {
   test_few_rows_go_straight();
   test_few_tokens_take_few_blocks();
   test_turns_are_even();
+  test_own_rows_are_sent_where_that_is_little();
   test_small_rows_take_small_teams();
   test_arena();
   test_divisor();
