@@ -31,9 +31,9 @@ struct ScatterArgs : Call {
   const float* topk_weights;
   const int32_t* known_place;  // [T, R]: an old route's `place`
   const int32_t* splits;       // [E] for all_to_all: the rows for each expert, beside known_place
-  // [T, R] out: index among the rows sent to a rank, -1 if none is; for a new route. Over a network, behind it another
-  // one, of rows passed on: of token t of this rank's counterpart in the node of rank r, at the rank here of r's
-  // number.
+  // [T, R] out: index among the rows sent to a rank (to this one: the token), -1 if none is; for a new route. Over a
+  // network, behind it another one, of rows passed on: of token t of this rank's counterpart in the node of rank r, at
+  // the rank here of r's number.
   int32_t* place;
 
   // Experts' side: num_rows rows of the result.
