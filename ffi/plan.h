@@ -228,7 +228,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       shape = {form, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 10};
       break;
     case Form::kFewSms: {
-      const int32_t warps = num_sms * kMaxBlockWarps * 2;
+      const int32_t warps = num_sms * kMaxBlockWarps * 2;  // four times those of half: teams may have as many turns
       shape = {form, 4, log_team(num_rows, warps, most), log_team(num_tokens, warps, most), num_ranks > 2 ? 8 : 11};
       break;
     }

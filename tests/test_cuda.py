@@ -175,7 +175,7 @@ def test_many_tokens(mesh, layout, options):
 @pytest.mark.parametrize("num_sms", [None, 4])
 @pytest.mark.parametrize("routing", ["uneven", "out_of_range"])
 def test_long_rows_of_many_experts(mesh, layout, routing, num_sms):
-    """More pieces of y than a warp asks for at once, the last of a row a shorter one; tokens without rows here."""
+    """More pieces of y than a warp asks for at once (on 2 ranks), the last of a row shorter; tokens without rows."""
     inputs = make_inputs(LONG, mesh.size, routing)
     recv, y, out = run_large(make_group(mesh, LONG, num_sms=num_sms), layout, inputs)
     expected, _, _ = run_large(make_group(mesh, LONG, backend="reference"), layout, inputs)

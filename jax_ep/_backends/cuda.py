@@ -52,8 +52,9 @@ _Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, No
 class RouteArrays(NamedTuple):
     """One rank's part of a route."""
 
-    # [T, R] int32: index of the token among the rows sent to each rank, -1 if it was not. Over a network [2 T, R]:
-    # then those of the tokens that this rank passed on for its counterparts (ScatterArgs in ffi/cuda/scatter.h).
+    # [T, R] int32: index of the token among the rows sent to each rank (for this one, the token), -1 if it was not.
+    # Over a network [2 T, R]: then those of the tokens that this rank passed on for its counterparts (ScatterArgs in
+    # ffi/cuda/scatter.h).
     place: jax.Array
     rows: jax.Array  # [R, T, K] int32: row here of each arrived (source rank, index, k), -1 if none
     num_arrived: jax.Array  # [R] int32: rows that came from each rank
