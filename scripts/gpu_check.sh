@@ -54,7 +54,7 @@ step build "$python" -m pip install --no-build-isolation --no-deps --force-reins
 step native-build bash -c build_native_tests
 step native-run build/native-gpu/exchange_test
 for tool in memcheck racecheck synccheck; do
-  options=$([ $tool != synccheck ] || echo --num-cuda-barriers 65536)  # it counts on fewer than a ring per warp has
+  options=$([ $tool != synccheck ] || echo --num-cuda-barriers 65536)  # warps have a dozen each (ring.cuh)
   step sanitizer-$tool compute-sanitizer --tool $tool $options --error-exitcode 9 build/native-gpu/exchange_test 8 quick
 done
 step tests "$python" -P -m pytest tests -q -p no:cacheprovider \
