@@ -76,8 +76,8 @@ struct Scatter {
   static constexpr bool kFew = has_few_rows(kForm);
   static constexpr int kSendBatch = kFew || kCasts ? 1 : 2;
   static constexpr int kReceiveBatch = receive_batch(kArrival, kForm);
-  static constexpr int kUnroll = kFew ? 1 : 2;
   static constexpr bool kShares = kForm == Form::kManyRows;  // blocks take rows and padding as they come to it
+  static constexpr int kUnroll = kShares ? 2 : 1;
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
 
   const Peers& peers;
@@ -111,7 +111,7 @@ struct Scatter {
     const Lookup lookup = this->lookup();
     clear(lookup);
     if (new_route()) {
-      count_tokens(lookup, 0, args.num_tokens, true);
+      count_tokens(lookup, 0, args.num_tokens, ids_to_count(0, args.num_tokens), true);
     } else {
       op.await_entry();
       if (args.splits) count_splits(lookup);
@@ -154,28 +154,35 @@ struct Scatter {
     op.sync_workers();
   }
 
-  // Counts tokens [first, last), a warp as many at once as have lanes. Ends with a barrier of the workers, and has one
-  // before it counts, which is await_entry() if the block is `entering`: what can be done without counting comes first.
-  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, bool entering) const {
-    constexpr int kAtOnce = kFew ? 1 : kShares ? 4 : 2;
-    const int32_t tokens = peers.by_top_k.quotient(32), stride = tokens * plan.block_warps();
-    const int32_t token = peers.by_top_k.quotient(lane_id()), k = lane_id() - token * args.top_k;
-    int32_t expert[kAtOnce];
-    int32_t base = first + warp_id() * tokens;
-    const auto load = [&] {
+  // Of some tokens, what this lane counts at once.
+  static constexpr int kCountsAtOnce = kShares ? 4 : 1;
+  struct Ids {
+    int32_t expert[kCountsAtOnce];
+  };
+
+  // Asks for the first that are counted of tokens [first, last), by a warp as many as have lanes.
+  __device__ Ids ids_to_count(int32_t first, int32_t last) const {
+    const int32_t tokens = peers.by_top_k.quotient(32), token = peers.by_top_k.quotient(lane_id());
+    Ids ids;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int32_t at = base + i * stride;
-        expert[i] =
-            token < tokens && at + token < last ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
-      }
-    };
-    Pair pairs[kAtOnce];
+    for (int i = 0; i < kCountsAtOnce; ++i) {
+      const int32_t at = first + (warp_id() + i * plan.block_warps()) * tokens;
+      const bool present = token < tokens && at + token < last;
+      ids.expert[i] = present ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
+    }
+    return ids;
+  }
+
+  // Counts tokens [first, last), whose first ids have been asked for. Ends with a barrier of the workers, and has one
+  // before it counts, which is await_entry() if the block is `entering`: what can be done without counting comes first.
+  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, Ids ids, bool entering) const {
+    const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
+    const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
+    Pair pairs[kCountsAtOnce];
     const auto look_at = [&] {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) pairs[i] = pair(expert[i], k);
+      for (int i = 0; i < kCountsAtOnce; ++i) pairs[i] = pair(ids.expert[i], k);
     };
-    load();
     look_at();
     if (entering) {
       op.await_entry();
@@ -184,12 +191,12 @@ struct Scatter {
     }
     op.stamp(1);
 #pragma unroll 1
-    while (base < last) {
-      base += kAtOnce * stride;
-      load();  // the next ones, which are on their way while these are counted
+    while (first < last) {
+      first += stride;
+      ids = ids_to_count(first, last);  // the next ones, which are on their way while these are counted
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) count(lookup, pairs[i]);
-      if (base < last) look_at();
+      for (int i = 0; i < kCountsAtOnce; ++i) count(lookup, pairs[i]);
+      if (first < last) look_at();
     }
     op.sync_workers();
   }
@@ -250,17 +257,20 @@ struct Scatter {
     int32_t token = team.index, counted = 0;
     Route route = load_route(token, team);
     Batch batch = load(token, team.warp);
+    Ids ids = ids_ahead(counted, token - place);
     clear(lookup);
 #pragma unroll 1
     for (int32_t turn = 0; token - place < args.num_tokens; ++turn) {
       const int32_t next = token + team.num_teams;
       const Route next_route = load_route(next, team);
       const Batch next_batch = load(next, team.warp);
+      const Ids next_ids = ids_ahead(token - place, next - place);
       const Packed packed = pack(batch, team.warp);
       if (new_route()) {
         const Companions companions = {place, shared.experts[turn % 2], shared.ranks[turn % 2]};
         begin_route(route, companions, team);
-        count_tokens(lookup, counted, token - place, entering);
+        if (!kCountsAhead) ids = ids_to_count(counted, token - place);
+        count_tokens(lookup, counted, token - place, ids, entering);
         place_route(lookup, route, companions, team);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;
       } else if (entering) {
@@ -283,7 +293,14 @@ struct Scatter {
       token = next;
       route = next_route;
       batch = next_batch;
+      ids = next_ids;
     }
+  }
+
+  // With few rows, there is one turn, and no register to spare.
+  static constexpr bool kCountsAhead = !kFew;
+  __device__ Ids ids_ahead(int32_t first, int32_t last) const {
+    return kCountsAhead && new_route() ? ids_to_count(first, last) : Ids{};
   }
 
   // Batches of a row.
@@ -537,7 +554,7 @@ struct Scatter {
     }
     if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     place_rows(places);
-    if (!kShares && arriving.comes) await_row(arriving, team);
+    if (kFew && arriving.comes) await_row(arriving, team);  // all have come at about the same time
     op.stamp(8);
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     op.stamp(2);
@@ -551,11 +568,12 @@ struct Scatter {
       if (!kFew && !args.blocks) pad(places);
 #pragma unroll 1
       while (item < end) {
+        if (!kFew && arriving.comes) await_row(arriving, team);
         deliver_row(arriving, places, team);
         item += team.num_teams;
         if (item >= end) break;
         arriving = look_for_row(item, team);
-        if (arriving.comes) await_row(arriving, team);
+        if (kFew && arriving.comes) await_row(arriving, team);
       }
       if (kFew && !args.blocks) pad(places);
     }
