@@ -54,6 +54,8 @@ template <typename X, Form kForm>
 struct Gather {
   static constexpr bool kHasRing = has_ring(kForm);
   static constexpr int kSumsAtOnce = sums_at_once(kForm);
+  // Whether a team asks what there is of its next row while it sends one: few rows take one turn, mostly.
+  static constexpr bool kAsksAhead = !has_few_rows(kForm);
   // Sums of other ranks that a lane awaits at once: those of so many ranks, in so many chunks.
   static constexpr int kRanksAtOnce = kHasRing ? 2 : 4, kAddsAtOnce = kHasRing ? 2 : 1;
   static constexpr int kSize = Vector<X>::kSize;
@@ -95,7 +97,7 @@ struct Gather {
     SourceRow row = {};
     Sums<> sums = {};
     if (item < num_candidates && !blocks()) {
-      row = source_row(item);
+      row = resolved(ask_for_row(item));
       sums = partial_sums(row, team.warp, team);
     }
     if (entering) op.await_entry();
@@ -107,12 +109,15 @@ struct Gather {
       if constexpr (kHasRing) ring.clear();
       return;
     }
+    SourceRow next = {};
 #pragma unroll 1
     for (; item < num_candidates; item += team.num_teams) {
       if (item >= team.num_teams || blocks()) {
-        row = source_row(item);
+        row = resolved(kAsksAhead && !blocks() ? next : ask_for_row(item));
         sums = partial_sums(row, team.warp, team);
       }
+      const uint32_t next_item = item + team.num_teams;
+      if (kAsksAhead && next_item < num_candidates && !blocks()) next = ask_for_row(next_item);
       if (row.present) send_row(row, sums, team);
       if (is_far(peers, row.peer) && !by_node()) put_staged(row.peer, peers.rank, row.index, row.present, team);
     }
@@ -133,6 +138,7 @@ struct Gather {
   // A row that goes back: what this lane knows of it.
   struct SourceRow {
     int32_t peer, index;
+    int32_t seen;  // of what tells whether it is present
     bool present;
     uint32_t rows;  // the k that have a row here
     int32_t row;    // here, for k = lane
@@ -144,15 +150,16 @@ struct Gather {
   __device__ bool sums_own() const { return !has_few_rows(kForm) && plan.sums_own && !blocks(); }
   __device__ int32_t num_destinations() const { return peers.num_ranks - sums_own(); }
 
-  __device__ SourceRow source_row(uint32_t item) const {
+  // Asks for what there is of it; use it when that is resolved().
+  __device__ SourceRow ask_for_row(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
     if (peer >= peers.num_ranks) peer -= peers.num_ranks;
-    return source_row(peer, by_destinations.quotient(item));
+    return ask_for_row(peer, by_destinations.quotient(item));
   }
 
   // An own token's row has the token's number.
-  __device__ SourceRow source_row(int32_t peer, int32_t index) const {
+  __device__ SourceRow ask_for_row(int32_t peer, int32_t index) const {
     SourceRow source = {};
     source.peer = peer;
     source.index = index;
@@ -164,9 +171,18 @@ struct Gather {
       source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
     }
     if (peer != peers.rank || blocks()) {
-      source.present = source.index < num_rows_of(source.peer);
+      source.seen = num_rows_of(source.peer);
+      if (!kAsksAhead) source.present = source.index < source.seen;
     } else {
-      source.present = sums_own() || __ldg(args.place + int64_t{index} * peers.num_ranks + peer) >= 0;
+      source.seen = sums_own() ? index : __ldg(args.place + int64_t{index} * peers.num_ranks + peer);
+      if (!kAsksAhead) source.present = source.seen >= 0;
+    }
+    return source;
+  }
+
+  __device__ SourceRow resolved(SourceRow source) const {
+    if (kAsksAhead) {
+      source.present = source.peer != peers.rank || blocks() ? source.index < source.seen : source.seen >= 0;
     }
     if (!source.present) source.row = -1;
     source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
@@ -175,10 +191,12 @@ struct Gather {
   }
 
   // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which
-  // leaves before any row.)
+  // leaves before any row. One lane does, so that all go on alike, whatever fails.)
   __device__ int32_t num_rows_of(int32_t peer) const {
     if (!blocks()) return __ldg(args.num_arrived + peer);
-    return op.expect_number(peer, &op.own().num_rows[op.state.slot][peer]);
+    int32_t number = 0;
+    if (lane_id() == 0) number = op.expect_number(peer, &op.own().num_rows[op.state.slot][peer]);
+    return __shfl_sync(kAllLanes, number, 0);
   }
 
   // `sums`: of the first chunks that this warp sends.
@@ -397,8 +415,8 @@ struct Gather {
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_tokens = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
     int32_t token = takes_tokens ? team.index : args.num_tokens;
-    SourceRow own = {};
-    if (token < args.num_tokens) own = own_row(token);
+    Returning asked = {};
+    if (kAsksAhead && token < args.num_tokens) asked = ask_for_token(token);
     if (entering) op.await_entry();
     op.stamp(1);
     if (op.state.failed) return;
@@ -407,20 +425,31 @@ struct Gather {
       op.meet_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
     }
 #pragma unroll 1
-    while (token < args.num_tokens) {
-      receive_token(token, own, team);
-      token += team.num_teams;
-      if (token < args.num_tokens) own = own_row(token);
+    for (; token < args.num_tokens; token += team.num_teams) {
+      const Returning now = kAsksAhead ? asked : ask_for_token(token);
+      const int32_t next = token + team.num_teams;
+      if (kAsksAhead && next < args.num_tokens) asked = ask_for_token(next);
+      receive_token(token, now, team);
     }
   }
 
-  // What an own token has here.
-  __device__ SourceRow own_row(int32_t token) const { return sums_own() ? source_row(peers.rank, token) : SourceRow{}; }
+  // A token whose sums come back.
+  struct Returning {
+    int32_t index;  // of its row among those that this lane's rank got
+    SourceRow own;  // what it has here, to be resolved()
+  };
 
-  __device__ void receive_token(int32_t token, const SourceRow& own, const Team& team) const {
+  __device__ Returning ask_for_token(int32_t token) const {
+    Returning asked = {-1};
+    if (lane_id() < peers.num_ranks) asked.index = __ldg(args.place + int64_t{token} * peers.num_ranks + lane_id());
+    if (sums_own()) asked.own = ask_for_row(peers.rank, token);
+    return asked;
+  }
+
+  __device__ void receive_token(int32_t token, const Returning& asked, const Team& team) const {
+    const SourceRow own = sums_own() ? resolved(asked.own) : SourceRow{};
     const int32_t rank = lane_id();
-    int32_t index = rank < peers.num_ranks ? __ldg(args.place + int64_t{token} * peers.num_ranks + rank) : -1;
-    int32_t source = rank;
+    int32_t index = asked.index, source = rank;
     if (by_node()) {
       const Nodes& nodes = nodes_of(peers);
       index = index_by_node(nodes, index, token);
