@@ -183,7 +183,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
   switch (form) {
     case Form::kFewRows:
     case Form::kFewLongRows: {
-      const int32_t log_receive = num_tokens <= 2 ? 5 : num_tokens <= 16 ? 4 : 3;
+      const int32_t log_receive = num_tokens <= 2 || num_rows <= 16 ? 5 : num_tokens <= 16 ? 4 : 3;
       const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
       shape = {form, 3, log_send, std::min(log_chunks, log_receive), 10};
       break;
@@ -229,7 +229,12 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       break;
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps * 2;  // four times those of half: teams may have as many turns
-      shape = {form, 4, log_team(num_rows, warps, most), log_team(num_tokens, warps, most), num_ranks > 2 ? 8 : 11};
+      // A warp takes four chunks at once; where rows are too few for all SMs, they spread, though some warps are idle.
+      const int32_t log_parts = log2_ceil(static_cast<int32_t>(divide_up(num_chunks, 4)));
+      const auto team = [=](int64_t rows) {
+        return std::max(log_team(rows, warps, log_parts), log_team(rows, warps / 4, most));
+      };
+      shape = {form, 4, team(num_rows), team(num_tokens), num_ranks > 2 ? 8 : 11};
       break;
     }
     case Form::kUsual:

@@ -88,6 +88,8 @@ void test_few_rows_go_straight() {
 void test_few_tokens_take_few_blocks() {
   // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
   EXPECT_EQ(plan_scatter(1, 4, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
+  EXPECT_EQ(plan_scatter(8, 2, 28, 0, false).log_receive_warps, 5);  // no chunk waits for another
+  EXPECT_EQ(plan_scatter(8, 4, 28, 0, false).log_receive_warps, 4);
   EXPECT_EQ(plan_scatter(4096, 4, 28, 0, false).num_blocks, kDefaultSms);
   EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_blocks, 24);
 }
@@ -117,6 +119,14 @@ void test_own_rows_are_sent_where_that_is_little() {
   EXPECT_EQ(plan_gather(128, 4, 1, 28, 0).sums_own, false);
   EXPECT_EQ(plan_gather(4096, 4, 1, 4, 0).sums_own, true);
   EXPECT_EQ(plan_gather(32, 4, 8, 28, 24).sums_own, true);
+}
+
+// With few SMs, a warp that sums takes four chunks at once: no team has warps without any, but where rows are too few
+// for all SMs.
+void test_teams_of_few_sms_are_busy() {
+  EXPECT_EQ(plan_gather(128, 2, 8, 8, 32).log_send_warps, 1);
+  EXPECT_EQ(plan_gather(32, 2, 8, 28, 24).log_send_warps, 3);
+  EXPECT_EQ(plan_gather(8, 2, 8, 28, 24).log_send_warps, 4);
 }
 
 // Rows of 4 chunks keep as many warps busy as rows of 16.
@@ -155,6 +165,7 @@ int main() {
   test_few_tokens_take_few_blocks();
   test_turns_are_even();
   test_own_rows_are_sent_where_that_is_little();
+  test_teams_of_few_sms_are_busy();
   test_small_rows_take_small_teams();
   test_arena();
   test_divisor();
