@@ -300,7 +300,7 @@ struct Scatter {
   // With few rows, there is one turn, and no register to spare.
   static constexpr bool kCountsAhead = !kFew;
   __device__ Ids ids_ahead(int32_t first, int32_t last) const {
-    return kCountsAhead && new_route() ? ids_to_count(first, last) : Ids{};
+    return kCountsAhead && new_route() ? ids_to_count(first, min(last, args.num_tokens)) : Ids{};
   }
 
   // Batches of a row.
