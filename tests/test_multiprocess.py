@@ -471,6 +471,10 @@ def doctor_of_groups_that_use_cuda():
     assert "process 1 cannot make a group: JAX_EP_SHARING is 'post'; it must be" in text
     os.environ["JAX_EP_SHARING"] = ""
 
+    def not_built():
+        raise ModuleNotFoundError
+
+    _network._module = not_built
     os.environ["JAX_EP_NODE_SIZE"] = "2"
     auto, ways, text = examine()
     assert (auto["backend"], ways) == ("reference", [])
