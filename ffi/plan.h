@@ -229,7 +229,8 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       break;
     case Form::kFewSms: {
       const int32_t warps = num_sms * kMaxBlockWarps * 2;  // four times those of half: teams may have as many turns
-      // A warp takes four chunks at once; where rows are too few for all SMs, they spread, though some warps are idle.
+      // A warp takes four chunks at once, and a team has about as many as there are such parts; but where rows are too
+      // few for half of the warps, they spread over more SMs, though some warps are idle.
       const int32_t log_parts = log2_ceil(static_cast<int32_t>(divide_up(num_chunks, 4)));
       const auto team = [=](int64_t rows) {
         return std::max(log_team(rows, warps, log_parts), log_team(rows, warps / 4, most));

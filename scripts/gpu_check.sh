@@ -18,8 +18,8 @@
 # JAX_EP_COMMIT names the commit.
 #
 # GPUS_PER_HOST is how many GPUs processes over NVSHMEM take for a host (half of them). PYTEST_ARGS goes to
-# pytest, BENCH_ARGS to the bench; a part may take STEP_TIMEOUT (540) seconds. Logs are kept in
-# GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
+# pytest ("-m gpu" leaves out what needs none), BENCH_ARGS to the bench; a part may take STEP_TIMEOUT (540) seconds. Logs
+# are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -58,8 +58,8 @@ sanitizer() {  # sanitizer TOOL NUM_RANKS OPTION...
 }
 sanitizer memcheck 8
 sanitizer racecheck 8
-# Each warp has a dozen barriers of its own (ring.cuh). With room for as many, synccheck is slow; and what a block does
-# at barriers is the same for any number of ranks.
+# Each warp has a dozen barriers of its own (ring.cuh). With room for as many, synccheck is slow: so with two ranks only.
+# (With more, teams have other sizes; the barriers are the same.)
 sanitizer synccheck 2 --num-cuda-barriers 32768
 step tests "$python" -P -m pytest tests -q -p no:cacheprovider \
   --junit-xml="$logs/tests.xml" ${PYTEST_ARGS:-}

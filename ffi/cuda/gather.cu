@@ -138,7 +138,7 @@ struct Gather {
   // A row that goes back: what this lane knows of it.
   struct SourceRow {
     int32_t peer, index;
-    int32_t seen;  // of what tells whether it is present
+    int32_t seen;  // whether it is present: more than `index` rows from the peer; of an own one, a place that is not -1
     bool present;
     uint32_t rows;  // the k that have a row here
     int32_t row;    // here, for k = lane

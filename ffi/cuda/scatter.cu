@@ -160,7 +160,7 @@ struct Scatter {
     int32_t expert[kCountsAtOnce];
   };
 
-  // Asks for the first that are counted of tokens [first, last), by a warp as many as have lanes.
+  // Asks for the first that are counted of tokens [first, last): by a warp, kCountsAtOnce times as many as have lanes.
   __device__ Ids ids_to_count(int32_t first, int32_t last) const {
     const int32_t tokens = peers.by_top_k.quotient(32), token = peers.by_top_k.quotient(lane_id());
     Ids ids;

@@ -121,11 +121,11 @@ void test_own_rows_are_sent_where_that_is_little() {
   EXPECT_EQ(plan_gather(32, 4, 8, 28, 24).sums_own, true);
 }
 
-// With few SMs, a warp that sums takes four chunks at once: no team has warps without any, but where rows are too few
-// for all SMs.
+// With few SMs, a warp that sums takes four chunks at once: a team has no more warps than a row has parts of four, as a
+// power of two, unless rows are too few for all SMs.
 void test_teams_of_few_sms_are_busy() {
   EXPECT_EQ(plan_gather(128, 2, 8, 8, 32).log_send_warps, 1);
-  EXPECT_EQ(plan_gather(32, 2, 8, 28, 24).log_send_warps, 3);
+  EXPECT_EQ(plan_gather(32, 2, 8, 28, 24).log_send_warps, 3);  // seven parts
   EXPECT_EQ(plan_gather(8, 2, 8, 28, 24).log_send_warps, 4);
 }
 
