@@ -79,7 +79,8 @@ def step(path: Path) -> dict[str, object]:
     result: dict[str, object] = {"ok": status == "0", "status": int(status), "seconds": int(seconds)}
     if arguments:
         result["arguments"] = dict(argument.split("=", 1) for argument in arguments)
-    log = path.with_suffix(".log").read_text(errors="replace").replace(f"{ROOT}/", "").splitlines()
+    text = path.with_suffix(".log").read_text(errors="replace")
+    log = text.replace(f"{ROOT}/", "").replace(sys.executable, "python3").splitlines()  # no paths of one machine
     if counts := [line for line in log if re.search(r"\d+ passed", line)]:
         result["pytest"] = sorted(counts) if len(counts) > 1 else counts[0]  # of each process
     if status != "0":
