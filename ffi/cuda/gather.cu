@@ -150,7 +150,8 @@ struct Gather {
   __device__ bool sums_own() const { return !has_few_rows(kForm) && plan.sums_own && !blocks(); }
   __device__ int32_t num_destinations() const { return peers.num_ranks - sums_own(); }
 
-  // Asks for what there is of it; use it when that is resolved().
+  // Asks for what there is of it; use it when that is resolved(). Whether it is present is judged there if it is asked
+  // for ahead: a compare would wait for what was loaded. Else here, which takes few rows less time.
   __device__ SourceRow ask_for_row(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
