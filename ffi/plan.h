@@ -15,19 +15,19 @@ inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other 
 inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). Few long
-// ones: likewise, and a warp takes two chunks of one that arrives at once. For many: blocks that have sent take rows,
+// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). Where that
+// takes two blocks on an SM, dense ones: likewise, with fewer registers, and warps that wait rest. For many: blocks that have sent take rows,
 // too. On few SMs: likewise, and a warp has more of a row under way, since there are few warps. A kernel may use the
 // code of one form for another.
-enum class Form : int32_t { kFewRows, kFewLongRows, kUsual, kManyRows, kFewSms };
-inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewLongRows, Form::kUsual, Form::kManyRows, Form::kFewSms};
-constexpr bool has_few_rows(Form form) { return form == Form::kFewRows || form == Form::kFewLongRows; }
+enum class Form : int32_t { kFewRows, kFewRowsDense, kUsual, kManyRows, kFewSms };
+inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewRowsDense, Form::kUsual, Form::kManyRows, Form::kFewSms};
+constexpr bool has_few_rows(Form form) { return form == Form::kFewRows || form == Form::kFewRowsDense; }
 inline constexpr int32_t kFewRowsBlockWarps = 8;
 constexpr bool has_control_warp(Form form) { return has_few_rows(form); }
 constexpr int32_t most_threads(Form form) {
   return 32 * (has_few_rows(form) ? kFewRowsBlockWarps + 1 : kMaxBlockWarps);
 }
-constexpr int32_t least_blocks_per_sm(Form form) { return has_few_rows(form) ? 2 : 1; }
+constexpr int32_t least_blocks_per_sm(Form form) { return form == Form::kFewRowsDense ? 2 : 1; }
 
 // A thread block sends, or receives; or, where rows are shared, sends and then receives. Senders come first, as blocks
 // are started in their order, and wait for no peer's rows: what a receiver waits for is always on its way. Only a
@@ -86,19 +86,22 @@ struct Shape {
   Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
   int32_t receive_16ths;  // of the blocks receive at most; or more, if they are not needed to send
+  bool may_idle = false;  // receivers: as many as may receive do, though fewer would take as few turns
 };
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
 // Blocks for `sends` and `receives` rows. No more receive than it takes for as few turns: all wait for a team that has
-// one row more than the others, and the rest may send.
+// one row more than the others, and the rest may send. Or no more send than it takes, and the rest receives.
 constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, int32_t num_sms) {
   const int32_t log_block = shape.log_block_warps;
   const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // one of which has no rows
     return divide_up(rows << log_warps, 1 << log_block) + 1;
   };
-  const auto teams_in = [=](int64_t blocks, int32_t log_warps) {
-    return std::max((blocks - 1) << log_block >> log_warps, int64_t{1});
+  const auto even = [=](int64_t rows, int64_t most, int32_t log_warps) {
+    const int64_t teams = std::max((most - 1) << log_block >> log_warps, int64_t{1});
+    const int64_t turns = std::max<int64_t>(divide_up(rows, teams), 1);
+    return std::min(most, blocks_for(divide_up(rows, turns), log_warps));
   };
   const int32_t blocks = (num_sms > 0 ? num_sms : kDefaultSms) * kMaxBlockWarps >> log_block;
   if (blocks == 1) {
@@ -112,10 +115,10 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
   }
   const int64_t could_receive = blocks_for(receives, shape.log_receive_warps);
   const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receive_16ths / 16, 1));
-  const int64_t turns = divide_up(receives, teams_in(share, shape.log_receive_warps));
-  const int64_t even = blocks_for(divide_up(receives, std::max<int64_t>(turns, 1)), shape.log_receive_warps);
-  const auto senders =
-      static_cast<int32_t>(std::min(blocks_for(sends, shape.log_send_warps), blocks - std::min(share, even)));
+  const auto senders = static_cast<int32_t>(
+      shape.may_idle ? even(sends, blocks - share, shape.log_send_warps)
+                     : std::min(blocks_for(sends, shape.log_send_warps),
+                                blocks - even(receives, share, shape.log_receive_warps)));
   const auto receivers = static_cast<int32_t>(std::min(could_receive, int64_t{blocks - senders}));
   // A team must not be larger than all that there are.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
@@ -170,11 +173,17 @@ constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
   return log;
 }
 
+// With the form that its blocks need.
+constexpr LaunchPlan settled(LaunchPlan plan) {
+  if (has_few_rows(plan.form) && plan.num_blocks > kDefaultSms) plan.form = Form::kFewRowsDense;
+  return plan;
+}
+
 // Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. What a block
 // spends on finding out where its teams' next tokens go, it spends once for all of them. The warps of a team that
 // receives, with `team_in_block`, are of one block. `num_chunks` is of a row under way.
-constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t num_chunks, int32_t num_sms,
-                                  bool team_in_block) {
+constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
+                                  int32_t num_sms, bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
   const int64_t num_rows = num_tokens * num_ranks;
   Form form = form_for(num_tokens, num_sms);
@@ -182,7 +191,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
   Shape shape = {};
   switch (form) {
     case Form::kFewRows:
-    case Form::kFewLongRows: {
+    case Form::kFewRowsDense: {
       const int32_t log_receive = num_tokens <= 2 || num_rows <= 16 ? 5 : num_tokens <= 16 ? 4 : 3;
       const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
       shape = {form, 3, log_send, std::min(log_chunks, log_receive), 10};
@@ -202,14 +211,20 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       const bool is_long = num_chunks > 16, is_many = form == Form::kManyRows && !team_in_block && num_ranks == 2;
       shape = {form, 4, std::min(log_chunks, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
       if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;
+      // Where more rows come than have a team, they should not all come at the end: the first tokens are sent first.
+      const int64_t rows_coming = num_tokens * std::min(std::max(top_k, 1), num_ranks);
+      if (form == Form::kUsual && num_ranks > 2 && num_chunks > 8 && rows_coming >= 512) {
+        shape.log_send_warps = 4;
+        shape.receive_16ths = 10;
+        shape.may_idle = true;
+      }
       break;
     }
   }
   if (team_in_block || !has_few_rows(form)) {  // where rows are claimed, a team's warps tell one another
     shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   }
-  if (has_few_rows(form) && shape.log_receive_warps < log_chunks) shape.form = Form::kFewLongRows;
-  return plan_launch(num_tokens, num_rows, shape, num_sms);
+  return settled(plan_launch(num_tokens, num_rows, shape, num_sms));
 }
 
 // The rows of the other ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing
@@ -218,13 +233,16 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                  int32_t num_sms) {
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
-  const Form form = form_for(num_tokens, num_sms);
-  const bool sums_own = form == Form::kUsual ? num_tokens * top_k * num_chunks >= 24 * 1024 : !has_few_rows(form);
+  Form form = form_for(num_tokens, num_sms);
+  if (form == Form::kManyRows && num_ranks > 2 && num_tokens <= 512) form = Form::kUsual;
+  const bool is_thin = top_k <= 2;  // a token has a row or two
+  const bool sums_own =
+      form == Form::kUsual ? is_thin || num_tokens * top_k * num_chunks >= 24 * 1024 : !has_few_rows(form);
   const int64_t num_rows = num_tokens * std::max(num_ranks - sums_own, 1);
   Shape shape = {};
   switch (form) {
     case Form::kFewRows:
-    case Form::kFewLongRows:
+    case Form::kFewRowsDense:
       shape = {form, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 10};
       break;
     case Form::kFewSms: {
@@ -239,14 +257,15 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       break;
     }
     case Form::kUsual:
-      shape = {form, 4, std::min(4, most), 5, num_ranks > 2 || !sums_own ? 8 : 12};
+      shape = is_thin ? Shape{form, 4, std::min(2, most), log_team(num_tokens, kDefaultSms / 2 * kMaxBlockWarps, 5), 8}
+                      : Shape{form, 4, std::min(4, most), 5, num_ranks > 2 || !sums_own ? 8 : 12};
       break;
     case Form::kManyRows:
       shape = {form, 4, std::min(1, most), 1, num_ranks > 2 ? 8 : 11};
       break;
   }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
-  LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, num_sms);
+  LaunchPlan plan = settled(plan_launch(num_rows, num_tokens, shape, num_sms));
   plan.sums_own = sums_own;
   return plan;
 }

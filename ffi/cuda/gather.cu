@@ -642,8 +642,9 @@ template <typename X>
 auto kernel_of(Form form) {
   switch (form) {
     case Form::kFewRows:
-    case Form::kFewLongRows:
       return gather_kernel<X, Form::kFewRows>;
+    case Form::kFewRowsDense:
+      return gather_kernel<X, Form::kFewRowsDense>;
     case Form::kUsual:
       return gather_kernel<X, Form::kUsual>;
     case Form::kManyRows:

@@ -73,6 +73,9 @@ struct Operation {
 #endif
   }
 
+  // Whether blocks share SMs: so many warps that look all the time keep from the memory what they wait for.
+  __device__ static bool is_dense() { return gridDim.x > kDefaultSms; }
+
   __device__ Control& own() const { return *peers.control; }
   __device__ Control& control_of(int32_t rank) const { return *state.table.control[rank]; }
   __device__ unsigned long long* counts_at(int32_t rank, int32_t from) const {
@@ -92,6 +95,7 @@ struct Operation {
     for (uint32_t polls = 1;; ++polls) {
       const uint32_t seen = probe();
       if (seen == expected) return true;
+      rest_if(is_dense());
       if (polls % 64 > 1) continue;  // few instructions between two looks
       if (state.failed) return false;
       if (polls % 64 == 0) begun = lose_patience(*this, begun, reason, blamed(peer), expected, seen);

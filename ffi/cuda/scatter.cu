@@ -47,7 +47,7 @@ struct Places {
 
 // Chunks that a warp has under way of a row that arrives.
 constexpr int receive_batch(Arrival arrival, Form form) {
-  if (has_few_rows(form)) return form == Form::kFewLongRows ? 2 : 1;
+  if (has_few_rows(form)) return 2;
   return arrival == Arrival::kDequantize ? 2 : 4;
 }
 
@@ -632,12 +632,26 @@ struct Scatter {
     return item;
   }
 
+  // As senders send them; but first, every other one is an own one: who has such a row to begin with is free for another
+  // when that comes.
+  __device__ void find_candidate(uint32_t item, Arriving& arriving) const {
+    const uint32_t tokens = args.num_tokens;
+    if (kForm == Form::kUsual && peers.num_ranks > 2 && !args.blocks) {
+      const uint32_t other = item < 2 * tokens ? item / 2 : item - tokens;
+      const bool own = item < 2 * tokens && item % 2;
+      arriving.source = own ? peers.rank : peers.rank + 1 + peers.by_others.remainder(other);
+      arriving.index = own ? other : peers.by_others.quotient(other);
+    } else {
+      arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
+      arriving.index = peers.by_ranks.quotient(item);
+    }
+    if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
+  }
+
   // Asks for what there is of it.
   __device__ Arriving look_for_row(uint32_t item, const Team& team) const {
     Arriving arriving = {};
-    arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
-    if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
-    arriving.index = peers.by_ranks.quotient(item);
+    find_candidate(item, arriving);
     arriving.is_own = is_own(arriving.source);
     arriving.comes = arriving.is_own || arriving.index < num_arrived(arriving.source);
     if (!arriving.comes) return arriving;
@@ -1301,8 +1315,8 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
   switch (form) {
     case Form::kFewRows:
       return kernel_of<Form::kFewRows>(type, casts, arrival);
-    case Form::kFewLongRows:
-      return kernel_of<Form::kFewLongRows>(type, casts, arrival);
+    case Form::kFewRowsDense:
+      return kernel_of<Form::kFewRowsDense>(type, casts, arrival);
     case Form::kUsual:
       return kernel_of<Form::kUsual>(type, casts, arrival);
     default:

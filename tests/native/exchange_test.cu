@@ -285,10 +285,10 @@ struct Blocks {
   bool sums_own = true;
 
   LaunchPlan adjust(LaunchPlan plan) const {
-    if (number == 0 && form != Form::kFewLongRows) return plan;
+    if (number == 0 && form != Form::kFewRowsDense) return plan;
     plan.form = form;
     plan.sums_own &= sums_own;
-    if (form == Form::kFewLongRows) plan.log_send_warps = plan.log_receive_warps = 0;  // a warp has all of a row
+    if (form == Form::kFewRowsDense) plan.log_send_warps = plan.log_receive_warps = 0;  // a warp has all of a row
     return plan;
   }
 };
@@ -313,7 +313,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
     const Peers& peers = member.peers;
     if constexpr (std::is_same_v<decltype(call), const ScatterArgs&>) {
       const LaunchPlan plan =
-          blocks.adjust(plan_scatter(kTokens, num_ranks, num_chunks(call.num_scales ? kHidden : kRowBytes), num_blocks,
+          blocks.adjust(plan_scatter(kTokens, num_ranks, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes), num_blocks,
                                      call.arrival == Arrival::kCombineBack));
       const auto launch = [&peers, call, plan](cudaStream_t stream) {
         return launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
@@ -416,7 +416,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
 void unlike_halves() {
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
-  const LaunchPlan plan = plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false);
+  const LaunchPlan plan = plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false);
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);
@@ -456,8 +456,8 @@ void more_blocks_than_fit() {
   Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   LaunchPlan gather_plan = plan_gather(kTokens, 1, kTopK, num_chunks(kRowBytes), 0);
-  LaunchPlan scatter_plans[] = {plan_scatter(kTokens, 1, num_chunks(kRowBytes), 0, false),
-                                plan_scatter(kTokens, 1, num_chunks(kRowBytes), 5, false)};  // with shared rows
+  LaunchPlan scatter_plans[] = {plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, false),
+                                plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 5, false)};  // with shared rows
   for (LaunchPlan* plan : {&gather_plan, &scatter_plans[0], &scatter_plans[1]}) {
     plan->num_senders = plan->first_receiver = kBlocks;
     plan->num_blocks = 2 * kBlocks;
@@ -481,7 +481,7 @@ int main(int argc, char** argv) {
   const int32_t most_ranks = argc > 1 ? std::atoi(argv[1]) : 8;
   const bool is_quick = argc > 2;  // for the sanitizers, under which a kernel takes long
   const Blocks any = {0, Form::kFewRows};
-  const Blocks long_rows = {0, Form::kFewLongRows};
+  const Blocks long_rows = {0, Form::kFewRowsDense};
   const std::vector<Blocks> quick = {any,
                                      long_rows,
                                      {1, Form::kFewSms},

@@ -44,13 +44,15 @@ void test_plans() {
     for (int32_t ranks : {1, 2, 4, 8, 32}) {
       for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
         for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
-          for (bool team_in_block : {false, true}) {
-            const LaunchPlan plan = plan_scatter(tokens, ranks, chunks, num_sms, team_in_block);
-            expect_sound(plan, num_sms);
-            if (!team_in_block && has_few_rows(plan.form)) continue;
-            EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
+          for (int32_t top_k : {1, 2, 8}) {
+            for (bool team_in_block : {false, true}) {
+              const LaunchPlan plan = plan_scatter(tokens, ranks, top_k, chunks, num_sms, team_in_block);
+              expect_sound(plan, num_sms);
+              if (!team_in_block && has_few_rows(plan.form)) continue;
+              EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
+            }
+            expect_sound(plan_gather(tokens, ranks, top_k, chunks, num_sms), num_sms);
           }
-          for (int32_t top_k : {1, 8}) expect_sound(plan_gather(tokens, ranks, top_k, chunks, num_sms), num_sms);
         }
       }
     }
@@ -62,7 +64,7 @@ void test_blocks_that_pass_on() {
   for (int64_t tokens : {33, 128, 4096}) {
     for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132}) {
       for (const LaunchPlan& best :
-           {plan_scatter(tokens, 8, 28, num_sms, false), plan_gather(tokens, 8, 8, 28, num_sms)}) {
+           {plan_scatter(tokens, 8, 8, 28, num_sms, false), plan_gather(tokens, 8, 8, 28, num_sms)}) {
         const LaunchPlan plan = over_network(best, true);
         int32_t forwarders = 0;
         for (int32_t block = 0; block < plan.num_blocks; ++block) forwarders += plan.forwards(block);
@@ -87,10 +89,10 @@ void test_few_rows_go_straight() {
 
 void test_few_tokens_take_few_blocks() {
   // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
-  EXPECT_EQ(plan_scatter(1, 4, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
-  EXPECT_EQ(plan_scatter(8, 2, 28, 0, false).log_receive_warps, 5);  // no chunk waits for another
-  EXPECT_EQ(plan_scatter(8, 4, 28, 0, false).log_receive_warps, 4);
-  EXPECT_EQ(plan_scatter(4096, 4, 28, 0, false).num_blocks, kDefaultSms);
+  EXPECT_EQ(plan_scatter(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
+  EXPECT_EQ(plan_scatter(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // no chunk waits for another
+  EXPECT_EQ(plan_scatter(8, 4, 8, 28, 0, false).log_receive_warps, 4);
+  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, false).num_blocks, kDefaultSms);
   EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_blocks, 24);
 }
 
@@ -100,8 +102,8 @@ void test_turns_are_even() {
     return divide_up(rows, blocks * block_warps >> log_warps);
   };
   for (int32_t ranks : {2, 4}) {
-    const LaunchPlan dispatch = plan_scatter(128, ranks, 14, 0, false), combine = plan_gather(128, ranks, 8, 28, 0);
-    EXPECT_EQ(turns(128, dispatch.row_senders(), 16, dispatch.log_send_warps), 1);
+    const LaunchPlan dispatch = plan_scatter(128, ranks, 8, 14, 0, false), combine = plan_gather(128, ranks, 8, 28, 0);
+    EXPECT_EQ(turns(128, dispatch.row_senders(), 16, dispatch.log_send_warps), ranks == 2 ? 1 : 3);
     EXPECT_EQ(turns(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
     EXPECT_EQ(turns(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 3 : 4);
     EXPECT_EQ(turns((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 3 : 6);
@@ -116,7 +118,7 @@ void test_own_rows_are_sent_where_that_is_little() {
   EXPECT_EQ(plan_gather(32, 4, 8, 28, 0).sums_own, false);
   EXPECT_EQ(plan_gather(128, 4, 8, 28, 0).sums_own, true);
   EXPECT_EQ(plan_gather(128, 4, 8, 16, 0).sums_own, false);
-  EXPECT_EQ(plan_gather(128, 4, 1, 28, 0).sums_own, false);
+  EXPECT_EQ(plan_gather(128, 4, 1, 28, 0).sums_own, true);  // a token has one row
   EXPECT_EQ(plan_gather(4096, 4, 1, 4, 0).sums_own, true);
   EXPECT_EQ(plan_gather(32, 4, 8, 28, 24).sums_own, true);
 }
@@ -129,12 +131,39 @@ void test_teams_of_few_sms_are_busy() {
   EXPECT_EQ(plan_gather(8, 2, 8, 28, 24).log_send_warps, 4);
 }
 
+// Many rows for an expert's rank, and long ones: the first tokens are sent before the others, and what no sender needs
+// receives.
+void test_rows_that_come_one_after_the_other() {
+  const LaunchPlan usual = plan_scatter(128, 4, 8, 14, 0, false), thin = plan_scatter(128, 4, 1, 14, 0, false);
+  EXPECT_EQ(usual.log_send_warps, 4);
+  EXPECT_EQ(usual.num_senders, 1 + 43);  // three turns
+  EXPECT_EQ(usual.num_blocks, kDefaultSms);
+  EXPECT_EQ(thin.log_send_warps, 3);
+  EXPECT_EQ(plan_scatter(128, 4, 8, 8, 0, false).log_send_warps, 3);
+  EXPECT_EQ(plan_scatter(128, 2, 8, 14, 0, false).log_send_warps, 3);
+}
+
+// One block on an SM has twice the registers; where there are more blocks than SMs, two share one.
+void test_few_rows_have_an_sm_for_each_block() {
+  EXPECT_EQ(plan_scatter(8, 4, 8, 28, 0, false).form == Form::kFewRows, true);
+  EXPECT_EQ(plan_scatter(32, 4, 8, 14, 0, false).form == Form::kFewRowsDense, true);
+  EXPECT_EQ(plan_gather(8, 4, 8, 28, 0).form == Form::kFewRows, true);
+  EXPECT_EQ(plan_gather(32, 4, 8, 28, 0).form == Form::kFewRowsDense, true);
+}
+
+// Where a token has a row or two, all come back in one turn.
+void test_thin_rows_take_small_teams() {
+  const LaunchPlan plan = plan_gather(128, 4, 1, 28, 0);
+  EXPECT_EQ(plan.log_send_warps, 2);
+  EXPECT_EQ(plan.row_receivers() * 16 >> plan.log_receive_warps, 128);
+}
+
 // Rows of 4 chunks keep as many warps busy as rows of 16.
 void test_small_rows_take_small_teams() {
-  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).log_send_warps, 2);
-  EXPECT_EQ(plan_scatter(128, 4, 4, 0, false).num_senders, 1 + 128 / 4);
-  EXPECT_EQ(plan_scatter(64, 2, 14, 0, false).log_receive_warps, 3);
-  EXPECT_EQ(plan_scatter(128, 4, 4, 24, false).num_blocks, 24);
+  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 0, false).log_send_warps, 2);
+  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 0, false).num_senders, 1 + 128 / 4);
+  EXPECT_EQ(plan_scatter(64, 2, 8, 14, 0, false).log_receive_warps, 3);
+  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 24, false).num_blocks, 24);
   EXPECT_EQ(plan_gather(128, 4, 8, 8, 0).log_send_warps, 2);
 }
 
@@ -166,6 +195,9 @@ int main() {
   test_turns_are_even();
   test_own_rows_are_sent_where_that_is_little();
   test_teams_of_few_sms_are_busy();
+  test_rows_that_come_one_after_the_other();
+  test_few_rows_have_an_sm_for_each_block();
+  test_thin_rows_take_small_teams();
   test_small_rows_take_small_teams();
   test_arena();
   test_divisor();
