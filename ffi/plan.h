@@ -15,10 +15,10 @@ inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other 
 inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). Where that
-// takes two blocks on an SM, dense ones: likewise, with fewer registers, and warps that wait rest. For many: blocks that have sent take rows,
-// too. On few SMs: likewise, and a warp has more of a row under way, since there are few warps. A kernel may use the
-// code of one form for another.
+// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). Where such
+// blocks share SMs, dense: likewise, with fewer registers. For many: blocks that have sent take rows, too. On few SMs:
+// likewise, and a warp has more of a row under way, since there are few warps. A kernel may use the code of one form
+// for another.
 enum class Form : int32_t { kFewRows, kFewRowsDense, kUsual, kManyRows, kFewSms };
 inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewRowsDense, Form::kUsual, Form::kManyRows, Form::kFewSms};
 constexpr bool has_few_rows(Form form) { return form == Form::kFewRows || form == Form::kFewRowsDense; }
@@ -85,14 +85,14 @@ struct Team {
 struct Shape {
   Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
-  int32_t receive_16ths;  // of the blocks receive at most; or more, if they are not needed to send
-  bool may_idle = false;  // receivers: as many as may receive do, though fewer would take as few turns
+  int32_t receive_16ths;       // of the blocks receive at most; or more, if they are not needed to send
+  bool rest_receives = false;  // of the blocks, once those that send take as few turns as they can; else it sends
 };
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
 // Blocks for `sends` and `receives` rows. No more receive than it takes for as few turns: all wait for a team that has
-// one row more than the others, and the rest may send. Or no more send than it takes, and the rest receives.
+// one row more than the others, and the rest may send. Or no more send than that takes, and the rest receives.
 constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, int32_t num_sms) {
   const int32_t log_block = shape.log_block_warps;
   const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // one of which has no rows
@@ -115,10 +115,10 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
   }
   const int64_t could_receive = blocks_for(receives, shape.log_receive_warps);
   const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receive_16ths / 16, 1));
-  const auto senders = static_cast<int32_t>(
-      shape.may_idle ? even(sends, blocks - share, shape.log_send_warps)
-                     : std::min(blocks_for(sends, shape.log_send_warps),
-                                blocks - even(receives, share, shape.log_receive_warps)));
+  const auto senders =
+      static_cast<int32_t>(shape.rest_receives ? even(sends, blocks - share, shape.log_send_warps)
+                                               : std::min(blocks_for(sends, shape.log_send_warps),
+                                                          blocks - even(receives, share, shape.log_receive_warps)));
   const auto receivers = static_cast<int32_t>(std::min(could_receive, int64_t{blocks - senders}));
   // A team must not be larger than all that there are.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
@@ -211,12 +211,13 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       const bool is_long = num_chunks > 16, is_many = form == Form::kManyRows && !team_in_block && num_ranks == 2;
       shape = {form, 4, std::min(log_chunks, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
       if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;
-      // Where more rows come than have a team, they should not all come at the end: the first tokens are sent first.
+      // Where more rows come than there are teams, and are long, they should not all come at the end: tokens are sent
+      // one after the other, by few blocks, which keep the link as busy.
       const int64_t rows_coming = num_tokens * std::min(std::max(top_k, 1), num_ranks);
       if (form == Form::kUsual && num_ranks > 2 && num_chunks > 8 && rows_coming >= 512) {
         shape.log_send_warps = 4;
         shape.receive_16ths = 10;
-        shape.may_idle = true;
+        shape.rest_receives = true;
       }
       break;
     }
@@ -229,13 +230,13 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
 
 // The rows of the other ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing
 // is uniform; tokens come in, and their own rows are summed. Where all of that is little, own rows go back, too: all
-// are summed at once.
+// are summed at once. Where a token has a row or two, few warps on each, so that all come in one turn.
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                  int32_t num_sms) {
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
   Form form = form_for(num_tokens, num_sms);
   if (form == Form::kManyRows && num_ranks > 2 && num_tokens <= 512) form = Form::kUsual;
-  const bool is_thin = top_k <= 2;  // a token has a row or two
+  const bool is_thin = top_k <= 2;
   const bool sums_own =
       form == Form::kUsual ? is_thin || num_tokens * top_k * num_chunks >= 24 * 1024 : !has_few_rows(form);
   const int64_t num_rows = num_tokens * std::max(num_ranks - sums_own, 1);
@@ -256,10 +257,16 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       shape = {form, 4, team(num_rows), team(num_tokens), num_ranks > 2 ? 8 : 11};
       break;
     }
-    case Form::kUsual:
-      shape = is_thin ? Shape{form, 4, std::min(2, most), log_team(num_tokens, kDefaultSms / 2 * kMaxBlockWarps, 5), 8}
-                      : Shape{form, 4, std::min(4, most), 5, num_ranks > 2 || !sums_own ? 8 : 12};
+    case Form::kUsual: {
+      if (is_thin) {
+        shape = {form, 4, std::min(2, most), log_team(num_tokens, kDefaultSms / 2 * kMaxBlockWarps, 5), 8};
+        break;
+      }
+      // Where senders have much to read, of many tokens or for each row, half of the blocks send.
+      const bool much = num_ranks > 2 && (num_tokens > 256 || top_k > 2 * num_ranks);
+      shape = {form, 4, std::min(4, most), 5, !sums_own || much ? 8 : 12};
       break;
+    }
     case Form::kManyRows:
       shape = {form, 4, std::min(1, most), 1, num_ranks > 2 ? 8 : 11};
       break;

@@ -143,8 +143,9 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const auto member = member_for(op, group, ordinal, args.num_tokens, payload);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
-  const LaunchPlan plan = plan_scatter(args.num_tokens, peers.num_ranks, args.top_k,
-                                       num_chunks(static_cast<int32_t>(payload)), num_sms(group, args.half), args.arrival == Arrival::kCombineBack);
+  const LaunchPlan plan =
+      plan_scatter(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
+                   num_sms(group, args.half), args.arrival == Arrival::kCombineBack);
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
     return kernels.launch_scatter(peers, args, type, plan, on);
   };

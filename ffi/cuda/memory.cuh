@@ -176,9 +176,9 @@ __device__ __forceinline__ bool named_barrier_or(int32_t id, int32_t num_threads
 
 // Leaves the memory to others for some 50 ns; without a branch, which would cost registers.
 __device__ __forceinline__ void rest_if(bool rests) {
-  asm volatile("{\n.reg .pred rests;\nsetp.ne.s32 rests, %0, 0;\n@rests nanosleep.u32 50;\n}" ::"r"(
-                   static_cast<int32_t>(rests))
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred rests;\nsetp.ne.s32 rests, %0, 0;\n@rests nanosleep.u32 50;\n}" ::"r"(static_cast<int32_t>(rests))
+      : "memory");
 }
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {

@@ -21,6 +21,7 @@ struct Shared {
   uint32_t ranks[2][kMaxBlockWarps];
   int64_t sums[kMaxBlockWarps];
   int32_t dropped;
+  int32_t arrived[kMaxRanks];  // from each source
   uint32_t claimed[kMaxBlockWarps];
 };
 
@@ -547,13 +548,14 @@ struct Scatter {
     uint32_t item = team.index;
     Arriving arriving = {};
     const bool looks = item < end && !op.state.failed;  // after close(), there is no row
-    if (looks) arriving = look_for_row(item, team);
+    if (looks) arriving = look_for_row(item, team, [&](int32_t source) { return num_arrived(source); });
     if (blockIdx.x == plan.first_receiver && op.is_last_worker_warp()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
       op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
     if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     place_rows(places);
+    if (!kFew) note_arrived();
     if (kFew && arriving.comes) await_row(arriving, team);  // all have come at about the same time
     op.stamp(8);
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
@@ -572,7 +574,8 @@ struct Scatter {
         deliver_row(arriving, places, team);
         item += team.num_teams;
         if (item >= end) break;
-        arriving = look_for_row(item, team);
+        arriving = look_for_row(item, team,
+                                [&](int32_t source) { return kFew ? num_arrived(source) : shared.arrived[source]; });
         if (kFew && arriving.comes) await_row(arriving, team);
       }
       if (kFew && !args.blocks) pad(places);
@@ -586,6 +589,7 @@ struct Scatter {
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     if (lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     place_rows(places);
+    if (!kFew) note_arrived();
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     const Team team = Team::of_receivers(plan, plan.num_blocks - 1, warp_id());
     Arriving arriving = {};
@@ -604,7 +608,9 @@ struct Scatter {
 #pragma unroll 1
     while (true) {
       const bool has_row = item < num_candidates();
-      if (has_row && !looked) arriving = look_for_row(item, team);
+      if (has_row && !looked) {
+        arriving = look_for_row(item, team, [&](int32_t source) { return shared.arrived[source]; });
+      }
       looked = false;
 #pragma unroll 1
       while (has_padding && !(has_row && (!arriving.comes || has_come(arriving) || comes_by_signal(arriving.source)))) {
@@ -632,8 +638,8 @@ struct Scatter {
     return item;
   }
 
-  // As senders send them; but first, every other one is an own one: who has such a row to begin with is free for another
-  // when that comes.
+  // As senders send them; but first, every other one is an own one: who has such a row to begin with is free for
+  // another when that comes.
   __device__ void find_candidate(uint32_t item, Arriving& arriving) const {
     const uint32_t tokens = args.num_tokens;
     if (kForm == Form::kUsual && peers.num_ranks > 2 && !args.blocks) {
@@ -648,12 +654,13 @@ struct Scatter {
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
   }
 
-  // Asks for what there is of it.
-  __device__ Arriving look_for_row(uint32_t item, const Team& team) const {
+  // Asks for what there is of it; rows_from() tells how many come from a source.
+  template <typename RowsFrom>
+  __device__ Arriving look_for_row(uint32_t item, const Team& team, RowsFrom rows_from) const {
     Arriving arriving = {};
     find_candidate(item, arriving);
     arriving.is_own = is_own(arriving.source);
-    arriving.comes = arriving.is_own || arriving.index < num_arrived(arriving.source);
+    arriving.comes = arriving.is_own || arriving.index < rows_from(arriving.source);
     if (!arriving.comes) return arriving;
     arriving.place = place_here(arriving.source, arriving.index);
     if (!new_route() && !args.blocks) {
@@ -737,6 +744,11 @@ struct Scatter {
   __device__ int32_t num_arrived(int32_t source) const {
     return sends_numbers() ? op.expect_number(source, &op.own().num_rows[op.state.slot][source])
                            : __ldg(args.known_num_arrived + source);
+  }
+
+  // For the block, which will look for rows one after the other. Valid behind the next barrier.
+  __device__ void note_arrived() const {
+    if (op.is_last_worker_warp() && lane_id() < peers.num_ranks) shared.arrived[lane_id()] = num_arrived(lane_id());
   }
 
   // Finds out where the experts' groups lie, from a prefix sum over their sizes, with one warp or, if there are more

@@ -313,8 +313,8 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
     const Peers& peers = member.peers;
     if constexpr (std::is_same_v<decltype(call), const ScatterArgs&>) {
       const LaunchPlan plan =
-          blocks.adjust(plan_scatter(kTokens, num_ranks, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes), num_blocks,
-                                     call.arrival == Arrival::kCombineBack));
+          blocks.adjust(plan_scatter(kTokens, num_ranks, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                                     num_blocks, call.arrival == Arrival::kCombineBack));
       const auto launch = [&peers, call, plan](cudaStream_t stream) {
         return launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
       };
