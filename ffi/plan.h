@@ -235,7 +235,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
                                  int32_t num_sms) {
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
   Form form = form_for(num_tokens, num_sms);
-  if (form == Form::kManyRows && num_ranks > 2 && num_tokens <= 512) form = Form::kUsual;
+  if (form == Form::kManyRows && num_ranks > 2 && num_tokens <= 1024) form = Form::kUsual;
   const bool is_thin = top_k <= 2;
   const bool sums_own =
       form == Form::kUsual ? is_thin || num_tokens * top_k * num_chunks >= 24 * 1024 : !has_few_rows(form);

@@ -152,6 +152,13 @@ void test_few_rows_have_an_sm_for_each_block() {
   EXPECT_EQ(plan_gather(32, 4, 8, 28, 0).form == Form::kFewRowsDense, true);
 }
 
+// Of more than two ranks, up to 1024 tokens; of two, up to 256.
+void test_long_teams_sum_rows_of_many_ranks() {
+  EXPECT_EQ(plan_gather(1024, 4, 8, 28, 0).form == Form::kUsual, true);
+  EXPECT_EQ(plan_gather(2048, 4, 8, 28, 0).form == Form::kManyRows, true);
+  EXPECT_EQ(plan_gather(512, 2, 8, 28, 0).form == Form::kManyRows, true);
+}
+
 // Where a token has a row or two, all come back in one turn.
 void test_thin_rows_take_small_teams() {
   const LaunchPlan plan = plan_gather(128, 4, 1, 28, 0);
@@ -198,6 +205,7 @@ int main() {
   test_teams_of_few_sms_are_busy();
   test_rows_that_come_one_after_the_other();
   test_few_rows_have_an_sm_for_each_block();
+  test_long_teams_sum_rows_of_many_ranks();
   test_thin_rows_take_small_teams();
   test_small_rows_take_small_teams();
   test_arena();
