@@ -86,7 +86,7 @@ struct Shape {
   Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
   int32_t receive_16ths;       // of the blocks receive at most; or more, if they are not needed to send
-  bool rest_receives = false;  // of the blocks, once those that send take as few turns as they can; else it sends
+  bool rest_receives = false;  // blocks that senders do not need for as few turns; else: receivers do not, and it sends
 };
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
@@ -211,10 +211,10 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       const bool is_long = num_chunks > 16, is_many = form == Form::kManyRows && !team_in_block && num_ranks == 2;
       shape = {form, 4, std::min(log_chunks, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
       if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;
-      // Where more rows come than there are teams, and are long, they should not all come at the end: tokens are sent
-      // one after the other, by few blocks, which keep the link as busy.
-      const int64_t rows_coming = num_tokens * std::min(std::max(top_k, 1), num_ranks);
-      if (form == Form::kUsual && num_ranks > 2 && num_chunks > 8 && rows_coming >= 512) {
+      // Many long rows, for which receivers take several turns, should not all come at the end: tokens are sent one
+      // after the other, by few blocks, which keep the link as busy.
+      const int64_t most_rows = num_tokens * std::min(top_k, num_ranks);
+      if (form == Form::kUsual && num_ranks > 2 && num_chunks > 8 && most_rows >= 512) {
         shape.log_send_warps = 4;
         shape.receive_16ths = 10;
         shape.rest_receives = true;
@@ -230,15 +230,15 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
 
 // The rows of the other ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing
 // is uniform; tokens come in, and their own rows are summed. Where all of that is little, own rows go back, too: all
-// are summed at once. Where a token has a row or two, few warps on each, so that all come in one turn.
+// are summed at once. Where a token has a row or two, few warps on each, so that all come in one turn. A top_k of 0:
+// rows are not summed, and own ones go back like a peer's (all_to_all_back).
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                  int32_t num_sms) {
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
   Form form = form_for(num_tokens, num_sms);
-  if (form == Form::kManyRows && num_ranks > 2 && num_tokens <= 1024) form = Form::kUsual;
-  const bool is_thin = top_k <= 2;
-  const bool sums_own =
-      form == Form::kUsual ? is_thin || num_tokens * top_k * num_chunks >= 24 * 1024 : !has_few_rows(form);
+  const bool is_thin = top_k > 0 && top_k <= 2, is_much = num_tokens * top_k * num_chunks >= 24 * 1024;
+  if (form == Form::kManyRows && num_ranks > 2 && num_tokens <= 1024 && is_much) form = Form::kUsual;
+  const bool sums_own = form == Form::kUsual ? is_thin || is_much : top_k > 0 && !has_few_rows(form);
   const int64_t num_rows = num_tokens * std::max(num_ranks - sums_own, 1);
   Shape shape = {};
   switch (form) {
@@ -262,9 +262,9 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
         shape = {form, 4, std::min(2, most), log_team(num_tokens, kDefaultSms / 2 * kMaxBlockWarps, 5), 8};
         break;
       }
-      // Where senders have much to read, of many tokens or for each row, half of the blocks send.
-      const bool much = num_ranks > 2 && (num_tokens > 256 || top_k > 2 * num_ranks);
-      shape = {form, 4, std::min(4, most), 5, !sums_own || much ? 8 : 12};
+      // Where senders read most, of many tokens or for each row, half of the blocks send.
+      const bool reads_most = num_ranks > 2 && (num_tokens > 256 || top_k > 2 * num_ranks);
+      shape = {form, 4, std::min(4, most), 5, !sums_own || reads_most ? 8 : 12};
       break;
     }
     case Form::kManyRows:

@@ -44,6 +44,14 @@ SHAPE = replace(SMALL, hidden=256)
 FLOAT = Shape("float", num_experts=8, top_k=2, hidden=128, tokens=24, dtype="float32")
 LARGE = Shape("large", num_experts=64, top_k=8, hidden=1024, tokens=1024)
 LONG = Shape("long", num_experts=32, top_k=16, hidden=2888, tokens=300)
+# What ffi/plan.h tells apart, on more than two ranks: rows sent in turns, small teams, blocks that share SMs or do not.
+LAUNCHES = (
+    Shape("in_turns", num_experts=64, top_k=8, hidden=4608, tokens=129),
+    Shape("thin", num_experts=64, top_k=1, hidden=4608, tokens=129),
+    Shape("dense", num_experts=64, top_k=8, hidden=7168, tokens=32),
+    Shape("sparse", num_experts=64, top_k=8, hidden=7168, tokens=20),
+    Shape("many_ranks", num_experts=64, top_k=8, hidden=4608, tokens=500),
+)
 
 
 @pytest.fixture(scope="module")
@@ -160,29 +168,34 @@ def run_large(group, layout, inputs, **options):
         return run_spmd(layer, group.mesh, *inputs)
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire": "fp8_pow2", "dequantize": True}], ids=str)
-def test_many_tokens(mesh, layout, options):
-    inputs = make_inputs(LARGE, mesh.size)
-    recv, y, out = run_large(make_group(mesh, LARGE), layout, inputs, **options)
-    expected, _, _ = run_large(make_group(mesh, LARGE, backend="reference"), layout, inputs, **options)
+def expect_the_reference(mesh, shape, layout, inputs, options=None, **settings):
+    """Rows are those of the reference, bit by bit; sums are near the oracle's."""
+    options = options or {}
+    recv, y, out = run_large(make_group(mesh, shape, **settings), layout, inputs, **options)
+    expected, _, _ = run_large(make_group(mesh, shape, backend="reference"), layout, inputs, **options)
     assert_trees_same_bits(recv, expected)
     _, _, _, weights, _, _ = recv
     capacity = weights.shape[-1]
-    route = oracle.route(inputs.topk_idx, num_experts=LARGE.num_experts, layout=layout, capacity=capacity)
-    assert_combined(out, y, weights, route, dtype=LARGE.dtype)
+    route = oracle.route(inputs.topk_idx, num_experts=shape.num_experts, layout=layout, capacity=capacity)
+    assert_combined(out, y, weights, route, dtype=shape.dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire": "fp8_pow2", "dequantize": True}], ids=str)
+def test_many_tokens(mesh, layout, options):
+    expect_the_reference(mesh, LARGE, layout, make_inputs(LARGE, mesh.size), options)
 
 
 @pytest.mark.parametrize("num_sms", [None, 4])
 @pytest.mark.parametrize("routing", ["uneven", "out_of_range"])
 def test_long_rows_of_many_experts(mesh, layout, routing, num_sms):
     """More pieces of y than a warp asks for at once (on 2 ranks), the last of a row shorter; tokens without rows."""
-    inputs = make_inputs(LONG, mesh.size, routing)
-    recv, y, out = run_large(make_group(mesh, LONG, num_sms=num_sms), layout, inputs)
-    expected, _, _ = run_large(make_group(mesh, LONG, backend="reference"), layout, inputs)
-    assert_trees_same_bits(recv, expected)
-    capacity = recv[3].shape[-1]
-    route = oracle.route(inputs.topk_idx, num_experts=LONG.num_experts, layout=layout, capacity=capacity)
-    assert_combined(out, y, recv[3], route, dtype=LONG.dtype)
+    expect_the_reference(mesh, LONG, layout, make_inputs(LONG, mesh.size, routing), num_sms=num_sms)
+
+
+@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize("shape", LAUNCHES, ids=str)
+def test_launches_of_other_shapes(mesh, shape, wire):
+    expect_the_reference(mesh, shape, "ragged", make_inputs(shape, mesh.size, "uneven"), {"wire": wire})
 
 
 @pytest.mark.parametrize("num_sms", [1, 4])

@@ -157,7 +157,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const auto member = member_for(op, group, ordinal, args.num_tokens, args.row_bytes);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
-  const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, args.top_k,
+  const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, args.rows ? args.top_k : 0,
                                       num_chunks(static_cast<int32_t>(args.row_bytes)), num_sms(group, args.half));
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
     return kernels.launch_gather(peers, args, type, plan, on);

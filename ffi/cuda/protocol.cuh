@@ -73,7 +73,8 @@ struct Operation {
 #endif
   }
 
-  // Whether blocks share SMs: so many warps that look all the time keep from the memory what they wait for.
+  // Whether blocks share SMs, of as many as plan.h thinks there are: so many warps that look all the time keep from the
+  // memory what they wait for.
   __device__ static bool is_dense() { return gridDim.x > kDefaultSms; }
 
   __device__ Control& own() const { return *peers.control; }

@@ -531,8 +531,8 @@ struct Scatter {
     Taken first;       // this warp's first batch
   };
 
-  // Rows that may come, interleaving the sources as they send, a team of warps for each. The first row of a team is
-  // asked for while the block finds out where rows go.
+  // Rows that may come, as find_candidate() deals them, a team of warps for each. The first row of a team is asked for
+  // while the block finds out where rows go.
   __device__ void receive(bool entering) const {
     if (threadIdx.x == 0) shared.dropped = 0;
     if (entering) {
@@ -589,7 +589,7 @@ struct Scatter {
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     if (lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     place_rows(places);
-    if (!kFew) note_arrived();
+    note_arrived();
     if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
     const Team team = Team::of_receivers(plan, plan.num_blocks - 1, warp_id());
     Arriving arriving = {};
@@ -749,6 +749,7 @@ struct Scatter {
   // For the block, which will look for rows one after the other. Valid behind the next barrier.
   __device__ void note_arrived() const {
     if (op.is_last_worker_warp() && lane_id() < peers.num_ranks) shared.arrived[lane_id()] = num_arrived(lane_id());
+    __syncwarp();
   }
 
   // Finds out where the experts' groups lie, from a prefix sum over their sizes, with one warp or, if there are more

@@ -44,7 +44,7 @@ void test_plans() {
     for (int32_t ranks : {1, 2, 4, 8, 32}) {
       for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
         for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
-          for (int32_t top_k : {1, 2, 8}) {
+          for (int32_t top_k : {0, 1, 2, 8}) {
             for (bool team_in_block : {false, true}) {
               const LaunchPlan plan = plan_scatter(tokens, ranks, top_k, chunks, num_sms, team_in_block);
               expect_sound(plan, num_sms);
@@ -122,6 +122,7 @@ void test_own_rows_are_sent_where_that_is_little() {
   EXPECT_EQ(plan_gather(128, 4, 1, 28, 0).sums_own, true);  // a token has one row
   EXPECT_EQ(plan_gather(4096, 4, 1, 4, 0).sums_own, true);
   EXPECT_EQ(plan_gather(32, 4, 8, 28, 24).sums_own, true);
+  for (int64_t tokens : {32, 128, 4096}) EXPECT_EQ(plan_gather(tokens, 4, 0, 28, 0).sums_own, false);  // not summed
 }
 
 // With few SMs, a warp that sums takes four chunks at once: a team has no more warps than a row has parts of four, as a
@@ -157,6 +158,7 @@ void test_long_teams_sum_rows_of_many_ranks() {
   EXPECT_EQ(plan_gather(1024, 4, 8, 28, 0).form == Form::kUsual, true);
   EXPECT_EQ(plan_gather(2048, 4, 8, 28, 0).form == Form::kManyRows, true);
   EXPECT_EQ(plan_gather(512, 2, 8, 28, 0).form == Form::kManyRows, true);
+  EXPECT_EQ(plan_gather(512, 4, 8, 4, 0).form == Form::kManyRows, true);  // short rows
 }
 
 // Where a token has a row or two, all come back in one turn.
