@@ -92,7 +92,7 @@ bench 1-tokens --tokens 1,8,32,128,512,4096 --wire none,fp8
 bench 2-hidden --tokens 128 --hidden 2048,4096,8192
 bench 3-top-k --tokens 128 --top-k 1,16
 bench 4-experts --tokens 128 --experts 32,512
-bench 5-skewed --tokens 128 --routing skewed
+bench 5-skewed --tokens 128,4096 --routing skewed
 bench 6-num-sms --tokens 128,4096 --num-sms 24
 bench 7-grad --tokens 128,4096 --wire none --grad
 step layer "$python" -P benchmarks/moe_step.py --json "$logs/moe_step.json"
