@@ -127,9 +127,28 @@ def test_time_line_of_executions_on_several_gpus():
     slow = [event for i in range(3) for event in chain_of_events(4, 3000, begin=i * 10**6)]
     fast = [event for i in range(3) for event in chain_of_events(4, 2000, begin=i * 10**6 + 17)]
     line = times(slow, fast, pairs=4)
-    assert line == TimeLine(
-        pair_us=2.5, pair_us_fastest_rank=2.0, pair_us_slowest_rank=3.0, scatter_us=0.03, gather_us=0.04
+    assert line == pytest.approx(
+        TimeLine(
+            pair_us=2.5,
+            pair_us_fastest_rank=2.0,
+            pair_us_slowest_rank=3.0,
+            pair_us_median=2.5,
+            pair_us_p95=3.0,
+            scatter_us=0.03,
+            gather_us=0.04,
+        )
     )
+
+
+def test_a_slow_pair_in_a_chain():
+    """The mean has a share of it, the median none."""
+    events = chain_of_events(22, 2000)
+    late = [event._replace(start_ns=event.start_ns + 4000) for event in events[20:]]
+    line = times(events[:20] + late, events, pairs=22)
+    assert line.pair_us_slowest_rank == pytest.approx((19 * 2 + 6) / 20)
+    assert (line.pair_us_median, line.pair_us_p95) == pytest.approx((2.0, 2.0))
+    line = times(events[:20] + late, pairs=22)
+    assert line.pair_us_p95 == pytest.approx(6.0)
 
 
 def test_the_first_pair_does_not_count():
@@ -172,7 +191,8 @@ def test_a_broken_trace_gives_no_times():
 def test_gpus_of_other_processes_do_not_count():
     """They are in a process's trace, idle."""
     gpu = operations_of(chain_of_events(4, 1000))
-    assert time_line([[], gpu, []], 4, num_ranks=1) == TimeLine(1.0, 1.0, 1.0, 0.03, 0.04)
+    expected = TimeLine(1.0, 1.0, 1.0, 1.0, 1.0, 0.03, 0.04)
+    assert time_line([[], gpu, []], 4, num_ranks=1) == pytest.approx(expected)
 
 
 def test_events_are_those_of_the_streams_of_gpus():

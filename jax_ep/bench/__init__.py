@@ -14,8 +14,10 @@ Each row of the JSON file is a `Case` (tokens are per rank) and what was measure
 stands for what cannot be measured here:
 
     pair_us                              from the start of a pair to that of the next, on the GPUs' time lines (of a
-                                         profiler's trace, CUDA graphs included); the median over executions and ranks
+                                         profiler's trace, CUDA graphs included): the mean of a chain's, of which the
+                                         median over executions and ranks
     pair_us_fastest_rank, pair_us_slowest_rank   the same, of one rank
+    pair_us_median, pair_us_p95          the median and the 95th percentile of all single pairs
     dispatch_us, combine_us              all GPU work of the operation: its kernel, and what runs until the next one's
     wall_pair_us                         on the host's clock: the median time of ten executions, one behind the other
                                          as in a loop that waits for none, divided by their pairs

@@ -89,6 +89,8 @@ def _times(timing: Timing | None, *, prefix: str = "", scatter: str, gather: str
         "pair_us": line and line.pair_us,
         "pair_us_fastest_rank": line and line.pair_us_fastest_rank,
         "pair_us_slowest_rank": line and line.pair_us_slowest_rank,
+        "pair_us_median": line and line.pair_us_median,
+        "pair_us_p95": line and line.pair_us_p95,
         scatter: line and line.scatter_us,
         gather: line and line.gather_us,
         "wall_pair_us": timing and timing.wall.pair_us,

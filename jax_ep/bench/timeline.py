@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import warnings
@@ -32,6 +33,8 @@ class TimeLine(NamedTuple):
     pair_us: float
     pair_us_fastest_rank: float
     pair_us_slowest_rank: float
+    pair_us_median: float
+    pair_us_p95: float
     scatter_us: float
     gather_us: float
 
@@ -85,8 +88,10 @@ def time_line(gpus: Sequence[Sequence[Operation]], pairs: int, num_ranks: int) -
             stacklevel=2,
         )
         return None
-    pair_us = [_pair_us(operations, pairs) for operations in gpus if operations]
+    chains = [_chains_us(operations, pairs) for operations in gpus if operations]  # of each rank
+    pair_us = [[statistics.fmean(chain) for chain in of_rank] for of_rank in chains]
     of_rank = [statistics.median(of_chains) for of_chains in pair_us]
+    single = sorted(us for of_rank in chains for chain in of_rank for us in chain)
     work_us = {
         kind: statistics.median(op.work_ns for operations in gpus for op in operations if op.kind == kind) / 1e3
         for kind in KINDS
@@ -95,18 +100,21 @@ def time_line(gpus: Sequence[Sequence[Operation]], pairs: int, num_ranks: int) -
         pair_us=statistics.median(us for of_chains in pair_us for us in of_chains),
         pair_us_fastest_rank=min(of_rank),
         pair_us_slowest_rank=max(of_rank),
+        pair_us_median=statistics.median(single),
+        pair_us_p95=single[len(single) * 95 // 100],
         scatter_us=work_us["scatter"],
         gather_us=work_us["gather"],
     )
 
 
-def _pair_us(operations: Sequence[Operation], pairs: int) -> list[float]:
-    """The time from one pair to the next, in each chain: from the second pair's start to that of the last one.
+def _chains_us(operations: Sequence[Operation], pairs: int) -> list[list[float]]:
+    """The times from one pair to the next, in each chain: from the second pair's start on, to that of the last one.
 
     In the first, the GPU whose host was first waits for the other GPUs' hosts.
     """
-    starts = [operation.start_ns for operation in operations[::2]]
-    return [(starts[i + pairs - 1] - starts[i + 1]) / (pairs - 2) / 1e3 for i in range(0, len(starts), pairs)]
+    starts = [operation.start_ns / 1e3 for operation in operations[::2]]
+    chains = [starts[i + 1 : i + pairs] for i in range(0, len(starts), pairs)]
+    return [[end - start for start, end in itertools.pairwise(chain)] for chain in chains]
 
 
 def operations_of(events: Sequence[Event]) -> list[Operation]:
