@@ -85,8 +85,9 @@ struct Team {
 struct Shape {
   Form form;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
-  int32_t receive_16ths;       // of the blocks receive at most; or more, if they are not needed to send
-  bool rest_receives = false;  // blocks that senders do not need for as few turns; else: receivers do not, and it sends
+  int32_t receive_16ths;  // of the blocks receive at most; or more, if they are not needed to send
+  // Whether as few blocks send as have no more turns for it, and all others receive. If not, it is the other way round.
+  bool rest_receives = false;
 };
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
