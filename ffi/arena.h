@@ -102,6 +102,8 @@ struct Counters {
   PeerCounters peer[kMaxRanks];
 };
 
+inline constexpr int kNumRowsCopies = 8;
+
 // What the blocks of a launch share as they come to it.
 enum class Work : int32_t { kRows, kPadding };
 
@@ -123,8 +125,10 @@ struct Control {
   unsigned long long claimed[2][kMaxSlots];  // {epoch, how many} of each Work, in each slot
   // The epoch whose rows each rank has read last in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];
-  unsigned long long op[kMaxSlots][kMaxRanks];        // {epoch, hash of the call} of each rank
-  unsigned long long num_rows[kMaxSlots][kMaxRanks];  // {epoch, rows that each rank sends here}
+  unsigned long long op[kMaxSlots][kMaxRanks];  // {epoch, hash of the call} of each rank
+  // {epoch, rows that each rank sends here}. A thousand warps look for it again and again, each block at one of some
+  // copies: what a peer writes to a word at which all of them look comes microseconds late.
+  unsigned long long num_rows[kMaxSlots][kNumRowsCopies][kMaxRanks];
   Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
@@ -142,8 +146,10 @@ inline Control initial_control(int32_t num_slots, uint32_t newest_epoch = 0) {
   return initial;
 }
 
+// Of whole units, each of two counts.
 constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, int32_t experts_per_rank) {
-  return static_cast<int64_t>(sizeof(Control)) + (int64_t{slot} * num_ranks + peer) * experts_per_rank * 8;
+  return static_cast<int64_t>(sizeof(Control)) +
+         (int64_t{slot} * num_ranks + peer) * align_up(experts_per_rank * 8, kUnitBytes);
 }
 constexpr int64_t control_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   return counts_offset(kMaxSlots, 0, num_ranks, experts_per_rank);

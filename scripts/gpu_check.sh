@@ -61,8 +61,14 @@ sanitizer racecheck 8
 # Each warp has a dozen barriers of its own (ring.cuh). With room for as many, synccheck is slow: so with two ranks only.
 # (With more, teams have other sizes; the barriers are the same.)
 sanitizer synccheck 2 --num-cuda-barriers 32768
-step tests "$python" -P -m pytest tests -q -p no:cacheprovider \
-  --junit-xml="$logs/tests.xml" ${PYTEST_ARGS:-}
+# In two parts, which may run at the same time.
+some_tests=(tests/test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
+run_tests() {  # run_tests NUMBER ARGUMENT...
+  step "tests-$1" "$python" -P -m pytest "${@:2}" -q -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" \
+    ${PYTEST_ARGS:-}
+}
+run_tests 1 "${some_tests[@]}"
+run_tests 2 tests "${some_tests[@]/#/--ignore=}"
 # In float32 throughout: in TF32, the backends' order of summation would soon be amplified.
 for backend in cuda reference; do
   step "train-$backend" env JAX_DEFAULT_MATMUL_PRECISION=highest "$python" examples/train_moe.py \
@@ -76,10 +82,10 @@ if [[ " $steps " == *" processes"* ]]; then
   contract=$(echo tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
   in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m"
   over_nvshmem="env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=${GPUS_PER_HOST:-$((num_gpus / 2))}"
-  run_tests="$in_processes pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $contract"
+  run_contract="$in_processes pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $contract"
   run_bench="$in_processes jax_ep.bench --wire fp8 --no-lax"
-  step processes-2-nvlink $run_tests
-  step processes-3-nvshmem $over_nvshmem $run_tests
+  step processes-2-nvlink $run_contract
+  step processes-3-nvshmem $over_nvshmem $run_contract
   step processes-4-bench $run_bench --tokens 1,8,32,128,1024,4096 --json "$logs/bench-processes-4.json" ${BENCH_ARGS:-}
   step processes-5-bench-nvshmem $over_nvshmem $run_bench --tokens 1,8,32,128,1024 \
     --json "$logs/bench-processes-5.json" ${BENCH_ARGS:-}

@@ -30,20 +30,21 @@ def commit() -> str:
         return "unknown"
 
 
-def tests(path: Path) -> dict[str, object] | None:
-    if not path.exists():
+def tests(logs: Path) -> dict[str, object] | None:
+    suites = [suite for path in sorted(logs.glob("tests-*.xml")) for suite in ElementTree.parse(path).iter("testsuite")]
+    if not suites:
         return None
-    suite = next(ElementTree.parse(path).iter("testsuite"))
-    count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+    cases = [case for suite in suites for case in suite.iter("testcase")]
+    count = {key: sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")}
     failing = [
         f"{case.get('classname')}::{case.get('name')}"
-        for case in suite.iter("testcase")
+        for case in cases
         if case.find("failure") is not None or case.find("error") is not None
     ]
-    reasons = sorted({skip.get("message", "") for skip in suite.iter("skipped")})
+    reasons = sorted({skip.get("message", "") for case in cases for skip in case.iter("skipped")})
     faults = {
         case.get("name"): float(case.get("time", 0))
-        for case in suite.iter("testcase")
+        for case in cases
         if case.get("classname") == "tests.test_faults" and case.find("skipped") is None
     }
     return {**count, "failing": failing, "skip_reasons": reasons, "seconds_of_faults": faults}
@@ -100,7 +101,7 @@ def main(logs: Path) -> None:
         "num_devices": len(devices),
         "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__},
         "steps": steps,
-        "tests": tests(logs / "tests.xml") if "tests" in steps else None,
+        "tests": tests(logs),
         "training": training(logs) if "train-cuda" in steps else None,
         "bench": [row for path in sorted(logs.glob("bench-*.json")) for row in json.loads(path.read_text())],
         "moe_step": read(logs / "moe_step.json"),

@@ -59,6 +59,9 @@ struct Gather {
   // Sums of other ranks that a lane awaits at once: those of so many ranks, in so many chunks.
   static constexpr int kRanksAtOnce = kHasRing ? 2 : 4, kAddsAtOnce = kHasRing ? 2 : 1;
   static constexpr int kSize = Vector<X>::kSize;
+  static constexpr int kRowsAtOnce = 4;  // of a token's rows here, that a lane loads before it adds them
+  // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.
+  static constexpr bool kReadsOnce = kForm == Form::kUsual;
 
   const Peers& peers;
   const GatherArgs& args;
@@ -78,12 +81,8 @@ struct Gather {
   __device__ void announce() const {
     op.await_entry();
     if (!op.state.failed) {
-      for (int32_t peer = threadIdx.x; peer < peers.num_ranks; peer += op.num_workers) {
-        if (args.num_sent) {
-          op.send_number(peer, &op.control_of(peer).num_rows[op.state.slot][peers.rank], args.num_sent[peer]);
-        }
-        op.announce(peer);
-      }
+      if (args.num_sent) send_num_rows(op, args.num_sent);
+      if (threadIdx.x < peers.num_ranks) op.announce(threadIdx.x);
     }
     op.tell_former_finished();
   }
@@ -94,12 +93,15 @@ struct Gather {
     const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
     const uint32_t num_candidates = team.index < team.num_teams ? num_destinations() * args.num_tokens : 0;
     uint32_t item = team.index;
-    SourceRow row = {};
+    SourceRow row = {}, next = {};
     Sums<> sums = {};
-    if (item < num_candidates && !blocks()) {
-      row = resolved(ask_for_row(item));
+    const auto sum_row = [&](SourceRow asked) {
+      const uint32_t next_item = item + team.num_teams;
+      if (kAsksAhead && !blocks() && next_item < num_candidates) next = ask_for_row(next_item);
+      row = resolved(asked);
       sums = partial_sums(row, team.warp, team);
-    }
+    };
+    if (item < num_candidates && !blocks()) sum_row(ask_for_row(item));
     if (entering) op.await_entry();
     op.stamp(1);
     bool gives_up = op.state.failed;
@@ -109,15 +111,10 @@ struct Gather {
       if constexpr (kHasRing) ring.clear();
       return;
     }
-    SourceRow next = {};
 #pragma unroll 1
     for (; item < num_candidates; item += team.num_teams) {
-      if (item >= team.num_teams || blocks()) {
-        row = resolved(kAsksAhead && !blocks() ? next : ask_for_row(item));
-        sums = partial_sums(row, team.warp, team);
-      }
-      const uint32_t next_item = item + team.num_teams;
-      if (kAsksAhead && next_item < num_candidates && !blocks()) next = ask_for_row(next_item);
+      if (item >= team.num_teams || blocks()) sum_row(kAsksAhead && !blocks() ? next : ask_for_row(item));
+      if (kReadsOnce && !blocks() && team.warp == 0 && item + team.num_teams < num_candidates) fetch_ahead(next);
       if (row.present) send_row(row, sums, team);
       if (is_far(peers, row.peer) && !by_node()) put_staged(row.peer, peers.rank, row.index, row.present, team);
     }
@@ -144,6 +141,14 @@ struct Gather {
     int32_t row;    // here, for k = lane
     float weight;
   };
+
+  // Of all_to_all_back; apart, so that they cost the others no registers.
+  __device__ __noinline__ static void send_num_rows(Operation op, const int32_t* num_rows) {
+    op.send_num_rows(num_rows);
+  }
+  __device__ __noinline__ static int32_t expect_num_rows(Operation op, int32_t source) {
+    return op.expect_num_rows(source);
+  }
 
   // Whether own tokens' rows are summed by whoever adds the other ranks' sums. Else they go through the arena like a
   // peer's.
@@ -182,13 +187,24 @@ struct Gather {
   }
 
   __device__ SourceRow resolved(SourceRow source) const {
-    if (kAsksAhead) {
-      source.present = source.peer != peers.rank || blocks() ? source.index < source.seen : source.seen >= 0;
-    }
+    if (kAsksAhead) source.present = is_present(source);
     if (!source.present) source.row = -1;
     source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
     source.rows = __ballot_sync(kAllLanes, source.row >= 0);
     return source;
+  }
+
+  __device__ bool is_present(const SourceRow& source) const {
+    return source.peer != peers.rank || blocks() ? source.index < source.seen : source.seen >= 0;
+  }
+
+  // Has y of a row that was asked for brought into the L2 cache, with a warp, if it is much: where many of all tokens
+  // go to this rank, its y is too large to be there, and who waits for that much from memory keeps the link waiting.
+  __device__ void fetch_ahead(const SourceRow& source) const {
+    const bool present = source.row >= 0 && is_present(source);
+    if (__popc(__ballot_sync(kAllLanes, present)) < kRowsAtOnce) return;
+    if (present) fetch_to_l2(static_cast<const uint8_t*>(args.y) + int64_t{source.row} * args.row_bytes, row_bytes());
+    __syncwarp();
   }
 
   // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which
@@ -196,7 +212,7 @@ struct Gather {
   __device__ int32_t num_rows_of(int32_t peer) const {
     if (!blocks()) return __ldg(args.num_arrived + peer);
     int32_t number = 0;
-    if (lane_id() == 0) number = op.expect_number(peer, &op.own().num_rows[op.state.slot][peer]);
+    if (lane_id() == 0) number = expect_num_rows(op, peer);
     return __shfl_sync(kAllLanes, number, 0);
   }
 
@@ -280,9 +296,6 @@ struct Gather {
 
   template <int N>
   __device__ void add_rows(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
-    constexpr int kRowsAtOnce = 4;  // of a token's rows here, that a lane loads before it adds them
-    // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.
-    constexpr bool kStreams = kForm == Form::kUsual;
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
       Vector<X> y[kRowsAtOnce][N];
@@ -294,7 +307,7 @@ struct Gather {
         for (int c = 0; c < N; ++c) {
           const int32_t chunk = chunk_of<N>(part, c, team);
           y[i][c].bits = uint4{};
-          if (rows && has_unit(chunk)) y[i][c].bits = load_unit_of_y<kStreams>(base, chunk * kChunkUnits + lane_id());
+          if (rows && has_unit(chunk)) y[i][c].bits = load_unit_of_y<kReadsOnce>(base, chunk * kChunkUnits + lane_id());
         }
         rows &= rows - 1;
       }

@@ -77,6 +77,11 @@ __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+// Has some bytes, a multiple of 16 from one of 16 on, brought into the L2 cache.
+__device__ __forceinline__ void fetch_to_l2(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Bulk copies to shared memory, which no thread carries out, and words there that tell when all bytes have landed that
 // were expected: each time, the word's phase, 0 or 1 by turns, is over.
 __device__ __forceinline__ void init_landed(uint64_t* landed) {
@@ -172,13 +177,6 @@ __device__ __forceinline__ bool named_barrier_or(int32_t id, int32_t num_threads
       : "r"(id), "r"(num_threads), "r"(static_cast<int32_t>(predicate))
       : "memory");
   return any != 0;
-}
-
-// Leaves the memory to others for some 50 ns; without a branch, which would cost registers.
-__device__ __forceinline__ void rest_if(bool rests) {
-  asm volatile(
-      "{\n.reg .pred rests;\nsetp.ne.s32 rests, %0, 0;\n@rests nanosleep.u32 50;\n}" ::"r"(static_cast<int32_t>(rests))
-      : "memory");
 }
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {

@@ -73,10 +73,6 @@ struct Operation {
 #endif
   }
 
-  // Whether blocks share SMs, of as many as plan.h thinks there are: so many warps that look all the time keep from the
-  // memory what they wait for.
-  __device__ static bool is_dense() { return gridDim.x > kDefaultSms; }
-
   __device__ Control& own() const { return *peers.control; }
   __device__ Control& control_of(int32_t rank) const { return *state.table.control[rank]; }
   __device__ unsigned long long* counts_at(int32_t rank, int32_t from) const {
@@ -96,7 +92,6 @@ struct Operation {
     for (uint32_t polls = 1;; ++polls) {
       const uint32_t seen = probe();
       if (seen == expected) return true;
-      rest_if(is_dense());
       if (polls % 64 > 1) continue;  // few instructions between two looks
       if (state.failed) return false;
       if (polls % 64 == 0) begun = lose_patience(*this, begun, reason, blamed(peer), expected, seen);
@@ -462,6 +457,21 @@ struct Operation {
     return static_cast<int32_t>(expect_word(peer, word));
   }
 
+  // Tells each rank how many rows it gets, with a block.
+  __device__ __forceinline__ void send_num_rows(const int32_t* num_rows) const {
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < peers.num_ranks * kNumRowsCopies; i += num_workers) {
+      const int32_t peer = i / kNumRowsCopies, copy = i % kNumRowsCopies;
+      if (kHasNetwork && copy > 0 && is_far(peers, peer)) continue;
+      send_number(peer, &control_of(peer).num_rows[state.slot][copy][peers.rank], num_rows[peer]);
+    }
+  }
+  // How many come from a rank.
+  __device__ __forceinline__ int32_t expect_num_rows(int32_t source) const {
+    const int32_t copy = kHasNetwork && is_far(peers, source) ? 0 : blockIdx.x % kNumRowsCopies;
+    return expect_number(source, &own().num_rows[state.slot][copy][source]);
+  }
+
   // Whether this warp of the first receiver is to meet_peers(): it has the least else to do.
   __device__ __forceinline__ bool is_last_worker_warp() const {
     return static_cast<int32_t>(threadIdx.x / 32) == num_workers / 32 - 1;
@@ -492,8 +502,7 @@ struct Operation {
     if (op.state.failed) return;
     if (peer == 0) add(&counters.operations[static_cast<uint32_t>(op.call.op)], 1);
     if (peer >= op.peers.num_ranks) return;
-    const int32_t rows =
-        num_rows ? __ldg(num_rows + peer) : op.expect_number(peer, &op.own().num_rows[op.state.slot][peer]);
+    const int32_t rows = num_rows ? __ldg(num_rows + peer) : op.expect_num_rows(peer);
     RowCounters& counted = counters.peer[peer].*direction;
     add(&counted.rows, rows);
     add(&counted.bytes, int64_t{rows} * row_bytes);

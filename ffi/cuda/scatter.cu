@@ -19,7 +19,6 @@ struct Shared {
   // Of the tokens that a block's teams send at once, and of those that they sent before: the experts, and their ranks.
   int32_t experts[2][kMaxBlockWarps][kMaxTopK];
   uint32_t ranks[2][kMaxBlockWarps];
-  int64_t sums[kMaxBlockWarps];
   int32_t dropped;
   int32_t arrived[kMaxRanks];  // from each source
   uint32_t claimed[kMaxBlockWarps];
@@ -125,10 +124,7 @@ struct Scatter {
           op.send_number(peer, op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(),
                          lookup.experts[expert]);
         }
-        if (threadIdx.x < peers.num_ranks) {
-          op.send_number(threadIdx.x, &op.control_of(threadIdx.x).num_rows[op.state.slot][peers.rank],
-                         lookup.ranks[threadIdx.x]);
-        }
+        op.send_num_rows(lookup.ranks);
       }
       if (threadIdx.x < peers.num_ranks) op.announce(threadIdx.x);
     }
@@ -534,7 +530,6 @@ struct Scatter {
   // Rows that may come, as find_candidate() deals them, a team of warps for each. The first row of a team is asked for
   // while the block finds out where rows go.
   __device__ void receive(bool entering) const {
-    if (threadIdx.x == 0) shared.dropped = 0;
     if (entering) {
       op.await_entry();
     } else {
@@ -544,21 +539,20 @@ struct Scatter {
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_rows = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
+    if (blockIdx.x == plan.first_receiver && op.is_last_worker_warp()) {
+      const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
+      op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
+    }
     const uint32_t end = takes_rows ? num_candidates() : 0;
     uint32_t item = team.index;
     Arriving arriving = {};
     const bool looks = item < end && !op.state.failed;  // after close(), there is no row
     if (looks) arriving = look_for_row(item, team, [&](int32_t source) { return num_arrived(source); });
-    if (blockIdx.x == plan.first_receiver && op.is_last_worker_warp()) {
-      const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
-      op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
-    }
+    if (!kFew) learn_places();
     if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
-    place_rows(places);
-    if (!kFew) note_arrived();
     if (kFew && arriving.comes) await_row(arriving, team);  // all have come at about the same time
     op.stamp(8);
-    if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
+    if (!places_are_known()) return;
     op.stamp(2);
     if (plan.first_receiver == blockIdx.x) write_counts(places);
     if constexpr (kShares) {
@@ -588,9 +582,8 @@ struct Scatter {
     if (named_barrier_or(kWorkersBarrier, op.num_workers, threadIdx.x == 0 && !op.all_have_begun())) return;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     if (lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
-    place_rows(places);
-    note_arrived();
-    if (named_barrier_or(kWorkersBarrier, op.num_workers, op.state.failed)) return;
+    learn_places();
+    if (!places_are_known()) return;
     const Team team = Team::of_receivers(plan, plan.num_blocks - 1, warp_id());
     Arriving arriving = {};
     take_shared_rows(shared_row(claim_row(team), team), arriving, false, places, team);
@@ -742,62 +735,76 @@ struct Scatter {
   }
 
   __device__ int32_t num_arrived(int32_t source) const {
-    return sends_numbers() ? op.expect_number(source, &op.own().num_rows[op.state.slot][source])
-                           : __ldg(args.known_num_arrived + source);
+    return sends_numbers() ? op.expect_num_rows(source) : __ldg(args.known_num_arrived + source);
   }
 
-  // For the block, which will look for rows one after the other. Valid behind the next barrier.
-  __device__ void note_arrived() const {
-    if (op.is_last_worker_warp() && lane_id() < peers.num_ranks) shared.arrived[lane_id()] = num_arrived(lane_id());
+  // What a block must know to write rows, found out by two of its warps. (If the control warp does nothing else, it
+  // alone comes here; and with few rows, each warp asks for itself how many come.)
+  __device__ void learn_places() const {
+    if (op.is_control_warp()) place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
+    if (!kFew && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
     __syncwarp();
   }
+  // For all of the block that receive, and the control warp: waits until that is known. False if the operation failed.
+  __device__ bool places_are_known() const { return !named_barrier_or(kWorkersBarrier, blockDim.x, op.state.failed); }
 
-  // Finds out where the experts' groups lie, from a prefix sum over their sizes, with one warp or, if there are more
-  // experts than it has lanes, all; of an old route, from what it kept. Valid behind the next barrier.
+  // Finds out where the experts' groups lie, from a prefix sum over their sizes; of an old route, from what it kept.
+  // With one warp, a lane for two experts.
   __device__ void place_rows(const Places& p) const {
     if (args.blocks) return;
-    const int32_t experts = experts_per_rank(), warps = experts <= 32 ? 1 : plan.block_warps();
-    if (warp_id() >= warps) return;
     int64_t rows_before = 0;
     int32_t dropped = 0;
 #pragma unroll 1
-    for (int32_t base = 0; base < experts; base += warps * 32) {  // all of the warps as often: they meet below
-      if (base > 0) op.sync_workers();                            // they have read the sums before
-      const int32_t expert = base + static_cast<int32_t>(threadIdx.x);
-      const bool present = expert < experts;
-      int32_t need = 0;
-      if (present) need = new_route() ? sum_sources(p, expert) : __ldg(args.known_group_sizes + expert);
-      const int64_t size = align_up(need, args.alignment);
-      const int64_t begin = rows_before;
-      const int64_t through = begin + sum_through(size, warps, rows_before);
-      if (!present) continue;
-      const Placement group = place_group(args.layout, expert, through - size, need, args.capacity, args.alignment);
-      p.first_row[expert] = static_cast<int32_t>(group.first_row);
-      p.counts[expert] = new_route() ? group.count : __ldg(args.known_counts + expert);
-      p.group_sizes[expert] = new_route() ? group.group_size : need;
-      dropped += need - group.count;
+    for (int32_t base = 0; base < experts_per_rank(); base += 64) {
+      const int32_t first = base + 2 * lane_id(), end = min(first + 2, experts_per_rank());
+      int32_t need[2] = {};
+      int64_t size[2] = {};
+      if (new_route()) {
+        if (first < end) sum_sources(p, first, need);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (first + i < end) need[i] = __ldg(args.known_group_sizes + first + i);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) size[i] = align_up(need[i], args.alignment);
+      const int64_t through = rows_before + sum_through(size[0] + size[1]);
+      int64_t begin = through - size[0] - size[1];
+      rows_before = __shfl_sync(kAllLanes, through, 31);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int32_t expert = first + i;
+        if (expert >= end) break;
+        const Placement group = place_group(args.layout, expert, begin, need[i], args.capacity, args.alignment);
+        p.first_row[expert] = static_cast<int32_t>(group.first_row);
+        p.counts[expert] = new_route() ? group.count : __ldg(args.known_counts + expert);
+        p.group_sizes[expert] = new_route() ? group.group_size : need[i];
+        dropped += need[i] - group.count;
+        begin += size[i];
+      }
     }
-    if (dropped) atomicAdd(&shared.dropped, dropped);
+    dropped = __reduce_add_sync(kAllLanes, dropped);
+    if (lane_id() == 0) shared.dropped = dropped;
   }
 
-  // The rows that an expert gets; notes where each source's begin.
-  __device__ int32_t sum_sources(const Places& p, int32_t expert) const {
+  // The rows that an expert and the next one get; notes where each source's begin.
+  __device__ void sum_sources(const Places& p, int32_t expert, int32_t (&total)[2]) const {
     constexpr int kAtOnce = 4;
-    int32_t total = 0;
+    const bool has_next = expert + 1 < experts_per_rank();
 #pragma unroll 1
     for (int32_t first = 0; first < peers.num_ranks; first += kAtOnce) {
-      unsigned long long words[kAtOnce];
+      uint4 words[kAtOnce];
       int32_t missing = first;
       const auto have_come = [&] {
         bool all = true;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          const int32_t source = min(first + i, peers.num_ranks - 1);
-          words[i] = load_relaxed(op.counts_at(peers.rank, source) + expert);
+          words[i] = load_unit(op.counts_at(peers.rank, min(first + i, peers.num_ranks - 1)) + expert);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          if (words[i] >> 32 == op.state.epoch) continue;
+          if (words[i].y == op.state.epoch && (words[i].w == op.state.epoch || !has_next)) continue;
           all = false;
           missing = min(first + i, peers.num_ranks - 1);
         }
@@ -807,34 +814,24 @@ struct Scatter {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= peers.num_ranks) break;
-        p.first[(first + i) * experts_per_rank() + expert] = total;
-        total += static_cast<int32_t>(words[i]);
+        int32_t* const begin = p.first + (first + i) * experts_per_rank() + expert;
+        begin[0] = total[0];
+        total[0] += static_cast<int32_t>(words[i].x);
+        if (!has_next) continue;
+        begin[1] = total[1];
+        total[1] += static_cast<int32_t>(words[i].z);
       }
     }
-    return total;
   }
 
-  // The sum over this and the threads before, of one warp or all; adds the whole sum to `all`.
-  __device__ int64_t sum_through(int64_t value, int32_t warps, int64_t& all) const {
+  // The sum over this lane and those before.
+  __device__ static int64_t sum_through(int64_t value) {
 #pragma unroll
     for (int32_t offset = 1; offset < 32; offset *= 2) {
       const int64_t before = __shfl_up_sync(kAllLanes, value, offset);
       if (lane_id() >= offset) value += before;
     }
-    if (warps == 1) {
-      all += __shfl_sync(kAllLanes, value, 31);
-      return value;
-    }
-    if (lane_id() == 31) shared.sums[warp_id()] = value;
-    op.sync_workers();
-    int64_t before = 0;
-#pragma unroll 1
-    for (int32_t warp = 0; warp < warps; ++warp) {
-      const int64_t sum = shared.sums[warp];
-      all += sum;
-      if (warp < warp_id()) before += sum;
-    }
-    return before + value;
+    return value;
   }
 
   __device__ void write_counts(const Places& p) const {
@@ -1286,6 +1283,10 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   scatter.op.stamp(0);
   const bool passes_on = scatter.by_node() && plan.forwards(block);
   if (scatter.op.is_control_warp()) blocks_before = scatter.op.begin(is_sender || passes_on);
+  if (has_control_warp(kForm) && scatter.op.is_control_warp() && block >= plan.first_receiver) {
+    scatter.learn_places();
+    scatter.places_are_known();
+  }
   if (scatter.op.is_worker()) {
     if (block == 0) scatter.announce();
     if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again
