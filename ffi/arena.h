@@ -146,7 +146,7 @@ inline Control initial_control(int32_t num_slots, uint32_t newest_epoch = 0) {
   return initial;
 }
 
-// Of whole units, each of two counts.
+// Each source's begin at a unit: counts are loaded two by two.
 constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, int32_t experts_per_rank) {
   return static_cast<int64_t>(sizeof(Control)) +
          (int64_t{slot} * num_ranks + peer) * align_up(experts_per_rank * 8, kUnitBytes);

@@ -15,10 +15,10 @@ inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other 
 inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that does nothing but enter the operation (ffi/cuda/protocol.cuh). Where such
-// blocks share SMs, dense: likewise, with fewer registers. For many: blocks that have sent take rows, too. On few SMs:
-// likewise, and a warp has more of a row under way, since there are few warps. A kernel may use the code of one form
-// for another.
+// next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/protocol.cuh). Where
+// such blocks share SMs, dense: likewise, with fewer registers. For many: blocks that have sent take rows, too. On few
+// SMs: likewise, and a warp has more of a row under way, since there are few warps. A kernel may use the code of one
+// form for another.
 enum class Form : int32_t { kFewRows, kFewRowsDense, kUsual, kManyRows, kFewSms };
 inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewRowsDense, Form::kUsual, Form::kManyRows, Form::kFewSms};
 constexpr bool has_few_rows(Form form) { return form == Form::kFewRows || form == Form::kFewRowsDense; }

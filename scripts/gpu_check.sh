@@ -18,7 +18,7 @@
 # JAX_EP_COMMIT names the commit.
 #
 # GPUS_PER_HOST is how many GPUs processes over NVSHMEM take for a host (half of them). PYTEST_ARGS goes to
-# pytest ("-m gpu" leaves out what needs none), BENCH_ARGS to the bench; a part may take STEP_TIMEOUT (540) seconds. Logs
+# pytest ("-m gpu" leaves out what needs none; if only one part of tests has what it selects, name that), BENCH_ARGS to the bench; a part may take STEP_TIMEOUT (540) seconds. Logs
 # are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
 set -u
 cd "$(dirname "$0")/.."
@@ -37,6 +37,7 @@ step() {
   local name=$1 begun=$SECONDS
   shift
   [[ " $steps " == *" ${name%%-*} "* || " $steps " == *" $name "* ]] || return 0
+  rm -f "$logs/$name".*  # a former run's
   timeout "${STEP_TIMEOUT:-540}" "$@" >"$logs/$name.log" 2>&1
   local status=$?
   { echo "$status $((SECONDS - begun))"; env | grep -E "^($arguments)="; } >"$logs/$name.status"

@@ -84,7 +84,8 @@ def test_results_tell_with_what_each_step_was_run(tmp_path):
     check("layer")
     steps = {path.stem: script("gpu_report").step(path) for path in tmp_path.glob("*.status")}
     assert all(step["ok"] for step in steps.values())
-    assert steps["tests"]["arguments"] == {"PYTEST_ARGS": "-k 'a or b=c'", "CUDA_VISIBLE_DEVICES": "0,1"}
+    for part in ("tests-1", "tests-2"):
+        assert steps[part]["arguments"] == {"PYTEST_ARGS": "-k 'a or b=c'", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert steps["bench-7-grad"]["arguments"] == {"STEP_TIMEOUT": "60"}
     assert "arguments" not in steps["layer"]
 
@@ -100,6 +101,21 @@ def test_cpp_unit_tests(tmp_path):
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_results_have_the_tests_of_both_parts_but_none_of_former_runs(tmp_path):
+    for part, failing in (("tests-1", ""), ("tests-2", "<failure/>")):
+        (tmp_path / f"{part}.xml").write_text(
+            f'<testsuites><testsuite tests="2" failures="{int(bool(failing))}" errors="0" skipped="1">'
+            f'<testcase classname="c" name="{part}">{failing}</testcase>'
+            '<testcase classname="c" name="left out"><skipped message="why"/></testcase></testsuite></testsuites>'
+        )
+    tests = script("gpu_report").tests
+    assert tests([tmp_path / "tests-2.xml", tmp_path / "tests-3.xml"])["tests"] == 2  # part 3 was cut: it has no xml
+    found = tests([tmp_path / "tests-1.xml", tmp_path / "tests-2.xml"])
+    assert (found["tests"], found["failures"], found["skipped"]) == (4, 1, 2)
+    assert (found["failing"], found["skip_reasons"]) == (["c::tests-2"], ["why"])
+    assert tests([tmp_path / "tests-3.xml"]) is None
 
 
 # Loading

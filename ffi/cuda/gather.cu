@@ -142,7 +142,7 @@ struct Gather {
     float weight;
   };
 
-  // Of all_to_all_back; apart, so that they cost the others no registers.
+  // For all_to_all_back: calls, so that other operations need no registers for it.
   __device__ __noinline__ static void send_num_rows(Operation op, const int32_t* num_rows) {
     op.send_num_rows(num_rows);
   }
@@ -198,8 +198,9 @@ struct Gather {
     return source.peer != peers.rank || blocks() ? source.index < source.seen : source.seen >= 0;
   }
 
-  // Has y of a row that was asked for brought into the L2 cache, with a warp, if it is much: where many of all tokens
-  // go to this rank, its y is too large to be there, and who waits for that much from memory keeps the link waiting.
+  // Has y of a row that was asked for brought into the L2 cache, with a warp, if the row has as many there as are
+  // loaded at once, or more: where many of all tokens go to this rank, y is too large for the cache, and who waits for
+  // that much from memory keeps the link waiting.
   __device__ void fetch_ahead(const SourceRow& source) const {
     const bool present = source.row >= 0 && is_present(source);
     if (__popc(__ballot_sync(kAllLanes, present)) < kRowsAtOnce) return;

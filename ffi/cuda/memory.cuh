@@ -77,7 +77,7 @@ __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Has some bytes, a multiple of 16 from one of 16 on, brought into the L2 cache.
+// Has some bytes brought into the L2 cache. `from` and `bytes`: multiples of 16.
 __device__ __forceinline__ void fetch_to_l2(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }

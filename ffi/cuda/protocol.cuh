@@ -7,7 +7,7 @@
 // receive, but only once all_have_begun().
 //
 // A block's last warp, the control warp, enters the operation for it, while the others do what needs no epoch, up to
-// await_entry(). It may be one of the workers, or do nothing else.
+// await_entry(). It may be one of the workers, or none: then it may do besides what needs no other warp.
 #pragma once
 
 #include "ffi/arena.h"
@@ -472,7 +472,7 @@ struct Operation {
     return expect_number(source, &own().num_rows[state.slot][copy][source]);
   }
 
-  // Whether this warp of the first receiver is to meet_peers(): it has the least else to do.
+  // Whether this warp of the first receiver, which takes no rows if there are others, is to meet_peers().
   __device__ __forceinline__ bool is_last_worker_warp() const {
     return static_cast<int32_t>(threadIdx.x / 32) == num_workers / 32 - 1;
   }

@@ -738,8 +738,8 @@ struct Scatter {
     return sends_numbers() ? op.expect_num_rows(source) : __ldg(args.known_num_arrived + source);
   }
 
-  // What a block must know to write rows, found out by two of its warps. (If the control warp does nothing else, it
-  // alone comes here; and with few rows, each warp asks for itself how many come.)
+  // What a block must know to write rows, found out by two of its warps. (In the forms for few rows only the control
+  // warp comes here, and each other warp asks for itself how many come.)
   __device__ void learn_places() const {
     if (op.is_control_warp()) place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
     if (!kFew && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
