@@ -12,7 +12,6 @@
 PYTHON ?= python3
 ARGS ?=
 CUDA := $(if $(wildcard /proc/driver/nvidia/version),cuda13)
-comma := ,
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find ffi -type f)
 
 .PHONY: help demo test fuzz lint docs clean
@@ -63,6 +62,11 @@ clean:
 	@touch $@
 
 # The installation is editable: an edit of Python code counts at once, one of native code makes the next run build.
-.venv/installed-%: .venv/of-$(notdir $(PYTHON)) $(BUILD_INPUTS)
-	.venv/bin/python -m pip install --disable-pip-version-check --editable '.[$*$(addprefix $(comma),$(CUDA))]'
+.venv/installed: .venv/of-$(notdir $(PYTHON)) $(BUILD_INPUTS)
+	.venv/bin/python -m pip install --disable-pip-version-check --editable '.$(if $(CUDA),[$(CUDA)])'
+	@touch $@
+
+# By name, as it is installed: from its folder it would be built once more for each of its extras.
+.venv/installed-%: .venv/installed
+	.venv/bin/python -m pip install --disable-pip-version-check 'jax_ep[$*]'
 	@touch $@
