@@ -17,9 +17,10 @@
 # spin is not needed: where it is missing, tests leaves out the model of the protocol, which CI checks. Nor is git, if
 # JAX_EP_COMMIT names the commit.
 #
-# GPUS_PER_HOST is how many GPUs processes over NVSHMEM take for a host (half of them). PYTEST_ARGS goes to
-# pytest ("-m gpu" leaves out what needs none; if only one part of tests has what it selects, name that), BENCH_ARGS to the bench; a part may take STEP_TIMEOUT (540) seconds. Logs
-# are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
+# GPUS_PER_HOST is how many GPUs processes over NVSHMEM take for a host (half of them). PYTEST_ARGS goes to pytest ("-m
+# gpu" leaves out what needs none; where only one part of tests has what it selects, name that part), BENCH_ARGS to the
+# bench; a part may take STEP_TIMEOUT (540) seconds. Logs are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps
+# that have run there are in the report.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

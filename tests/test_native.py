@@ -79,6 +79,8 @@ def test_results_tell_with_what_each_step_was_run(tmp_path):
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
+    former = tmp_path / "tests-1.xml"
+    former.write_text("a former run's")
     check("tests", PYTEST_ARGS="-k 'a or b=c'", CUDA_VISIBLE_DEVICES="0,1")
     check("bench-7-grad", STEP_TIMEOUT="60")
     check("layer")
@@ -88,6 +90,7 @@ def test_results_tell_with_what_each_step_was_run(tmp_path):
         assert steps[part]["arguments"] == {"PYTEST_ARGS": "-k 'a or b=c'", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert steps["bench-7-grad"]["arguments"] == {"STEP_TIMEOUT": "60"}
     assert "arguments" not in steps["layer"]
+    assert not former.exists()
 
 
 def test_cpp_unit_tests(tmp_path):
@@ -103,7 +106,7 @@ def test_cpp_unit_tests(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_results_have_the_tests_of_both_parts_but_none_of_former_runs(tmp_path):
+def test_results_have_the_tests_of_all_parts(tmp_path):
     for part, failing in (("tests-1", ""), ("tests-2", "<failure/>")):
         (tmp_path / f"{part}.xml").write_text(
             f'<testsuites><testsuite tests="2" failures="{int(bool(failing))}" errors="0" skipped="1">'
