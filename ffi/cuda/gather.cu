@@ -435,7 +435,7 @@ struct Gather {
     if (entering) op.await_entry();
     op.stamp(1);
     if (op.state.failed) return;
-    if (blockIdx.x == plan.first_receiver && op.is_last_worker_warp()) {
+    if (blockIdx.x == plan.first_receiver && op.meets_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
       op.meet_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
     }

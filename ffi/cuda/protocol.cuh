@@ -33,7 +33,7 @@ __device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t va
 }
 
 // The barriers of a block; __syncthreads() is 0. A kernel may use those from kFirstBarrier on.
-inline constexpr int32_t kEntryBarrier = 1, kWorkersBarrier = 2, kFirstBarrier = 3;
+inline constexpr int32_t kEntryBarrier = 1, kPreparedBarrier = 2, kWorkersBarrier = 3, kFirstBarrier = 4;
 
 // What a block knows of the operation; in shared memory. Valid behind await_entry().
 struct State {
@@ -188,8 +188,16 @@ struct Operation {
   __device__ bool is_worker() const { return static_cast<int32_t>(threadIdx.x) < num_workers; }
   __device__ static bool is_control_warp() { return threadIdx.x >= blockDim.x - 32; }
 
-  // For workers: waits for begin().
-  __device__ static void await_entry() { named_barrier(kEntryBarrier, blockDim.x); }
+  // For workers: waits for begin(), and for what the others did before this. But if the control warp is a worker, too,
+  // nobody waits for what that did: it has begun with such work only now.
+  __device__ __forceinline__ void await_entry() const {
+    if (is_control_warp()) {
+      named_barrier(kPreparedBarrier, blockDim.x);
+    } else {
+      if (num_workers == blockDim.x) named_barrier_arrive(kPreparedBarrier, blockDim.x);
+      named_barrier(kEntryBarrier, blockDim.x);
+    }
+  }
   // For workers: waits for one another.
   __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_workers); }
 
@@ -198,7 +206,7 @@ struct Operation {
   __device__ __forceinline__ uint32_t begin(bool to_send) const {
     const uint32_t blocks_before = enter(to_send);
     __syncwarp();
-    if (!is_worker()) named_barrier_arrive(kEntryBarrier, blockDim.x);
+    named_barrier_arrive(kEntryBarrier, blockDim.x);
     return blocks_before;
   }
 
@@ -472,9 +480,10 @@ struct Operation {
     return expect_number(source, &own().num_rows[state.slot][copy][source]);
   }
 
-  // Whether this warp of the first receiver, which takes no rows if there are others, is to meet_peers().
-  __device__ __forceinline__ bool is_last_worker_warp() const {
-    return static_cast<int32_t>(threadIdx.x / 32) == num_workers / 32 - 1;
+  // Whether this warp of the first receiver, which takes no rows if there are others, is to meet_peers(): the last but
+  // one, as the last one may be the control warp, which looks at other words meanwhile.
+  __device__ __forceinline__ bool meets_peers() const {
+    return static_cast<int32_t>(threadIdx.x / 32) == max(num_workers / 32 - 2, 0);
   }
 
   // Waits for the announcements of all ranks, with a warp, a lane for each; a rank in another operation is an error.

@@ -136,10 +136,13 @@ struct Scatter {
     return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
   }
 
-  // Behind the next barrier.
+  // Behind the next barrier. That may be await_entry(), which does not wait for the control warp: where there are other
+  // warps, they do it.
   __device__ void clear(const Lookup& lookup) const {
+    const int32_t threads = max(static_cast<int32_t>(blockDim.x) - 32, 32);
+    if (threadIdx.x >= threads) return;
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_workers) lookup.experts[i] = 0;
+    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += threads) lookup.experts[i] = 0;
   }
 
   __device__ void count_splits(const Lookup& lookup) const {
@@ -539,7 +542,7 @@ struct Scatter {
     const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
     const bool takes_rows = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
-    if (blockIdx.x == plan.first_receiver && op.is_last_worker_warp()) {
+    if (blockIdx.x == plan.first_receiver && op.meets_peers()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
       op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
@@ -548,8 +551,8 @@ struct Scatter {
     Arriving arriving = {};
     const bool looks = item < end && !op.state.failed;  // after close(), there is no row
     if (looks) arriving = look_for_row(item, team, [&](int32_t source) { return num_arrived(source); });
-    if (!kFew) learn_places();
     if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
+    if (!kFew) learn_places();
     if (kFew && arriving.comes) await_row(arriving, team);  // all have come at about the same time
     op.stamp(8);
     if (!places_are_known()) return;

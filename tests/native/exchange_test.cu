@@ -509,9 +509,9 @@ int main(int argc, char** argv) {
   }
   unlike_halves();
   if (!is_quick) more_blocks_than_fit();
-  for (int32_t odd_number :
-       is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {  // for a block's threads
-    experts_per_rank = odd_number;
+  // A lane has two experts at a time, a warp 64, a block one for each thread.
+  for (int32_t number : is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {
+    experts_per_rank = number;
     for (Blocks blocks : {any, Blocks{5, Form::kUsual}}) exchange(std::min(most_ranks, 2), 0, blocks, 1);
   }
   // Epoch 0 is that of each operation in turn, behind others that wrote what it waits for: it must wait as any other.
