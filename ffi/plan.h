@@ -60,24 +60,34 @@ struct LaunchPlan {
   constexpr int32_t row_receiver(int32_t block) const { return block - first_receiver - (num_receivers() > 1); }
 };
 
-// A warp's place among those of a role.
+// A warp's place among those of a role. Items are dealt to teams by their numbers, and of the rows that there may be,
+// the first ones are there.
 struct Team {
   int32_t index, num_teams;
   int32_t warp, num_warps;  // in the team
 
-  constexpr Team(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block, int32_t log_warps)
+  // Neighbours are of one block, if `by_block` says so or there are few rows. Else they are of different blocks, which
+  // then have as many rows that are there; and a block's have even and odd numbers by turns, as such items may differ.
+  constexpr Team(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block, int32_t log_warps,
+                 bool by_block)
       : index(((block << plan.log_block_warps) + warp_of_block) >> log_warps),
         num_teams(std::max((num_blocks << plan.log_block_warps) >> log_warps, 1)),
         warp(((block << plan.log_block_warps) + warp_of_block) & ((1 << log_warps) - 1)),
-        num_warps(1 << log_warps) {}
-  static constexpr Team of_senders(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
-    return {plan, plan.row_sender(block), plan.row_senders(), warp_of_block, plan.log_send_warps};
+        num_warps(1 << log_warps) {
+    if (by_block || has_few_rows(plan.form) || log_warps > plan.log_block_warps) return;
+    const int32_t team = warp_of_block >> log_warps;
+    index = team * num_blocks + (num_blocks % 2 ? block : block ^ (team & 1));
+  }
+  static constexpr Team of_senders(const LaunchPlan& plan, int32_t block, int32_t warp_of_block,
+                                   bool by_block = false) {
+    return {plan, plan.row_sender(block), plan.row_senders(), warp_of_block, plan.log_send_warps, by_block};
   }
   static constexpr Team of_forwarders(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
-    return {plan, std::max(block - plan.num_senders, 0), plan.num_forwarders(), warp_of_block, plan.log_receive_warps};
+    return {plan, std::max(block - plan.num_senders, 0), plan.num_forwarders(), warp_of_block, plan.log_receive_warps,
+            false};
   }
   static constexpr Team of_receivers(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
-    return {plan, plan.row_receiver(block), plan.row_receivers(), warp_of_block, plan.log_receive_warps};
+    return {plan, plan.row_receiver(block), plan.row_receivers(), warp_of_block, plan.log_receive_warps, false};
   }
 };
 

@@ -413,7 +413,7 @@ struct Gather {
         const int32_t chunks_added[] = {chunk};
         float total[1][kSize];
         start_sum(total[0]);
-        add_all<1>(row, sources, 0, chunks_added, total, [](int) { return uint4{}; });
+        add_all<1, kRanksAtOnce>(row, sources, 0, chunks_added, total, [](int) { return uint4{}; });
         Vector<X> sum;
 #pragma unroll
         for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[0][e]);
@@ -479,27 +479,43 @@ struct Gather {
       if (here && own.row >= 0) weight += __ldg(args.weights_to_send + own.row);
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
-    // Own rows are summed while the other ranks' sums are on their way; or those of a part at once, if they come ahead.
-    constexpr int kParts = kHasRing ? kSumsAtOnce : 1;
+    if constexpr (kForm == Form::kUsual) {
+      // What comes from few ranks leaves room for more chunks.
+      if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
+        return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, team);
+      }
+    }
+    add_parts<kHasRing ? kSumsAtOnce : 1, kRanksAtOnce>(token, row, sources, here, own, team);
+  }
+
+  // Parts of `kChunks` chunks, in which a lane awaits units of `kRanks` ranks at once. Own rows are summed while the
+  // other ranks' sums are on their way; or those of a part at once, if they come ahead.
+  template <int kChunks, int kRanks>
+  __device__ __forceinline__ void add_parts(int32_t token, int32_t row, uint32_t sources, uint32_t here,
+                                            const SourceRow& own, const Team& team) const {
+    constexpr int kAdds = kHasRing ? kAddsAtOnce : kChunks;
 #pragma unroll 1
-    for (int32_t part = team.warp; part < end_of_parts<kParts>(); part += step<kParts>(team)) {
-      Sums<kParts> sums = {};
-      if (kHasRing && here) sums = partial_sums<kParts>(own, part, team);
+    for (int32_t part = team.warp; part < end_of_parts<kChunks>(); part += step<kChunks>(team)) {
+      Sums<kChunks> sums = {};
+      if (kHasRing && here) sums = partial_sums<kChunks>(own, part, team);
 #pragma unroll
-      for (int first = 0; first < kParts; first += kAddsAtOnce) {
-        float total[kAddsAtOnce][kSize];
-        int32_t chunk[kAddsAtOnce];
+      for (int first = 0; first < kChunks; first += kAdds) {
+        float total[kAdds][kSize];
+        int32_t chunk[kAdds];
 #pragma unroll
-        for (int i = 0; i < kAddsAtOnce; ++i) {
-          chunk[i] = chunk_of<kParts>(part, first + i, team);
+        for (int i = 0; i < kAdds; ++i) {
+          chunk[i] = chunk_of<kChunks>(part, first + i, team);
           start_sum(total[i], sources != 0);
         }
         if (chunk[0] >= chunks()) break;
-        add_all<kAddsAtOnce>(row, sources, here, chunk, total, [&](int i) {
-          return kHasRing ? sums.unit[first + i] : partial_sums<kParts>(own, part, team).unit[0];
+        add_all<kAdds, kRanks>(row, sources, here, chunk, total, [&](int i) {
+          if constexpr (kHasRing)
+            return sums.unit[first + i];
+          else
+            return partial_sums<1>(own, chunk[i], team).unit[0];
         });
 #pragma unroll
-        for (int i = 0; i < kAddsAtOnce; ++i) {
+        for (int i = 0; i < kAdds; ++i) {
           if (has_unit(chunk[i])) store_sum(token, chunk[i], total[i]);
         }
       }
@@ -527,51 +543,51 @@ struct Gather {
   }
 
   // Adds, for each of some chunks, a unit of all ranks' partial sums; own(i) gives that of the rank that is `here`.
-  template <int N, typename Own>
+  template <int N, int kRanks, typename Own>
   __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
                                           float (&total)[N][kSize], Own own) const {
 #pragma unroll 1
-    while (sources) add_ranks<N>(row, sources, here, chunk, total, own);
+    while (sources) add_ranks<N, kRanks>(row, sources, here, chunk, total, own);
   }
 
   // Where this lane's units of some chunks arrive from each of some ranks.
-  template <int N>
+  template <int N, int kRanks>
   struct UnitOfRanks {
     const ArenaLayout& layout;
     uint8_t* of_first_row[N];  // of the arena
-    int32_t row[kRanksAtOnce];
-    bool comes[kRanksAtOnce], has_unit[N];
-    __device__ __forceinline__ bool has(int i) const { return comes[i % kRanksAtOnce] && has_unit[i / kRanksAtOnce]; }
+    int32_t row[kRanks];
+    bool comes[kRanks], has_unit[N];
+    __device__ __forceinline__ bool has(int i) const { return comes[i % kRanks] && has_unit[i / kRanks]; }
     __device__ __forceinline__ uint8_t* at(int i) const {
-      return of_first_row[i / kRanksAtOnce] + layout.row_offset(row[i % kRanksAtOnce]);
+      return of_first_row[i / kRanks] + layout.row_offset(row[i % kRanks]);
     }
   };
 
   // Adds those of the next few ranks, in the order of ranks.
-  template <int N, typename Own>
+  template <int N, int kRanks, typename Own>
   __device__ __forceinline__ void add_ranks(int32_t row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
                                             float (&total)[N][kSize], Own own) const {
     const auto source = [now = left](int i) {
       uint32_t behind = now;
-      for (i %= kRanksAtOnce; i > 0; --i) behind &= behind - 1;
+      for (i %= kRanks; i > 0; --i) behind &= behind - 1;
       return __ffs(behind) - 1;
     };
-    UnitOfRanks<N> place = {peers.layout};
+    UnitOfRanks<N, kRanks> place = {peers.layout};
 #pragma unroll
     for (int c = 0; c < N; ++c) {
       place.of_first_row[c] = RowPlace(op, 0).unit(op, chunk[c]);
       place.has_unit[c] = has_unit(chunk[c]);
     }
-    bool is_here[kRanksAtOnce], any_is_here = false;
+    bool is_here[kRanks], any_is_here = false;
 #pragma unroll
-    for (int i = 0; i < kRanksAtOnce; ++i) {
+    for (int i = 0; i < kRanks; ++i) {
       place.row[i] = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
       is_here[i] = left & -left & here;
       any_is_here |= is_here[i];
       place.comes[i] = left != 0 && !is_here[i];
       left &= left - 1;
     }
-    uint4 units[N * kRanksAtOnce];
+    uint4 units[N * kRanks];
     look_at_units(units, place);
     uint4 unit_here[N] = {};
     if (any_is_here) {
@@ -579,14 +595,14 @@ struct Gather {
       for (int c = 0; c < N; ++c) unit_here[c] = own(c);
     }
     const auto resolve = [&](int i) {
-      const RowPlace from(op, place.row[i % kRanksAtOnce]);
-      return true_unit(op, source(i), from.marks + chunk[i / kRanksAtOnce], lane_id());
+      const RowPlace from(op, place.row[i % kRanks]);
+      return true_unit(op, source(i), from.marks + chunk[i / kRanks], lane_id());
     };
     take_units(op, source, units, place, resolve, [] { return true; });
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < N * kRanksAtOnce; ++i) {
-      const int c = i / kRanksAtOnce, rank = i % kRanksAtOnce;
+    for (int i = 0; i < N * kRanks; ++i) {
+      const int c = i / kRanks, rank = i % kRanks;
       Vector<X> part;
       part.bits = is_here[rank] ? unit_here[c] : units[i];
       float values[kSize];

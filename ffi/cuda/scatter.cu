@@ -251,7 +251,7 @@ struct Scatter {
   // is counted and sent; the first is cast while the block is `entering`.
   __device__ void send(bool entering) const {
     const Lookup lookup = this->lookup();
-    const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
+    const Team team = Team::of_senders(plan, blockIdx.x, warp_id(), true);
     if (team.index >= team.num_teams) return;
     const int32_t place = warp_id() >> plan.log_send_warps;  // of the team in the block
     int32_t token = team.index, counted = 0;

@@ -9,13 +9,13 @@
 using namespace jax_ep;
 
 // Every warp of the row blocks has one place in one team, and every team that takes rows is complete.
-void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps) {
-  const int32_t num_teams = Team(plan, 0, num_blocks, 0, log_warps).num_teams;
+void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps, bool by_block) {
+  const int32_t num_teams = Team(plan, 0, num_blocks, 0, log_warps, by_block).num_teams;
   EXPECT_EQ(num_teams >= 1, true);
   std::vector<char> taken(static_cast<size_t>(num_teams) << log_warps);
   for (int32_t block = 0; block < num_blocks; ++block) {
     for (int32_t warp = 0; warp < plan.block_warps(); ++warp) {
-      const Team team(plan, block, num_blocks, warp, log_warps);
+      const Team team(plan, block, num_blocks, warp, log_warps, by_block);
       if (team.index < num_teams) ++taken.at((size_t(team.index) << log_warps) + team.warp);
     }
   }
@@ -37,8 +37,10 @@ void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
   }
   for (int32_t i = 0; i < plan.row_senders(); ++i) EXPECT_EQ(senders.count(i), size_t{1});
   for (int32_t i = 0; i < plan.row_receivers(); ++i) EXPECT_EQ(receivers.count(i), size_t{1});
-  expect_teams(plan, plan.row_senders(), plan.log_send_warps);
-  expect_teams(plan, plan.row_receivers(), plan.log_receive_warps);
+  for (bool by_block : {false, true}) {
+    expect_teams(plan, plan.row_senders(), plan.log_send_warps, by_block);
+    expect_teams(plan, plan.row_receivers(), plan.log_receive_warps, by_block);
+  }
 }
 
 void test_plans() {
@@ -75,8 +77,8 @@ void test_blocks_that_pass_on() {
         EXPECT_EQ(plan.num_blocks, best.num_blocks == 2 ? 1 : best.num_blocks);
         EXPECT_EQ(plan.forwards(0), plan.num_blocks == 1);
         EXPECT_EQ(std::max(plan.log_send_warps, plan.log_receive_warps) <= plan.log_block_warps, true);
-        expect_teams(plan, plan.num_forwarders(), plan.log_receive_warps);
-        expect_teams(plan, plan.row_receivers(), plan.log_receive_warps);
+        expect_teams(plan, plan.num_forwarders(), plan.log_receive_warps, false);
+        expect_teams(plan, plan.row_receivers(), plan.log_receive_warps, false);
       }
     }
   }
@@ -170,6 +172,23 @@ void test_thin_rows_take_small_teams() {
   EXPECT_EQ(plan.row_receivers() * 16 >> plan.log_receive_warps, 128);
 }
 
+// Of the rows that there may be, the first ones are there; no block has more of them than others.
+void test_first_rows_are_of_all_blocks() {
+  const LaunchPlan plan = plan_gather(128, 4, 1, 28, 0);
+  const int32_t num_blocks = plan.row_senders(), num_rows = 3 * 32;
+  int32_t fewest = num_rows, most = 0;
+  for (int32_t block = 1; block <= num_blocks; ++block) {
+    int32_t rows = 0;
+    for (int32_t warp = 0; warp < plan.block_warps(); warp += 1 << plan.log_send_warps) {
+      rows += Team::of_senders(plan, block, warp).index < num_rows;
+    }
+    fewest = std::min(fewest, rows), most = std::max(most, rows);
+  }
+  EXPECT_EQ(num_blocks > num_rows / 4, true);  // a block has four teams
+  EXPECT_EQ(most - fewest <= 1, true);
+  EXPECT_EQ(Team::of_senders(plan, 1, 0, true).index + 1, Team::of_senders(plan, 1, 4, true).index);
+}
+
 // Rows of 4 chunks keep as many warps busy as rows of 16.
 void test_small_rows_take_small_teams() {
   EXPECT_EQ(plan_scatter(128, 4, 8, 4, 0, false).log_send_warps, 2);
@@ -211,6 +230,7 @@ int main() {
   test_few_rows_have_an_sm_for_each_block();
   test_long_teams_sum_rows_of_many_ranks();
   test_thin_rows_take_small_teams();
+  test_first_rows_are_of_all_blocks();
   test_small_rows_take_small_teams();
   test_arena();
   test_divisor();
