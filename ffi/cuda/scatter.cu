@@ -9,7 +9,7 @@ namespace jax_ep {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int32_t kTeamsBarrier = kFirstBarrier;  // and those behind
+constexpr int32_t kPlacesBarrier = kFirstBarrier, kTeamsBarrier = kFirstBarrier + 1;  // and those behind
 
 __device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
 
@@ -21,6 +21,7 @@ struct Shared {
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
   int32_t arrived[kMaxRanks];  // from each source
+  bool has_places;             // unless the operation had failed when they were found
   uint32_t claimed[kMaxBlockWarps];
 };
 
@@ -742,14 +743,21 @@ struct Scatter {
   }
 
   // What a block must know to write rows, found out by two of its warps. (In the forms for few rows only the control
-  // warp comes here, and each other warp asks for itself how many come.)
+  // warp comes here, and goes; and each other warp asks for itself how many come.)
   __device__ void learn_places() const {
-    if (op.is_control_warp()) place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
+    if (op.is_control_warp()) {
+      place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
+      if (lane_id() == 0) shared.has_places = !op.state.failed;
+    }
     if (!kFew && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
     __syncwarp();
+    if (!op.is_worker()) named_barrier_arrive(kPlacesBarrier, blockDim.x);
   }
-  // For all of the block that receive, and the control warp: waits until that is known. False if the operation failed.
-  __device__ bool places_are_known() const { return !named_barrier_or(kWorkersBarrier, blockDim.x, op.state.failed); }
+  // For all workers of a block: waits until that is known. All hear the same, false if the operation had failed.
+  __device__ bool places_are_known() const {
+    named_barrier(kPlacesBarrier, blockDim.x);
+    return shared.has_places;
+  }
 
   // Finds out where the experts' groups lie, from a prefix sum over their sizes; of an old route, from what it kept.
   // With one warp, a lane for two experts.
@@ -1286,10 +1294,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   scatter.op.stamp(0);
   const bool passes_on = scatter.by_node() && plan.forwards(block);
   if (scatter.op.is_control_warp()) blocks_before = scatter.op.begin(is_sender || passes_on);
-  if (has_control_warp(kForm) && scatter.op.is_control_warp() && block >= plan.first_receiver) {
-    scatter.learn_places();
-    scatter.places_are_known();
-  }
+  if (has_control_warp(kForm) && scatter.op.is_control_warp() && block >= plan.first_receiver) scatter.learn_places();
   if (scatter.op.is_worker()) {
     if (block == 0) scatter.announce();
     if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again

@@ -28,7 +28,7 @@ void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
   EXPECT_EQ(plan.block_threads() <= most_threads(plan.form), true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
-  // In those forms a receiver's control warp meets its other warps at a barrier that senders use without one.
+  // In those forms a receiver's control warp notes where rows go in the memory in which a sender's others count.
   if (has_control_warp(plan.form)) EXPECT_EQ(plan.first_receiver >= plan.num_senders, true);
   std::set<int32_t> senders, receivers;
   for (int32_t block = 0; block < plan.num_senders; ++block) senders.insert(plan.row_sender(block));
