@@ -60,14 +60,15 @@ struct LaunchPlan {
   constexpr int32_t row_receiver(int32_t block) const { return block - first_receiver - (num_receivers() > 1); }
 };
 
-// A warp's place among those of a role. Items are dealt to teams by their numbers, and of the rows that there may be,
-// the first ones are there.
+// A warp's place among those of a role. Items are dealt to teams by their numbers, and of each rank's possible rows the
+// first ones are there.
 struct Team {
   int32_t index, num_teams;
   int32_t warp, num_warps;  // in the team
 
-  // Neighbours are of one block, if `by_block` says so or there are few rows. Else they are of different blocks, which
-  // then have as many rows that are there; and a block's have even and odd numbers by turns, as such items may differ.
+  // Neighbours are of one block, if `by_block` says so, if there are few rows, or if a block has no more than one. Else
+  // they are of different blocks, which then have equally many of the rows that are there; and a block's have even and
+  // odd numbers by turns, as such items may differ.
   constexpr Team(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block, int32_t log_warps,
                  bool by_block)
       : index(((block << plan.log_block_warps) + warp_of_block) >> log_warps),

@@ -56,8 +56,9 @@ struct Gather {
   static constexpr int kSumsAtOnce = sums_at_once(kForm);
   // Whether a team asks what there is of its next row while it sends one: few rows take one turn, mostly.
   static constexpr bool kAsksAhead = !has_few_rows(kForm);
-  // Sums of other ranks that a lane awaits at once: those of so many ranks, in so many chunks.
-  static constexpr int kRanksAtOnce = kHasRing ? 2 : 4, kAddsAtOnce = kHasRing ? 2 : 1;
+  // Sums of other ranks that a lane awaits at once: those of so many ranks, mostly, in so many chunks of a part; in all
+  // of them, without a ring.
+  static constexpr int kRanksAtOnce = kHasRing ? 2 : 4, kAddsAtOnce = 2;
   static constexpr int kSize = Vector<X>::kSize;
   static constexpr int kRowsAtOnce = 4;  // of a token's rows here, that a lane loads before it adds them
   // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.

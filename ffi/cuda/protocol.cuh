@@ -188,8 +188,8 @@ struct Operation {
   __device__ bool is_worker() const { return static_cast<int32_t>(threadIdx.x) < num_workers; }
   __device__ static bool is_control_warp() { return threadIdx.x >= blockDim.x - 32; }
 
-  // For workers: waits for begin(), and for what the others did before this. But if the control warp is a worker, too,
-  // nobody waits for what that did: it has begun with such work only now.
+  // For workers: waits for begin(). If the control warp is a worker, too, it waits for what the others prepared before
+  // this, and they do not wait for what it prepares: none of them may read that before the next sync_workers().
   __device__ __forceinline__ void await_entry() const {
     if (is_control_warp()) {
       named_barrier(kPreparedBarrier, blockDim.x);

@@ -21,7 +21,7 @@ struct Shared {
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
   int32_t arrived[kMaxRanks];  // from each source
-  bool has_places;             // unless the operation had failed when they were found
+  int32_t gives_up;            // a warp knows that the operation has failed, before the block's warps meet
   uint32_t claimed[kMaxBlockWarps];
 };
 
@@ -583,7 +583,8 @@ struct Scatter {
   // What a sender does then: it takes rows, and padding, that no receiver has come to. Not where blocks are yet to
   // begin: they may be those that send what it would wait for.
   __device__ void help() const {
-    if (named_barrier_or(kWorkersBarrier, op.num_workers, threadIdx.x == 0 && !op.all_have_begun())) return;
+    const bool judges = op.is_control_warp() && lane_id() == 0;  // which has begun, if nobody else has waited for that
+    if (named_barrier_or(kWorkersBarrier, op.num_workers, judges && !op.all_have_begun())) return;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     if (lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     learn_places();
@@ -743,21 +744,23 @@ struct Scatter {
   }
 
   // What a block must know to write rows, found out by two of its warps. (In the forms for few rows only the control
-  // warp comes here, and goes; and each other warp asks for itself how many come.)
+  // warp comes here, and does not wait for the others; and each of those asks for itself how many come.)
   __device__ void learn_places() const {
-    if (op.is_control_warp()) {
-      place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
-      if (lane_id() == 0) shared.has_places = !op.state.failed;
-    }
+    if (op.is_control_warp()) place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
     if (!kFew && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
     __syncwarp();
-    if (!op.is_worker()) named_barrier_arrive(kPlacesBarrier, blockDim.x);
+    if (op.is_worker()) return;
+    if (op.state.failed) give_up();
+    named_barrier_arrive(kPlacesBarrier, blockDim.x);
   }
-  // For all workers of a block: waits until that is known. All hear the same, false if the operation had failed.
+  // For all workers of a block: waits until that is known. False if the operation failed; all hear the same, as the
+  // warps of a team must agree whether they have a row.
   __device__ bool places_are_known() const {
+    if (op.state.failed) give_up();
     named_barrier(kPlacesBarrier, blockDim.x);
-    return shared.has_places;
+    return !shared.gives_up;
   }
+  __device__ void give_up() const { atomicExch(&shared.gives_up, 1); }
 
   // Finds out where the experts' groups lie, from a prefix sum over their sizes; of an old route, from what it kept.
   // With one warp, a lane for two experts.
@@ -1293,7 +1296,10 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   wait_for_dependencies();
   scatter.op.stamp(0);
   const bool passes_on = scatter.by_node() && plan.forwards(block);
-  if (scatter.op.is_control_warp()) blocks_before = scatter.op.begin(is_sender || passes_on);
+  if (scatter.op.is_control_warp()) {
+    if (lane_id() == 0) shared.gives_up = 0;
+    blocks_before = scatter.op.begin(is_sender || passes_on);
+  }
   if (has_control_warp(kForm) && scatter.op.is_control_warp() && block >= plan.first_receiver) scatter.learn_places();
   if (scatter.op.is_worker()) {
     if (block == 0) scatter.announce();

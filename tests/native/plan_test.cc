@@ -172,7 +172,7 @@ void test_thin_rows_take_small_teams() {
   EXPECT_EQ(plan.row_receivers() * 16 >> plan.log_receive_warps, 128);
 }
 
-// Of the rows that there may be, the first ones are there; no block has more of them than others.
+// Of each rank's possible rows the first ones are there; no block has more than one more of them than another.
 void test_first_rows_are_of_all_blocks() {
   const LaunchPlan plan = plan_gather(128, 4, 1, 28, 0);
   const int32_t num_blocks = plan.row_senders(), num_rows = 3 * 32;
