@@ -70,7 +70,7 @@ struct Team {
   // they are of different blocks, which then have equally many of the rows that are there; and a block's have even and
   // odd numbers by turns, as such items may differ.
   constexpr Team(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block, int32_t log_warps,
-                 bool by_block)
+                 bool by_block = false)
       : index(((block << plan.log_block_warps) + warp_of_block) >> log_warps),
         num_teams(std::max((num_blocks << plan.log_block_warps) >> log_warps, 1)),
         warp(((block << plan.log_block_warps) + warp_of_block) & ((1 << log_warps) - 1)),
@@ -84,11 +84,10 @@ struct Team {
     return {plan, plan.row_sender(block), plan.row_senders(), warp_of_block, plan.log_send_warps, by_block};
   }
   static constexpr Team of_forwarders(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
-    return {plan, std::max(block - plan.num_senders, 0), plan.num_forwarders(), warp_of_block, plan.log_receive_warps,
-            false};
+    return {plan, std::max(block - plan.num_senders, 0), plan.num_forwarders(), warp_of_block, plan.log_receive_warps};
   }
   static constexpr Team of_receivers(const LaunchPlan& plan, int32_t block, int32_t warp_of_block) {
-    return {plan, plan.row_receiver(block), plan.row_receivers(), warp_of_block, plan.log_receive_warps, false};
+    return {plan, plan.row_receiver(block), plan.row_receivers(), warp_of_block, plan.log_receive_warps};
   }
 };
 

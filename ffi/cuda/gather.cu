@@ -282,8 +282,10 @@ struct Gather {
     for (int c = 0; c < N; ++c) start_sum(total[c]);
     if constexpr (kHasRing) {
       add_pieces(source, part, team, total);
-    } else {
+    } else if constexpr (N > 1) {
       add_rows(source, part, team, total);
+    } else {
+      add_rows(source, part, total[0]);
     }
     Sums<N> sums;
 #pragma unroll
@@ -296,31 +298,69 @@ struct Gather {
     return sums;
   }
 
+  // A sender's warps wait for one another's instructions, more than for y: here each row takes few. What all have in
+  // common is worked out once, and kept; and a lane that has no unit of its chunk reads the row's last one.
   template <int N>
   __device__ void add_rows(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
+    const auto bytes = static_cast<uint32_t>(row_bytes());
+    const uint8_t* of_first_row[N];
+    bool has_chunk[N];
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+      const int32_t chunk = chunk_of<N>(part, c, team);
+      const auto offset = static_cast<uint32_t>(chunk * kChunkBytes + lane_id() * kUnitBytes);
+      of_first_row[c] = kept(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitBytes));
+      has_chunk[c] = chunk < chunks();
+    }
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
       Vector<X> y[kRowsAtOnce][N];
       uint32_t weighted = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        const uint8_t* const base = row_of_y(source, rows);
+        if (!rows) break;
+        const uint32_t row = __shfl_sync(kAllLanes, source.row, __ffs(rows) - 1);
+        rows &= rows - 1;
 #pragma unroll
         for (int c = 0; c < N; ++c) {
-          const int32_t chunk = chunk_of<N>(part, c, team);
-          y[i][c].bits = uint4{};
-          if (rows && has_unit(chunk)) y[i][c].bits = load_unit_of_y<kReadsOnce>(base, chunk * kChunkUnits + lane_id());
+          if (has_chunk[c]) y[i][c].bits = load_unit_of_y<kReadsOnce>(of_first_row[c] + uint64_t{row} * bytes);
         }
-        rows &= rows - 1;
       }
       // Only now, since the weights are asked for when the rows are known: y need not wait for them.
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         if (!weighted) break;
-        const float weight = __shfl_sync(kAllLanes, source.weight, __ffs(weighted) - 1);
+        const float weight = weight_of_first(source, weighted);
         weighted &= weighted - 1;
 #pragma unroll
-        for (int c = 0; c < N; ++c) add_weighted(y[i][c], weight, total[c]);
+        for (int c = 0; c < N; ++c) {
+          if (has_chunk[c]) add_weighted(y[i][c], weight, total[c]);
+        }
+      }
+    }
+  }
+
+  // The same for one chunk of an own row, with few registers: who receives has them taken by what comes from peers, and
+  // time until it comes.
+  __device__ void add_rows(const SourceRow& source, int32_t chunk, float (&total)[kSize]) const {
+#pragma unroll 1
+    for (uint32_t rows = source.rows; rows;) {
+      Vector<X> y[kRowsAtOnce];
+      uint32_t weighted = rows;
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const uint8_t* const row = row_of_y(source, rows);
+        y[i].bits = uint4{};
+        if (rows && has_unit(chunk)) {
+          y[i].bits = load_unit_of_y<kReadsOnce>(row + (chunk * kChunkBytes + lane_id() * kUnitBytes));
+        }
+        rows &= rows - 1;
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        if (!weighted) break;
+        add_weighted(y[i], weight_of_first(source, weighted), total);
+        weighted &= weighted - 1;
       }
     }
   }
@@ -329,6 +369,10 @@ struct Gather {
   __device__ const uint8_t* row_of_y(const SourceRow& source, uint32_t rows) const {
     const auto row = static_cast<uint32_t>(__shfl_sync(kAllLanes, source.row, __ffs(rows) - 1));
     return static_cast<const uint8_t*>(args.y) + uint64_t{row} * static_cast<uint32_t>(row_bytes());
+  }
+
+  __device__ static float weight_of_first(const SourceRow& source, uint32_t rows) {
+    return __shfl_sync(kAllLanes, source.weight, __ffs(rows) - 1);
   }
 
   __device__ static void add_weighted(const Vector<X>& y, float weight, float (&total)[kSize]) {
@@ -352,7 +396,7 @@ struct Gather {
     }
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows; rows &= rows - 1) {
-      const float weight = __shfl_sync(kAllLanes, source.weight, __ffs(rows) - 1);
+      const float weight = weight_of_first(source, rows);
       const auto* piece = reinterpret_cast<const uint4*>(ring.next());
 #pragma unroll
       for (int c = 0; c < N; ++c) {

@@ -151,6 +151,12 @@ __device__ __forceinline__ void use(uint32_t v) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9e3779b9;\n@never nanosleep.u32 0;\n}" ::"r"(v));
 }
 
+// Has the compiler keep an address, where it would rather work it out again.
+__device__ __forceinline__ const uint8_t* kept(const uint8_t* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
 // Waits for the kernels that this one depends on. XLA (jax 0.11) lets kernels in a CUDA graph start when what they
 // depend on is about to end: before this, their operands may not be there, nor may their results be written.
 __device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

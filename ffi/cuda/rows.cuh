@@ -57,10 +57,11 @@ __device__ __forceinline__ void to_floats(const Vector<__nv_bfloat16>& x, float 
 // `kReadsOnce`: what is read is the first to leave the L2 cache. (Not as a Vector, which would be copied: each load
 // would wait for the one before.)
 template <bool kReadsOnce>
-__device__ __forceinline__ uint4 load_unit_of_y(const void* row, int32_t index) {
-  const uint4* const unit = static_cast<const uint4*>(row) + index;
+__device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* place) {
+  const auto* const unit = reinterpret_cast<const uint4*>(place);
   return kReadsOnce ? __ldcs(unit) : *unit;
 }
+
 // The fp8 formats of jax_ep/_wires.py; the same bits.
 enum class Cast : int32_t { kNone, kAmax, kPowerOfTwo };
 
