@@ -11,10 +11,13 @@ import pytest
 MODEL = Path(__file__).parent / "model" / "protocol.pml"
 COMPILER = shutil.which("cc")
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("spin") and COMPILER),
-    reason="the model needs spin and a C compiler (Debian: apt-get install spin gcc)",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not (shutil.which("spin") and COMPILER),
+        reason="the model needs spin and a C compiler (Debian: apt-get install spin gcc)",
+    ),
+    pytest.mark.timeout(1200),  # two minutes of computing, next to whatever else the machine computes
+]
 
 SETTINGS = [
     "RANKS=3 SLOTS=2 OPS=3 ROWLESS=0 ONE_SENDER FAULT STARTS=1",  # takes longest
