@@ -127,7 +127,8 @@ struct Gather {
     for (int e = 0; e < kSize; ++e) total[e] = blocks() && any ? -0.0f : 0.0f;
   }
 
-  // Units of the sum over a token's rows here, in the order of k, each rounded once.
+  // Units of the sum over a token's rows here, in the order of k, each rounded once. What a lane without a
+  // unit sums, nobody stores.
   template <int N = kSumsAtOnce>
   struct Sums {
     uint4 unit[N];
@@ -274,7 +275,7 @@ struct Gather {
     return kHasRing ? part * N + i : part + i * team.num_warps;
   }
 
-  // Of a part; call it for all of a row's, in their order.
+  // Of a part; call it for all of a row's, in their order. Without a ring, N is 1 for who receives, of an own row.
   template <int N = kSumsAtOnce>
   __device__ Sums<N> partial_sums(const SourceRow& source, int32_t part, const Team& team) const {
     float total[N][kSize];
@@ -309,7 +310,7 @@ struct Gather {
     for (int c = 0; c < N; ++c) {
       const int32_t chunk = chunk_of<N>(part, c, team);
       const auto offset = static_cast<uint32_t>(chunk * kChunkBytes + lane_id() * kUnitBytes);
-      of_first_row[c] = kept(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitBytes));
+      of_first_row[c] = keep_address(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitBytes));
       has_chunk[c] = chunk < chunks();
     }
 #pragma unroll 1
@@ -340,8 +341,8 @@ struct Gather {
     }
   }
 
-  // The same for one chunk of an own row, with few registers: who receives has them taken by what comes from peers, and
-  // time until it comes.
+  // The same for one chunk of an own row. Who receives has time until the peers' sums come, but their places take its
+  // registers: what is kept above is worked out again here, as ptxas would spill it, or load the rows one by one.
   __device__ void add_rows(const SourceRow& source, int32_t chunk, float (&total)[kSize]) const {
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {

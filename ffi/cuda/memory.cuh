@@ -152,7 +152,7 @@ __device__ __forceinline__ void use(uint32_t v) {
 }
 
 // Has the compiler keep an address, where it would rather work it out again.
-__device__ __forceinline__ const uint8_t* kept(const uint8_t* p) {
+__device__ __forceinline__ const uint8_t* keep_address(const uint8_t* p) {
   asm volatile("" : "+l"(p));
   return p;
 }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void to_floats(const Vector<__nv_bfloat16>& x, float 
 template <bool kReadsOnce>
 __device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* place) {
   const auto* const unit = reinterpret_cast<const uint4*>(place);
-  return kReadsOnce ? __ldcs(unit) : *unit;
+  return kReadsOnce ? __ldcs(unit) : __ldca(unit);
 }
 
 // The fp8 formats of jax_ep/_wires.py; the same bits.
