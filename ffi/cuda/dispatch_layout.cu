@@ -2,6 +2,7 @@
 
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/memory.cuh"
+#include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {
 namespace {
@@ -65,8 +66,8 @@ __global__ void __cluster_dims__(kBlocksPerCluster) __launch_bounds__(kThreads)
     count += is_here;
     if (share.is_rank) share.is_token_in_rank[token * args.num_ranks] = is_here;
   }
-  count = __reduce_add_sync(0xffffffff, count);
-  if (threadIdx.x % warpSize == 0 && count > 0) atomicAdd(share.num_tokens, count);
+  count = __reduce_add_sync(kAllLanes, count);
+  if (lane_id() == 0 && count > 0) atomicAdd(share.num_tokens, count);
 
   __syncthreads();
   for (int32_t i = threadIdx.x; i < num_counts; i += kThreads) {

@@ -7,10 +7,6 @@
 namespace jax_ep {
 namespace {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
-
-__device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
-
 // Writes a lane's elements of a row.
 template <typename Out, int N>
 __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N]) {
@@ -133,6 +129,13 @@ struct Gather {
   struct Sums {
     uint4 unit[N];
   };
+
+  __device__ static uint4 rounded(const float (&total)[kSize]) {
+    Vector<X> sum;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[e]);
+    return sum.bits;
+  }
 
   // A row that goes back: what this lane knows of it.
   struct SourceRow {
@@ -286,16 +289,11 @@ struct Gather {
     } else if constexpr (N > 1) {
       add_rows(source, part, team, total);
     } else {
-      add_rows(source, part, total[0]);
+      add_own_rows(source, part, total[0]);
     }
     Sums<N> sums;
 #pragma unroll
-    for (int c = 0; c < N; ++c) {
-      Vector<X> sum;
-#pragma unroll
-      for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[c][e]);
-      sums.unit[c] = sum.bits;
-    }
+    for (int c = 0; c < N; ++c) sums.unit[c] = rounded(total[c]);
     return sums;
   }
 
@@ -343,7 +341,7 @@ struct Gather {
 
   // The same for one chunk of an own row. Who receives has time until the peers' sums come, but their places take its
   // registers: what is kept above is worked out again here, as ptxas would spill it, or load the rows one by one.
-  __device__ void add_rows(const SourceRow& source, int32_t chunk, float (&total)[kSize]) const {
+  __device__ void add_own_rows(const SourceRow& source, int32_t chunk, float (&total)[kSize]) const {
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
       Vector<X> y[kRowsAtOnce];
@@ -460,11 +458,9 @@ struct Gather {
         float total[1][kSize];
         start_sum(total[0]);
         add_all<1, kRanksAtOnce>(row, sources, 0, chunks_added, total, [](int) { return uint4{}; });
-        Vector<X> sum;
-#pragma unroll
-        for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[0][e]);
         const bool present = has_unit(chunk);
-        Chunk::of(sum.bits, present).send(op, peer, to.unit(op, chunk), [&] { return to.marks + chunk; }, present);
+        Chunk::of(rounded(total[0]), present)
+            .send(op, peer, to.unit(op, chunk), [&] { return to.marks + chunk; }, present);
       }
       put_staged(peer, as, token, true, team);
     }
@@ -558,7 +554,7 @@ struct Gather {
           if constexpr (kHasRing)
             return sums.unit[first + i];
           else
-            return partial_sums<1>(own, chunk[i], team).unit[0];
+            return partial_sums<1>(own, chunk[i], team).unit[0];  // of one chunk, a part has the chunk's number
         });
 #pragma unroll
         for (int i = 0; i < kAdds; ++i) {

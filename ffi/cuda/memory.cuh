@@ -151,7 +151,7 @@ __device__ __forceinline__ void use(uint32_t v) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9e3779b9;\n@never nanosleep.u32 0;\n}" ::"r"(v));
 }
 
-// Has the compiler keep an address, where it would rather work it out again.
+// Has the compiler keep an address, where it would rather work it out again; it forgets in which memory that is.
 __device__ __forceinline__ const uint8_t* keep_address(const uint8_t* p) {
   asm volatile("" : "+l"(p));
   return p;

@@ -4,6 +4,7 @@
 
 #include "ffi/cuda/memory.cuh"
 #include "ffi/cuda/network.h"
+#include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {
 
@@ -26,8 +27,8 @@ __device__ __forceinline__ const Nodes& nodes_of(const Peers& peers) { return ne
 // Where a token has, at each rank = lane, an `index` (or -1): its index there when it travels by node. The same for
 // near ranks; the token for the counterpart in each node where it has one; -1 for all others. With a whole warp.
 __device__ __forceinline__ int32_t index_by_node(const Nodes& nodes, int32_t index, int32_t token) {
-  const int32_t rank = static_cast<int32_t>(threadIdx.x % 32);
-  const uint32_t ranks = __ballot_sync(0xffffffffu, index >= 0);
+  const int32_t rank = lane_id();
+  const uint32_t ranks = __ballot_sync(kAllLanes, index >= 0);
   if (nodes.is_own(rank)) return index;
   return nodes.passes_on(rank, ranks) ? token : -1;
 }

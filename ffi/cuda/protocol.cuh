@@ -14,6 +14,7 @@
 #include "ffi/cuda/call.h"
 #include "ffi/cuda/memory.cuh"
 #include "ffi/cuda/network.cuh"
+#include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {
 
@@ -211,11 +212,11 @@ struct Operation {
   }
 
   __device__ __forceinline__ uint32_t enter(bool to_send) const {
-    const int32_t peer = threadIdx.x % 32;
+    const int32_t peer = lane_id();
     uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
     uint32_t before = 0;
-    if (threadIdx.x % 32 == 0) {
+    if (lane_id() == 0) {
       if (takes_turn()) {
         before = enter_epoch();
       } else {
@@ -234,7 +235,7 @@ struct Operation {
       __syncwarp();
     }
     if constexpr (kHasNetwork) {
-      if (blockIdx.x == 0 && threadIdx.x % 32 == 0) order_words();
+      if (blockIdx.x == 0 && lane_id() == 0) order_words();
       __syncwarp();
     }
     return before;
@@ -309,7 +310,7 @@ struct Operation {
 
   // Nobody writes to a peer's slot before the peer has read what it held last. With one warp.
   __device__ __noinline__ static void claim_slots(Operation op) {
-    const int32_t peer = threadIdx.x % 32;
+    const int32_t peer = lane_id();
     if (peer == op.peers.rank) await_own_slot(op);  // if it is not free, the others' will not be, either
     __syncwarp();
     if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
@@ -359,7 +360,7 @@ struct Operation {
     __syncthreads();
     stamp(4);
     const bool takes_turn = this->takes_turn();
-    if (takes_turn && state.entered && is_control_warp() && threadIdx.x % 32 == 0 && blocks_before + 1 == gridDim.x)
+    if (takes_turn && state.entered && is_control_warp() && lane_id() == 0 && blocks_before + 1 == gridDim.x)
       end_turn();
     if (state.failed) poison_once(poison);
     if (call.half == Half::kDone) {
@@ -408,7 +409,7 @@ struct Operation {
         store_release(&own().finished[state.slot][peers.rank], state.epoch);
       }
     }
-    is_last = __any_sync(0xffffffffu, is_last);
+    is_last = __any_sync(kAllLanes, is_last);
     __syncwarp();
     if (is_last && threadIdx.x < peers.num_ranks) tell_finished(state.epoch, threadIdx.x);
   }
@@ -482,16 +483,14 @@ struct Operation {
 
   // Whether this warp of the first receiver, which takes no rows if there are others, is to meet_peers(): the last but
   // one, as the last one may be the control warp, which looks at other words meanwhile.
-  __device__ __forceinline__ bool meets_peers() const {
-    return static_cast<int32_t>(threadIdx.x / 32) == max(num_workers / 32 - 2, 0);
-  }
+  __device__ __forceinline__ bool meets_peers() const { return warp_id() == max(num_workers / 32 - 2, 0); }
 
   // Waits for the announcements of all ranks, with a warp, a lane for each; a rank in another operation is an error.
   // Counts the operation, how long each rank was waited for, and the rows that come from it (or go back to it), as many
   // as `num_rows` says or, if it is null, the rank.
   __device__ __noinline__ static void meet_peers(Operation op, RowCounters PeerCounters::* direction,
                                                  const int32_t* num_rows, int32_t row_bytes) {
-    const int32_t peer = threadIdx.x % 32;
+    const int32_t peer = lane_id();
     Counters& counters = op.own().counters;
     if (peer < op.peers.num_ranks) {
       const unsigned long long* const announced = &op.own().op[op.state.slot][peer];
@@ -521,8 +520,8 @@ struct Operation {
 // A barrier of a team whose warps are of one block, that says whether the predicate holds for any thread. Teams have
 // the barriers from `first_barrier` on; there are not barriers for as many teams as have one warp.
 __device__ __forceinline__ bool any_of_team(const Team& team, int32_t first_barrier, bool predicate) {
-  if (team.num_warps == 1) return __any_sync(0xffffffffu, predicate);
-  const int32_t number = static_cast<int32_t>(threadIdx.x / 32) / team.num_warps;
+  if (team.num_warps == 1) return __any_sync(kAllLanes, predicate);
+  const int32_t number = warp_id() / team.num_warps;
   return named_barrier_or(first_barrier + number, team.num_warps * 32, predicate);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ffi/cuda/memory.cuh"
+#include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {
 
@@ -18,7 +19,7 @@ class Ring {
   __device__ __forceinline__ void open(uint8_t* pieces, Landed& landed) {
     pieces_ = pieces;
     landed_ = landed;
-    if (lane() < kPieces) init_landed(&landed_[lane()]);
+    if (lane_id() < kPieces) init_landed(&landed_[lane_id()]);
     publish_landed();
     __syncwarp();
   }
@@ -29,7 +30,7 @@ class Ring {
   __device__ __forceinline__ void ask(const uint8_t* from, uint32_t bytes) {
     int32_t place = next_ + num_asked_;
     if (place >= kPieces) place -= kPieces;
-    if (lane() == 0) copy_bulk(pieces_ + place * kPieceBytes, from, bytes, &landed_[place]);
+    if (lane_id() == 0) copy_bulk(pieces_ + place * kPieceBytes, from, bytes, &landed_[place]);
     ++num_asked_;
   }
 
@@ -53,8 +54,6 @@ class Ring {
   }
 
  private:
-  __device__ static int32_t lane() { return static_cast<int32_t>(threadIdx.x % 32); }
-
   uint8_t* pieces_;
   uint64_t* landed_;
   int32_t next_ = 0, num_asked_ = 0;

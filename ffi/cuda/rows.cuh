@@ -1,4 +1,4 @@
-// Arithmetic on rows: 16-byte vectors of elements, the fp8 casts, sums over a team.
+// Arithmetic on rows: 16-byte vectors of elements, the fp8 casts.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "ffi/cuda/warp.cuh"
 #include "ffi/layout.h"
 
 namespace jax_ep {
@@ -55,7 +56,7 @@ __device__ __forceinline__ void to_floats(const Vector<__nv_bfloat16>& x, float 
 }
 
 // `kReadsOnce`: what is read is the first to leave the L2 cache. (Not as a Vector, which would be copied: each load
-// would wait for the one before.)
+// would wait for the one before. And not as `*unit`: the compiler no longer knows that a kept address is global.)
 template <bool kReadsOnce>
 __device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* place) {
   const auto* const unit = reinterpret_cast<const uint4*>(place);
@@ -91,7 +92,7 @@ __device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Ca
     for (int e = 0; e < kSize; ++e) amax = fmaxf(amax, fabsf(values[v][e]));
   }
 #pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
+  for (int offset = 4; offset > 0; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, offset));
   const Fp8Scale fp8 = fp8_scale(amax, cast);
   scale = fp8.scale;
   union {
@@ -115,12 +116,6 @@ __device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, Vector<X>
     const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(q[i], __NV_E4M3)));
     x[i / Vector<X>::kSize].element[i % Vector<X>::kSize] = from_float<X>(__fmul_rn(value, scale));
   }
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
 }
 
 // Fills an array, if there is one, with a byte: the poison of failed operations. All ones are NaN in every

@@ -8,10 +8,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int32_t kPlacesBarrier = kFirstBarrier, kTeamsBarrier = kFirstBarrier + 1;  // and those behind
-
-__device__ __forceinline__ int32_t warp_id() { return static_cast<int32_t>(threadIdx.x / 32); }
 
 struct Shared {
   State state;

@@ -26,8 +26,6 @@ __device__ __forceinline__ bool is_empty(uint4 u) { return is_empty_but_last(u) 
 __device__ __forceinline__ bool is_stand_in(uint4 u) { return is_empty_but_last(u) && u.w == (kEmptyWord ^ 1); }
 __device__ __forceinline__ uint4 stand_in() { return make_uint4(kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord ^ 1); }
 
-__device__ __forceinline__ int32_t lane_id() { return static_cast<int32_t>(threadIdx.x % 32); }
-
 // Where a row for a far rank waits to be put. It is free when the row's place at that rank is.
 __device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer, int32_t index) {
   const NetworkLayout network(op.peers.layout, op.peers.num_ranks);
@@ -58,7 +56,7 @@ struct RowPlace {
   __device__ __forceinline__ unsigned long long* marks_of_lane(int32_t lane) const { return of_lane(marks, lane); }
   template <typename T>
   __device__ __forceinline__ static T* of_lane(T* mine, int32_t lane) {
-    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(mine), lane));
+    return reinterpret_cast<T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), lane));
   }
 
   __device__ __forceinline__ RowHeader* header(int32_t k) const { return reinterpret_cast<RowHeader*>(row) + k; }
@@ -78,7 +76,7 @@ struct Chunk {
   bool marked;
 
   __device__ __forceinline__ static Chunk of(uint4 unit, bool present) {
-    if (__any_sync(0xffffffffu, present && unit.x == kEmptyWord)) return with_mark(unit, present);
+    if (__any_sync(kAllLanes, present && unit.x == kEmptyWord)) return with_mark(unit, present);
     return {unit, 0, false};
   }
 
@@ -96,7 +94,7 @@ struct Chunk {
   __device__ __noinline__ static Chunk with_mark(uint4 unit, bool present) {
     const bool empty = present && is_empty(unit);
     const bool ambiguous = empty || (present && is_stand_in(unit));
-    return {ambiguous ? stand_in() : unit, __ballot_sync(0xffffffffu, empty), __any_sync(0xffffffffu, ambiguous) != 0};
+    return {ambiguous ? stand_in() : unit, __ballot_sync(kAllLanes, empty), __any_sync(kAllLanes, ambiguous) != 0};
   }
 };
 
