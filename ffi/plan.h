@@ -16,9 +16,10 @@ inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
 // next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/protocol.cuh). Where
-// such blocks share SMs, dense: likewise, with fewer registers. For many: blocks that have sent take rows, too. On few
-// SMs: likewise, and a warp has more of a row under way, since there are few warps. A kernel may use the code of one
-// form for another.
+// such blocks share SMs, dense: likewise, with fewer registers. Usual: large blocks, one on an SM. For many rows:
+// likewise, and scatter's blocks that have sent take rows, too, while gather has y come ahead (ffi/cuda/ring.cuh). On
+// few SMs: as for many, and a warp has more of a row under way, since there are few warps. A kernel may use the code of
+// one form for another.
 enum class Form : int32_t { kFewRows, kFewRowsDense, kUsual, kManyRows, kFewSms };
 inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewRowsDense, Form::kUsual, Form::kManyRows, Form::kFewSms};
 constexpr bool has_few_rows(Form form) { return form == Form::kFewRows || form == Form::kFewRowsDense; }
@@ -30,8 +31,8 @@ constexpr int32_t most_threads(Form form) {
 constexpr int32_t least_blocks_per_sm(Form form) { return form == Form::kFewRowsDense ? 2 : 1; }
 
 // A thread block sends, or receives; or, where rows are shared, sends and then receives. Senders come first, as blocks
-// are started in their order, and wait for no peer's rows: what a receiver waits for is always on its way. Only a
-// launch of one block does both, one after the other.
+// are started in their order, and wait for no peer's rows: what a receiver waits for is always on its way. In a launch
+// of one block it does both, one after the other, in any form.
 //
 // If there are others, the first sender sends no rows: it tells the peers which call this is, and how many rows come.
 // And the first receiver begins with none: it writes the small results, and pads.
@@ -221,7 +222,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       // Of two ranks, who sends has little to do: a row to one other, and the longer it is, the more there is to write.
       const bool is_long = num_chunks > 16, is_many = form == Form::kManyRows && !team_in_block && num_ranks == 2;
       shape = {form, 4, std::min(log_chunks, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
-      if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;
+      if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;  // measured: quicker than 4 on a row
       // Many long rows, for which receivers take several turns, should not all come at the end: tokens are sent one
       // after the other, by few blocks, which keep the link as busy.
       const int64_t most_rows = num_tokens * std::min(top_k, num_ranks);

@@ -332,8 +332,12 @@ def test_live_table(capsys):
         ("--num-sms=auto,0", "--num-sms is 0; it must be 1 to 1024"),
         ("--hidden=128,100", "--hidden is 100; it must be a multiple of 8, 16 bytes in bfloat16"),
         ("--hidden=64 --wire=none,fp8", "--hidden is 64; it must be a multiple of 128, with --wire=fp8"),
+        ("--tokens=8,x", "argument --tokens: '8,x' is no list of whole numbers, such as 8,32"),
+        ("--num-sms=all", "argument --num-sms: 'all' is no list of whole numbers or auto, such as 24,auto"),
         ("--json=nowhere/rows.json", "--json is nowhere/rows.json, in a directory that does not exist; make it first"),
         ("--plot=nowhere/a.png", "--plot is nowhere/a.png, in a directory that does not exist; make it first"),
+        ("--json=.", "--json is ., a directory; name a file in it"),
+        ("--plot=pairs.txt", "--plot is pairs.txt; it must end in ."),
     ],
 )
 def test_impossible_options_are_named(capsys, options, message):

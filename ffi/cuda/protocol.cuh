@@ -57,7 +57,10 @@ struct Operation {
   State& state;
   int32_t num_workers;  // threads of the block
 
-  // Notes when this block got somewhere, in a build that looks at it (benchmarks/native).
+  // Notes when this block got somewhere, in a build that looks at it (benchmarks/native). Phases: 0 begun, 1 in; of
+  // scatter's senders 2 knows where its rows go, or has told how many come, 3 has sent; of its receivers 8 has looked
+  // for a row, 2 knows where rows go, 3 has a row, 6 begins to write it, or a batch of it, 7 has; 4 all warps are done,
+  // 5 out. What comes again is noted as it was last.
   __device__ void stamp([[maybe_unused]] int32_t phase) const {
 #ifdef JAX_EP_TIMELINE
     if (threadIdx.x != 0) return;

@@ -1036,8 +1036,8 @@ struct Scatter {
   }
 
   // y is asked for before the row is there that it is multiplied with: it comes to shared memory, where a lane's units
-  // have places of their own, which it alone fills and reads. The first of y's rows; the others follow as these are
-  // used.
+  // have places of their own, which it alone fills and reads. (Not by a Ring, whose pieces lie side by side: here a
+  // warp's chunks are of its team's rounds.) The first of y's rows; the others follow as these are used.
   __device__ void ask_for_y(int32_t row, int32_t first, const Team& team) const {
     uint32_t left = args.y ? __ballot_sync(kAllLanes, row >= 0) : 0;
 #pragma unroll 1

@@ -19,8 +19,8 @@ stands for what cannot be measured here:
     pair_us_fastest_rank, pair_us_slowest_rank   the same, of one rank
     pair_us_median, pair_us_p95          the median and the 95th percentile of all single pairs
     dispatch_us, combine_us              all GPU work of the operation: its kernel, and what runs until the next one's
-    wall_pair_us                         on the host's clock: the median time of ten executions, one behind the other
-                                         as in a loop that waits for none, divided by their pairs
+    wall_pair_us                         on the host's clock: the median of nine runs, each of ten executions, one
+                                         behind the other as in a loop that waits for none, divided by their pairs
     wall_waiting_pair_us                 the same of executions that the host waits for one by one
     grad_*                               with --grad: the same of a pair's backward pass. All else is then that of a
                                          differentiated call, which zeroes rows that hold no token (zero_pad), too

@@ -116,14 +116,22 @@ def _time_lax(case: Case, mesh: Mesh, pairs: int, *, ragged: bool) -> Timing | N
 def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
     """The options; small by default on CPUs."""
 
-    def listed(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-        return lambda text: [item(part) for part in text.split(",")]
+    def listed(item: Callable[[str], Any], what: str) -> Callable[[str], list[Any]]:
+        def values(text: str) -> list[Any]:
+            try:
+                return [item(part) for part in text.split(",")]
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"{text!r} is no list of {what}") from None
+
+        return values
 
     def wire(text: str) -> str | None:
         if text not in ["none", *_wires.WIRES]:
             raise argparse.ArgumentTypeError(f"{text!r} is no wire; choose from none, {', '.join(_wires.WIRES)}")
         return None if text == "none" else text
 
+    numbers = listed(int, "whole numbers, such as 8,32")
+    sms = listed(sms_or_auto, "whole numbers or auto, such as 24,auto")
     parser = argparse.ArgumentParser(
         prog="python -m jax_ep.bench",
         description="Times dispatch + combine on this machine's accelerators, or else on virtual CPU devices; started "
@@ -131,17 +139,17 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=listed(int), default="8,32" if on_cpu else "8,32,128", help="per rank; a list")
-    add("--hidden", type=listed(int), default="256" if on_cpu else "7168", help="channels of a token; a list")
-    add("--top-k", type=listed(int), default="4" if on_cpu else "8", help="experts per token; a list")
-    add("--experts", type=listed(int), default="32" if on_cpu else "256", help="experts in all; a list")
+    add("--tokens", type=numbers, default="8,32" if on_cpu else "8,32,128", help="per rank; a list")
+    add("--hidden", type=numbers, default="256" if on_cpu else "7168", help="channels of a token; a list")
+    add("--top-k", type=numbers, default="4" if on_cpu else "8", help="experts per token; a list")
+    add("--experts", type=numbers, default="32" if on_cpu else "256", help="experts in all; a list")
     add(
         "--wire",
-        type=listed(wire),
+        type=listed(wire, "wires"),
         default="none",
         help=f"format of rows under way: none, {', '.join(_wires.WIRES)}; a list",
     )
-    add("--num-sms", type=listed(sms_or_auto), default="auto", help="multiprocessors that an operation may use; a list")
+    add("--num-sms", type=sms, default="auto", help="multiprocessors that an operation may use; a list")
     add("--layout", choices=_layouts.LAYOUTS, default="ragged", help="of the rows that arrive")
     add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
     add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="of activations")

@@ -60,3 +60,11 @@ def misfits(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
         for file in given(name):
             if not Path(file).parent.is_dir():
                 yield f"{flag(name)} is {file}, in a directory that does not exist; make it first"
+            elif Path(file).is_dir():
+                yield f"{flag(name)} is {file}, a directory; name a file in it"
+    for file in given("plot"):
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        ending, formats = Path(file).suffix[1:].lower(), FigureCanvasBase.get_supported_filetypes()
+        if ending not in ["", *formats]:
+            yield f"--plot is {file}; it must end in .{', .'.join(sorted(formats))}"

@@ -137,6 +137,8 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
     from matplotlib.figure import Figure
 
     on_gpus = all(row["pair_us"] is not None for row in rows)
+    has_lax = any(row["lax_pair_us"] is not None for row in rows)
+    clock = "host clock" if not on_gpus else "GPU time line; lax: host clock" if has_lax else "GPU time line"
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
 
@@ -154,7 +156,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
         xscale="log",
         yscale="log",
         xlabel="tokens per rank",
-        ylabel=f"dispatch + combine, us ({'GPU time line; lax: host clock' if on_gpus else 'host clock'})",
+        ylabel=f"dispatch + combine, us ({clock})",
         title=f"{rows[0]['ranks']} x {rows[0]['device']}, {rows[0]['routing']} routing",
     )
     axes.grid(which="both", alpha=0.2)

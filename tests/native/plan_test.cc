@@ -165,6 +165,21 @@ void test_long_teams_sum_rows_of_many_ranks() {
   EXPECT_EQ(plan_gather(512, 4, 8, 4, 0).form == Form::kManyRows, true);  // short rows
 }
 
+// Of two ranks, each sends half of all rows, if own ones stay: of many rows, most blocks receive.
+void test_two_ranks_send_little() {
+  const LaunchPlan dispatch = plan_scatter(4096, 2, 8, 28, 0, false);
+  EXPECT_EQ(dispatch.num_senders, 45);
+  EXPECT_EQ(dispatch.log_receive_warps, 1);  // many long rows
+  EXPECT_EQ(plan_scatter(1024, 2, 8, 28, 0, false).log_receive_warps, 2);
+  EXPECT_EQ(plan_scatter(4096, 2, 8, 14, 0, false).log_receive_warps, 2);
+  EXPECT_EQ(plan_scatter(4096, 2, 8, 14, 0, false).num_senders, 52);
+  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, false).num_senders, 67);
+  EXPECT_EQ(plan_gather(4096, 2, 8, 28, 0).num_senders, 45);
+  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 0).num_senders, 67);
+  EXPECT_EQ(plan_gather(4096, 2, 8, 28, 24).num_senders, 8);
+  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_senders, 12);
+}
+
 // Where a token has a row or two, all come back in one turn.
 void test_thin_rows_take_small_teams() {
   const LaunchPlan plan = plan_gather(128, 4, 1, 28, 0);
@@ -229,6 +244,7 @@ int main() {
   test_rows_that_come_one_after_the_other();
   test_few_rows_have_an_sm_for_each_block();
   test_long_teams_sum_rows_of_many_ranks();
+  test_two_ranks_send_little();
   test_thin_rows_take_small_teams();
   test_first_rows_are_of_all_blocks();
   test_small_rows_take_small_teams();
