@@ -103,7 +103,7 @@ bench 4-experts --tokens 128 --experts 32,512
 bench 5-skewed --tokens 128,4096 --routing skewed
 bench 6-num-sms --tokens 128,4096 --num-sms 24
 bench 7-grad --tokens 128,4096 --wire none --grad
-bench 8-lax --tokens 8,128,512 --lax
+bench 8-lax --tokens 8,128 --chain 5 --lax
 step layer "$python" -P benchmarks/moe_step.py --json "$logs/moe_step.json"
 step overlap "$python" -P benchmarks/overlap.py --json "$logs/overlap.json"
 "$python" -P scripts/gpu_report.py "$logs" || failed=1

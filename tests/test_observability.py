@@ -1,6 +1,7 @@
 """What a group tells about its work (Group.stats), and the names that profilers show."""
 
 import json
+import time
 from dataclasses import replace
 
 import jax
@@ -149,7 +150,7 @@ def test_counts_are_those_of_the_routing_on_cuda(largest_mesh, tokens, num_sms):
 
 @pytest.mark.gpu
 def test_the_rank_that_others_wait_for_on_cuda(largest_mesh):
-    """One that computes a second longer than the others. They wait for it, and for nobody else."""
+    """One that computes longer than the others, about a second. They wait for it, and for nobody else."""
     mesh, late_rank = largest_mesh, largest_mesh.size - 1
     is_late = np.arange(mesh.size) == late_rank
     steps = (1.5 * steps_per_second(mesh, is_late) * is_late).astype(np.int32)
@@ -162,13 +163,15 @@ def test_the_rank_that_others_wait_for_on_cuda(largest_mesh):
         program = compiled(late, mesh, no_steps, *inputs)
         to_numpy(program(no_steps, *inputs))
         before = group.stats()
+        begun = time.perf_counter()
         to_numpy(program(steps, *inputs))
+        seconds = time.perf_counter() - begun  # not what was asked for, where other processes use the GPUs at times
         after = group.stats()
     waited = after.seconds_waited - before.seconds_waited
     others_here = np.array(after.ranks) != late_rank
-    assert (waited[others_here, late_rank] >= 1).all()
+    assert (waited[others_here, late_rank] >= seconds / 2).all()
     waited[others_here, late_rank] = 0
-    assert (waited < 0.5).all()
+    assert (waited < seconds / 4).all()
 
 
 @pytest.mark.gpu
