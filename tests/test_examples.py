@@ -78,8 +78,9 @@ def test_training_learns_and_reports(tmp_path):
 )
 def test_every_way_to_train_gives_the_same_curve(tmp_path, whole_run, options):
     _, result = train(tmp_path, "--steps", 6, *options)
-    np.testing.assert_allclose(result["loss"], whole_run[1]["loss"], rtol=1e-4)
-    np.testing.assert_allclose(result["held_out_nats"], whole_run[1]["held_out_nats"], rtol=1e-4)
+    rtol = 1e-3 if "--accumulate=2" in options else 1e-4  # a part's balance loss is of its own tokens
+    np.testing.assert_allclose(result["loss"], whole_run[1]["loss"], rtol=rtol)
+    np.testing.assert_allclose(result["held_out_nats"], whole_run[1]["held_out_nats"], rtol=rtol)
 
 
 def test_resumed_run_gives_the_same_curve(tmp_path):
