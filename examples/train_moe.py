@@ -216,7 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_number("--steps", 400, "training steps")
     add_number("--batch", 16, "windows of text per step, over all devices")
-    add_number("--accumulate", 1, "parts of a batch, one computed after the other")
+    add_number("--accumulate", 1, "parts of a batch, one computed after the other, each with its balance loss")
     add_number("--seq-len", 128, "bytes of a window")
     add_number("--learning-rate", 3e-3, "at the end of the warm-up")
     add_number("--layers", 2, "transformer blocks")
