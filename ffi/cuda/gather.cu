@@ -123,8 +123,8 @@ struct Gather {
     for (int e = 0; e < kSize; ++e) total[e] = blocks() && any ? -0.0f : 0.0f;
   }
 
-  // Units of the sum over a token's rows here, in the order of k, each rounded once. What a lane without a
-  // unit sums, nobody stores.
+  // Units of the sum over a token's rows here, in the order of k, each rounded once. What a lane without a unit sums,
+  // nobody stores.
   template <int N = kSumsAtOnce>
   struct Sums {
     uint4 unit[N];
