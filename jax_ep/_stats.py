@@ -54,7 +54,7 @@ class GroupStats:
         """
         counters = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]}
 
-        def told(numbers: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+        def told(numbers: Callable[[np.ndarray], np.ndarray | np.generic]) -> dict[str, Any]:
             return {
                 name: jax.tree.map(lambda counter: numbers(counter).tolist(), counter)
                 for name, counter in counters.items()

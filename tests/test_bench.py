@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -19,7 +20,7 @@ from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
 from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, over_network, rows_between_ranks
 from jax_ep.bench.report import LiveReport
 from jax_ep.bench.timeline import Event, TimeLine, events_of_gpus, operations_of, time_line
-from jax_ep.bench.timing import _expect_room, time_backward, time_forward
+from jax_ep.bench.timing import _expect_operations, _expect_room, time_backward, time_forward
 
 
 @pytest.fixture
@@ -179,6 +180,16 @@ def test_no_time_line_without_the_kernels():
     assert times(pairs=4) is None
     assert times([Event("fusion", 0, 1)], [], pairs=4) is None
     assert times(chain_of_events(2, 1000), pairs=2) is None  # nothing to measure from start to start
+
+
+def test_gpus_without_kernels_are_told_of():
+    gpu, cpu = (SimpleNamespace(devices=np.array([SimpleNamespace(platform=name)])) for name in ("gpu", "cpu"))
+    for traced in ([], [[], []]):
+        with pytest.warns(UserWarning, match="no kernels of jax_ep on the GPUs: .* CUPTI is installed"):
+            _expect_operations(traced, gpu)
+    with warnings.catch_warnings(action="error"):
+        _expect_operations([[], operations_of(chain_of_events(1, 1000))], gpu)
+        _expect_operations([], cpu)
 
 
 def test_a_broken_trace_gives_no_times():

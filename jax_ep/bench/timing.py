@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -158,7 +159,19 @@ def _time_chain(
         walls, traces = zip(*meeting.exchange([wall_us, gpus]).values(), strict=True)
     wall = Wall(*map(max, zip(*walls, strict=True)))
     everywhere = [[Operation(*operation) for operation in gpu] for gpus in traces for gpu in gpus]
+    if traced:
+        _expect_operations(everywhere, mesh)
     return wall, time_line(everywhere, pairs, mesh.size), compiled(*operands)
+
+
+def _expect_operations(traced: Sequence[Sequence[Operation]], mesh: Mesh) -> None:
+    """Warns if there are none on GPUs; on other devices there never are."""
+    if mesh.devices.flat[0].platform == "gpu" and not any(traced):
+        warnings.warn(
+            "the profiler saw no kernels of jax_ep on the GPUs: no times but the host's. The reference backend has "
+            "none; for the cuda backend, see that CUPTI is installed (it comes with jax[cuda13])",
+            stacklevel=2,
+        )
 
 
 def _expect_room(compiled: Any, mesh: Mesh) -> None:
