@@ -86,6 +86,11 @@ def obstacle(mesh: jax.sharding.Mesh) -> str:
             f"it has {devices} devices of the mesh, and NVSHMEM wants one process per GPU; start as many processes as "
             "there are GPUs (srun --ntasks-per-node=8, or scripts/launch_local.py)"
         )
+    return module_obstacle()
+
+
+def module_obstacle() -> str:
+    """The same of what is installed, whatever the mesh."""
     try:
         _module()
     except ModuleNotFoundError:

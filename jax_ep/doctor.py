@@ -77,7 +77,11 @@ def examine(sizes: Sizes) -> dict[str, Any]:
         "versions": _versions(),
         "devices": {"error": nothing} if nothing else _describe(devices),
         "links": _links(devices),
-        "extensions": {"_cpu": _native.cpu is not None, "_cuda": _native.cuda is not None},
+        "extensions": {
+            "_cpu": _native.cpu is not None,
+            "_cuda": _native.cuda is not None,
+            "_nvshmem": not _network.module_obstacle(),
+        },
         "backends": {name: status._asdict() for name, status in ep.backends().items()},
         **group,
         "memory": _memory(sizes, len(devices)),

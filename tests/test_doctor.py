@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,19 @@ def test_the_drivers_version(monkeypatch, tmp_path):
     assert "nvidia driver" not in doctor.examine(SIZES)["versions"]
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release\n")
     assert doctor.examine(SIZES)["versions"]["nvidia driver"] == "580.95.05"
+
+
+def test_extensions_are_told_of(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_ep._nvshmem", None)  # as if it had not been built
+    assert not doctor.examine(SIZES)["extensions"]["_nvshmem"]
+    monkeypatch.setitem(sys.modules, "jax_ep._nvshmem", ModuleType("jax_ep._nvshmem"))
+    findings = doctor.examine(SIZES)
+    assert findings["extensions"] == {
+        "_cpu": _native.cpu is not None,
+        "_cuda": _native.cuda is not None,
+        "_nvshmem": True,
+    }
+    assert "_nvshmem: loaded" in doctor.report(findings)
 
 
 # Links
