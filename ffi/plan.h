@@ -17,11 +17,9 @@ inline constexpr int32_t kMostSmsBesideOthers = 64;
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
 // next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/protocol.cuh). Where
 // such blocks share SMs, dense: likewise, with fewer registers. Usual: large blocks, one on an SM. For many rows:
-// likewise, and scatter's blocks that have sent take rows, too, while gather has y come ahead (ffi/cuda/ring.cuh). On
-// few SMs: as for many, and a warp has more of a row under way, since there are few warps. A kernel may use the code of
-// one form for another.
-enum class Form : int32_t { kFewRows, kFewRowsDense, kUsual, kManyRows, kFewSms };
-inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewRowsDense, Form::kUsual, Form::kManyRows, Form::kFewSms};
+// likewise, and scatter's blocks that have sent take rows, too, while gather has y come ahead (ffi/cuda/ring.cuh).
+enum class Form : int32_t { kFewRows, kFewRowsDense, kUsual, kManyRows };
+inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewRowsDense, Form::kUsual, Form::kManyRows};
 constexpr bool has_few_rows(Form form) { return form == Form::kFewRows || form == Form::kFewRowsDense; }
 inline constexpr int32_t kFewRowsBlockWarps = 8;
 constexpr bool has_control_warp(Form form) { return has_few_rows(form); }
@@ -167,7 +165,7 @@ constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
 constexpr bool are_few(int64_t num_tokens) { return num_tokens <= 32; }
 
 constexpr Form form_for(int64_t num_tokens, int32_t num_sms) {
-  if (num_sms > 0) return Form::kFewSms;
+  if (num_sms > 0) return Form::kManyRows;
   return are_few(num_tokens) ? Form::kFewRows : num_tokens <= 256 ? Form::kUsual : Form::kManyRows;
 }
 
@@ -209,19 +207,20 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
       shape = {form, 3, log_send, std::min(log_chunks, log_receive), 10};
       break;
     }
-    case Form::kFewSms: {
-      const int32_t warps = num_sms * kMaxBlockWarps / 2, most = std::max(log_chunks - 1, 0);
-      shape = {form, 4, log_team(num_tokens, warps, most), log_team(num_rows, warps, most), 8};
-      break;
-    }
     case Form::kUsual:
     case Form::kManyRows: {
+      if (num_sms > 0) {
+        const int32_t warps = num_sms * kMaxBlockWarps / 2, most = std::max(log_chunks - 1, 0);
+        shape = {form, 4, log_team(num_tokens, warps, most), log_team(num_rows, warps, most), 8};
+        break;
+      }
       const int32_t warps = kDefaultSms / 2 * kMaxBlockWarps;
       const int32_t log_send = std::max(log_team(num_tokens, warps, 4), 2);
       const int32_t log_receive = std::max(log_team(num_rows, warps, log_chunks), std::clamp(log_chunks - 2, 0, 2));
       // Of two ranks, who sends has little to do: a row to one other, and the longer it is, the more there is to write.
       const bool is_long = num_chunks > 16, is_many = form == Form::kManyRows && !team_in_block && num_ranks == 2;
-      shape = {form, 4, std::min(log_chunks, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
+      const int32_t log_parts = form == Form::kManyRows ? std::max(log_chunks - 1, 0) : log_chunks;  // sent at once
+      shape = {form, 4, std::min(log_parts, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
       if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;  // measured: quicker than 4 on a row
       // Many long rows, for which receivers take several turns, should not all come at the end: tokens are sent one
       // after the other, by few blocks, which keep the link as busy.
@@ -249,7 +248,10 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
   Form form = form_for(num_tokens, num_sms);
   const bool is_thin = top_k > 0 && top_k <= 2, is_much = num_tokens * top_k * num_chunks >= 24 * 1024;
-  if (form == Form::kManyRows && num_ranks > 2 && num_tokens <= 1024 && is_much) form = Form::kUsual;
+  if (num_sms == 0 && !are_few(num_tokens)) {
+    const int32_t most_usual = num_ranks == 1 || !is_much ? 256 : num_ranks == 2 ? 0 : 1024;
+    form = num_tokens <= most_usual ? Form::kUsual : Form::kManyRows;
+  }
   const bool sums_own = form == Form::kUsual ? is_thin || is_much : top_k > 0 && !has_few_rows(form);
   const int64_t num_rows = num_tokens * std::max(num_ranks - sums_own, 1);
   Shape shape = {};
@@ -258,17 +260,6 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
     case Form::kFewRowsDense:
       shape = {form, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 10};
       break;
-    case Form::kFewSms: {
-      const int32_t warps = num_sms * kMaxBlockWarps * 2;  // four times those of half: teams may have as many turns
-      // A warp takes four chunks at once, and a team has about as many as there are such parts; but where rows are too
-      // few for half of the warps, they spread over more SMs, though some warps are idle.
-      const int32_t log_parts = log2_ceil(static_cast<int32_t>(divide_up(num_chunks, 4)));
-      const auto team = [=](int64_t rows) {
-        return std::max(log_team(rows, warps, log_parts), log_team(rows, warps / 4, most));
-      };
-      shape = {form, 4, team(num_rows), team(num_tokens), num_ranks > 2 ? 8 : 11};
-      break;
-    }
     case Form::kUsual: {
       if (is_thin) {
         shape = {form, 4, std::min(2, most), log_team(num_tokens, kDefaultSms / 2 * kMaxBlockWarps, 5), 8};
@@ -279,9 +270,17 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       shape = {form, 4, std::min(4, most), 5, !sums_own || reads_most ? 8 : 12};
       break;
     }
-    case Form::kManyRows:
-      shape = {form, 4, std::min(1, most), 1, num_ranks > 2 ? 8 : 11};
+    case Form::kManyRows: {
+      // A warp sums four chunks at once, a part. Each row has a warp, or one for each of its parts, where that takes
+      // clearly less: fewer turns of all parts, or more of one.
+      const int32_t warps = std::max((num_sms > 0 ? num_sms : kDefaultSms) / 2 - 1, 1) * kMaxBlockWarps;
+      const int64_t parts = divide_up(num_chunks, 4), most_rows = std::max(num_rows, num_tokens);
+      const int32_t log_parts = log2_ceil(static_cast<int32_t>(parts));
+      const auto turns = [=](int32_t log) { return divide_up(most_rows, std::max(warps >> log, 1)); };
+      const int32_t log_warps = 8 * turns(log_parts) <= 7 * parts * turns(0) ? log_parts : 0;
+      shape = {form, 4, log_warps, log_warps, num_ranks > 2 ? 8 : num_sms > 0 ? 10 : 11};
       break;
+    }
   }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
   LaunchPlan plan = settled(plan_launch(num_rows, num_tokens, shape, num_sms));

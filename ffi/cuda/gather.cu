@@ -31,18 +31,19 @@ constexpr bool goes_by_node(const Peers& peers, const GatherArgs& args) {
          !are_few(args.num_tokens);
 }
 
-// Whether y comes ahead, by a ring of each warp: where latency does not count, but what is under way. Chunks of a row
-// that a warp sums at once.
-constexpr bool has_ring(Form form) { return form == Form::kManyRows || form == Form::kFewSms; }
-constexpr int sums_at_once(Form form) { return form == Form::kFewSms ? 4 : 2; }
-template <Form kForm>
-using RingOfY = Ring<sums_at_once(kForm) * kChunkBytes>;
-constexpr int32_t ring_bytes(Form form) { return has_ring(form) ? RingOfY<Form::kManyRows>::kBytes : 0; }
+// Whether y comes ahead, by a ring of each warp: where latency does not count, but what is under way, and how many
+// instructions it takes. Chunks of a row that a warp sums at once, a part; a piece in the ring is one of a row of y.
+constexpr bool has_ring(Form form) { return form == Form::kManyRows; }
+constexpr int sums_at_once(Form form) { return has_ring(form) ? 4 : 2; }
+constexpr int32_t kPartBytes = sums_at_once(Form::kManyRows) * kChunkBytes;
+using RingOfY = Ring<kPartBytes>;
+constexpr int32_t ring_bytes(Form form) { return has_ring(form) ? RingOfY::kBytes : 0; }
 
-// The pieces of a row of y that a warp has yet to ask for: of a part, those of some rows; and all of the parts behind.
+// The pieces that a lane asks for: those of one row, but for the parts of the team's other warps.
 struct Pieces {
-  int32_t part;
-  uint32_t rows;
+  int32_t number;      // of the next one in the ring
+  int32_t bytes_left;  // of the row, from there on
+  const uint8_t* from;
 };
 
 // One launch of one rank. The warps of a team share a row that is summed, by chunks.
@@ -50,11 +51,10 @@ template <typename X, Form kForm>
 struct Gather {
   static constexpr bool kHasRing = has_ring(kForm);
   static constexpr int kSumsAtOnce = sums_at_once(kForm);
-  // Whether a team asks what there is of its next row while it sends one: few rows take one turn, mostly.
-  static constexpr bool kAsksAhead = !has_few_rows(kForm);
-  // Sums of other ranks that a lane awaits at once: those of so many ranks, mostly, in so many chunks of a part; in all
-  // of them, without a ring.
-  static constexpr int kRanksAtOnce = kHasRing ? 2 : 4, kAddsAtOnce = 2;
+  // Whether a team asks what there is of its next row while it sends one: few rows take one turn, mostly, and of many,
+  // other warps use the time.
+  static constexpr bool kAsksAhead = kForm == Form::kUsual;
+  static constexpr int kRanksAtOnce = 4;  // whose sums a lane awaits at once, mostly
   static constexpr int kSize = Vector<X>::kSize;
   static constexpr int kRowsAtOnce = 4;  // of a token's rows here, that a lane loads before it adds them
   // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.
@@ -64,8 +64,8 @@ struct Gather {
   const GatherArgs& args;
   const LaunchPlan& plan;
   Operation op;
-  RingOfY<kForm>& ring;
-  Pieces& to_ask;
+  RingOfY& ring;
+  Pieces& asked;
 
   __device__ bool blocks() const { return args.rows == nullptr; }
   __device__ bool by_node() const { return !has_few_rows(kForm) && goes_by_node(peers, args); }
@@ -105,7 +105,7 @@ struct Gather {
     // Warps that meet at a barrier for a far rank's rows must agree: they go on to the end, or do not begin.
     if (kHasNetwork) gives_up = any_of_team(team, kFirstBarrier, gives_up);
     if (gives_up) {
-      if constexpr (kHasRing) ring.clear();
+      if constexpr (kHasRing) take_rest(row);
       return;
     }
 #pragma unroll 1
@@ -381,45 +381,49 @@ struct Gather {
     for (int e = 0; e < kSize; ++e) total[e] += weight * values[e];
   }
 
-  // A piece is a part of a row. When one has been added, the next that fits into the ring is asked for, of this part or
-  // those behind.
+  // The pieces of a part come one row after the other; each row's lane asks for its own, as far ahead as the ring has
+  // room. (What lies behind the end of a row's last piece is added, too, and nobody stores it.)
   template <int N>
   __device__ void add_pieces(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
     static_assert(N == kSumsAtOnce);
-    if (part >= end_of_parts()) return;
+    const int32_t begin = part * kPartBytes;
     if (part == team.warp) {
-      to_ask = {part, source.rows};
-#pragma unroll 1
-      while (!ring.is_full() && ask_for_piece(source, team)) {
-      }
+      const uint32_t rows_before = source.rows & ((1u << lane_id()) - 1);
+      const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{source.row} * args.row_bytes;
+      asked = {ring.num_taken() + __popc(rows_before), source.row >= 0 ? row_bytes() - begin : 0,
+               keep_address(row + begin)};
+      ask_for_pieces(source, team);
     }
 #pragma unroll 1
-    for (uint32_t rows = source.rows; rows; rows &= rows - 1) {
+    for (uint32_t rows = begin < row_bytes() ? source.rows : 0; rows; rows &= rows - 1) {
       const float weight = weight_of_first(source, rows);
-      const auto* piece = reinterpret_cast<const uint4*>(ring.next());
+      const uint32_t piece = ring.next() + lane_id() * kUnitBytes;
+      Vector<X> y[N];
 #pragma unroll
-      for (int c = 0; c < N; ++c) {
-        Vector<X> y;
-        y.bits = uint4{};
-        if (has_unit(chunk_of(part, c, team))) y.bits = piece[c * kChunkUnits + lane_id()];
-        add_weighted(y, weight, total[c]);
-      }
+      for (int c = 0; c < N; ++c) y[c].bits = load_shared_unit(piece + c * kChunkBytes);
+#pragma unroll
+      for (int c = 0; c < N; ++c) add_weighted(y[c], weight, total[c]);
       ring.drop();
-      ask_for_piece(source, team);
+      ask_for_pieces(source, team);
     }
   }
 
-  // False if there is none.
-  __device__ bool ask_for_piece(const SourceRow& source, const Team& team) const {
-    if (to_ask.rows == 0) {
-      to_ask.part += step(team);
-      to_ask.rows = source.rows;
+  __device__ void ask_for_pieces(const SourceRow& source, const Team& team) const {
+#pragma unroll 1
+    while (asked.bytes_left > 0 && ring.has_room_for(asked.number)) {
+      ring.ask(asked.number, asked.from, min(asked.bytes_left, kPartBytes));
+      asked.number += __popc(source.rows);
+      asked.from += team.num_warps * kPartBytes;
+      asked.bytes_left -= team.num_warps * kPartBytes;
     }
-    if (to_ask.rows == 0 || to_ask.part >= end_of_parts()) return false;
-    const int32_t begin = to_ask.part * kSumsAtOnce * kChunkBytes;
-    ring.ask(row_of_y(source, to_ask.rows) + begin, min(row_bytes() - begin, kSumsAtOnce * kChunkBytes));
-    to_ask.rows &= to_ask.rows - 1;
-    return true;
+  }
+
+  // A block must not end before what it has asked for has come.
+  __device__ void take_rest(const SourceRow& source) const {
+    if (!source.rows) return;
+    const int32_t end = __reduce_min_sync(kAllLanes, source.row >= 0 ? asked.number : INT32_MAX);
+#pragma unroll 1
+    while (ring.num_taken() < end) ring.next(), ring.drop();
   }
 
   // --- between senders and receivers, over a network ----------------------------------------------------------------
@@ -527,7 +531,80 @@ struct Gather {
         return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, team);
       }
     }
-    add_parts<kHasRing ? kSumsAtOnce : 1, kRanksAtOnce>(token, row, sources, here, own, team);
+    if constexpr (kHasRing) {
+      add_parts_of_ring(token, row, sources, here & sources, own, team);
+    } else {
+      add_parts<1, kRanksAtOnce>(token, row, sources, here, own, team);
+    }
+  }
+
+  // Where y comes ahead: own rows are summed first, and those sums wait in shared memory for their turn among all
+  // ranks'. Few instructions are what counts.
+  __device__ void add_parts_of_ring(int32_t token, int32_t row, uint32_t sources, uint32_t here, const SourceRow& own,
+                                    const Team& team) const {
+    const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
+#pragma unroll 1
+    for (int32_t part = team.warp; part < end_of_parts(); part += step(team)) {
+      if (here) {
+        const Sums<> sums = partial_sums(own, part, team);
+#pragma unroll
+        for (int c = 0; c < kSumsAtOnce; ++c) store_shared_unit(kept + c * kChunkBytes, sums.unit[c]);
+      }
+      float total[kSumsAtOnce][kSize];
+#pragma unroll
+      for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c], sources != 0);
+#pragma unroll 1
+      for (uint32_t left = sources; left; left &= left - 1) {
+        Sums<> sums;
+        if (left & -left & here) {
+#pragma unroll
+          for (int c = 0; c < kSumsAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
+        } else {
+          sums = take_sums(__ffs(left) - 1, row, part);
+        }
+#pragma unroll
+        for (int c = 0; c < kSumsAtOnce; ++c) {
+          Vector<X> unit;
+          unit.bits = sums.unit[c];
+          add_weighted(unit, 1.0f, total[c]);
+        }
+      }
+      store_sums(token, part, total);
+    }
+  }
+
+  // Chunks that lie side by side, as they arrive: this lane's units.
+  struct PartPlace {
+    uint8_t* units;
+    int32_t bytes_left;
+    __device__ __forceinline__ bool has(int i) const { return i * kChunkBytes < bytes_left; }
+    __device__ __forceinline__ uint8_t* at(int i) const { return units + i * kChunkBytes; }
+  };
+
+  // A part of what `source` has summed.
+  __device__ Sums<> take_sums(int32_t source, int32_t row, int32_t part) const {
+    const RowPlace from(op, __shfl_sync(kAllLanes, row, source));
+    const int32_t first = part * kSumsAtOnce;
+    const PartPlace place = {from.unit(op, first), row_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes)};
+    const auto resolve = [&](int i) { return true_unit(op, source, from.marks + first + i, lane_id()); };
+    Sums<> sums;
+    look_at_units(sums.unit, place);
+    take_units(op, [=](int) { return source; }, sums.unit, place, resolve, [] { return true; });
+    __syncwarp();
+    return sums;
+  }
+
+  __device__ void store_sums(int32_t token, int32_t part, const float (&total)[kSumsAtOnce][kSize]) const {
+    const int32_t first = part * kSumsAtOnce * kChunkUnits + lane_id();  // unit of the row
+    const int32_t units = row_bytes() / kUnitBytes;
+    const int64_t index = (int64_t{token} * units + first) * kSize;
+    const auto store = [&](auto* out) {
+#pragma unroll
+      for (int c = 0; c < kSumsAtOnce; ++c) {
+        if (first + c * kChunkUnits < units) store_elements(out + index + c * kChunkUnits * kSize, total[c]);
+      }
+    };
+    with_out_type(store);
   }
 
   // Parts of `kChunks` chunks, in which a lane awaits units of `kRanks` ranks at once. Own rows are summed while the
@@ -535,31 +612,21 @@ struct Gather {
   template <int kChunks, int kRanks>
   __device__ __forceinline__ void add_parts(int32_t token, int32_t row, uint32_t sources, uint32_t here,
                                             const SourceRow& own, const Team& team) const {
-    constexpr int kAdds = kHasRing ? kAddsAtOnce : kChunks;
 #pragma unroll 1
     for (int32_t part = team.warp; part < end_of_parts<kChunks>(); part += step<kChunks>(team)) {
-      Sums<kChunks> sums = {};
-      if (kHasRing && here) sums = partial_sums<kChunks>(own, part, team);
+      float total[kChunks][kSize];
+      int32_t chunk[kChunks];
 #pragma unroll
-      for (int first = 0; first < kChunks; first += kAdds) {
-        float total[kAdds][kSize];
-        int32_t chunk[kAdds];
+      for (int i = 0; i < kChunks; ++i) {
+        chunk[i] = chunk_of<kChunks>(part, i, team);
+        start_sum(total[i], sources != 0);
+      }
+      add_all<kChunks, kRanks>(row, sources, here, chunk, total, [&](int i) {
+        return partial_sums<1>(own, chunk[i], team).unit[0];  // of one chunk, a part has the chunk's number
+      });
 #pragma unroll
-        for (int i = 0; i < kAdds; ++i) {
-          chunk[i] = chunk_of<kChunks>(part, first + i, team);
-          start_sum(total[i], sources != 0);
-        }
-        if (chunk[0] >= chunks()) break;
-        add_all<kAdds, kRanks>(row, sources, here, chunk, total, [&](int i) {
-          if constexpr (kHasRing)
-            return sums.unit[first + i];
-          else
-            return partial_sums<1>(own, chunk[i], team).unit[0];  // of one chunk, a part has the chunk's number
-        });
-#pragma unroll
-        for (int i = 0; i < kAdds; ++i) {
-          if (has_unit(chunk[i])) store_sum(token, chunk[i], total[i]);
-        }
+      for (int i = 0; i < kChunks; ++i) {
+        if (has_unit(chunk[i])) store_sum(token, chunk[i], total[i]);
       }
     }
   }
@@ -659,12 +726,17 @@ struct Gather {
   __device__ void store_sum(int32_t token, int32_t chunk, const float (&total)[kSize]) const {
     const int64_t index =
         int64_t{token} * (row_bytes() / static_cast<int32_t>(sizeof(X))) + (chunk * kChunkUnits + lane_id()) * kSize;
+    with_out_type([&](auto* out) { store_elements(out + index, total); });
+  }
+
+  template <typename F>
+  __device__ __forceinline__ void with_out_type(F f) const {
     if (args.out_type == ElementType::kFloat32) {
-      store_elements(static_cast<float*>(args.out) + index, total);
+      f(static_cast<float*>(args.out));
     } else if (args.out_type == ElementType::kFloat16) {
-      store_elements(static_cast<__half*>(args.out) + index, total);
+      f(static_cast<__half*>(args.out));
     } else {
-      store_elements(static_cast<__nv_bfloat16*>(args.out) + index, total);
+      f(static_cast<__nv_bfloat16*>(args.out));
     }
   }
 
@@ -682,16 +754,16 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;
-  RingOfY<kForm> ring;
-  Pieces to_ask = {};
+  RingOfY ring;
+  Pieces asked = {};
   if constexpr (has_ring(kForm)) {
     extern __shared__ __align__(128) uint8_t pieces[];
-    __shared__ typename RingOfY<kForm>::Landed landed[kMaxBlockWarps];
+    __shared__ RingOfY::Landed landed[kMaxBlockWarps];
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
   const void* result = args.out ? args.out : args.topk_weights;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
-  const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}, ring, to_ask};
+  const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}, ring, asked};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;
@@ -719,10 +791,8 @@ auto kernel_of(Form form) {
       return gather_kernel<X, Form::kFewRowsDense>;
     case Form::kUsual:
       return gather_kernel<X, Form::kUsual>;
-    case Form::kManyRows:
-      return gather_kernel<X, Form::kManyRows>;
     default:
-      return gather_kernel<X, Form::kFewSms>;
+      return gather_kernel<X, Form::kManyRows>;
   }
 }
 

@@ -83,33 +83,44 @@ __device__ __forceinline__ void fetch_to_l2(const void* from, uint32_t bytes) {
 }
 
 // Bulk copies to shared memory, which no thread carries out, and words there that tell when all bytes have landed that
-// were expected: each time, the word's phase, 0 or 1 by turns, is over.
-__device__ __forceinline__ void init_landed(uint64_t* landed) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(landed)) : "memory");
+// were expected: each time, the word's phase, 0 or 1 by turns, is over. All by their addresses in shared memory.
+__device__ __forceinline__ void init_landed(uint32_t landed) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(landed) : "memory");
 }
 // What this thread has initialized, bulk copies see.
 __device__ __forceinline__ void publish_landed() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// `from` and `bytes`: multiples of 16. Nobody may still read what was there.
-__device__ __forceinline__ void copy_bulk(void* shared, const void* from, uint32_t bytes, uint64_t* landed) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(landed)), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(from), "r"(bytes), "r"(shared_address(landed))
-               : "memory");
+// `from` and `bytes`: multiples of 16. Nobody may still read what was there. What is read is the first to leave the L2
+// cache: it is read once.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t landed) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(landed), "r"(bytes) : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .b64 once;\n"
+      "createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], once;\n"
+      "}" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(landed)
+      : "memory");
 }
-__device__ __forceinline__ bool has_landed(const uint64_t* landed, uint32_t phase) {
-  uint32_t is_over;
+// Waits, with a whole warp, until a phase is over.
+__device__ __forceinline__ void await_landed(uint32_t landed, uint32_t phase) {
   asm volatile(
       "{\n"
       ".reg .pred over;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, over;\n"
-      "}"
-      : "=r"(is_over)
-      : "r"(shared_address(landed)), "r"(phase)
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n"
+      "@!over bra.uni again;\n"
+      "}" ::"r"(landed),
+      "r"(phase)
       : "memory");
-  return is_over;
+}
+__device__ __forceinline__ uint4 load_shared_unit(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+  return v;
+}
+__device__ __forceinline__ void store_shared_unit(uint32_t to, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
 __device__ __forceinline__ uint32_t load_acquire_here(const uint32_t* p) {
@@ -155,6 +166,10 @@ __device__ __forceinline__ void use(uint32_t v) {
 __device__ __forceinline__ const uint8_t* keep_address(const uint8_t* p) {
   asm volatile("" : "+l"(p));
   return p;
+}
+__device__ __forceinline__ uint32_t keep_address(uint32_t shared) {
+  asm volatile("" : "+r"(shared));
+  return shared;
 }
 
 // Waits for the kernels that this one depends on. XLA (jax 0.11) lets kernels in a CUDA graph start when what they

@@ -7,57 +7,51 @@
 
 namespace jax_ep {
 
-// Pieces of at most `kPieceBytes`, of one warp, which are taken in the order in which they were asked for. All lanes
-// call together, and count alike.
+// Pieces of at most `kPieceBytes`, of one warp, which are numbered, and taken in that order. Each lane asks for its
+// own; else all lanes call together.
 template <int kPieceBytes>
 class Ring {
  public:
-  static constexpr int kBytes = 12 * 1024;  // 16 warps have less than an SM
-  static constexpr int kPieces = kBytes / kPieceBytes;
+  // More would have no more under way, and leave less of an SM's memory to its cache, where registers are spilled.
+  static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes;
+  static constexpr int32_t kBytes = (kPieces + 1) * kPieceBytes;
   using Landed = uint64_t[kPieces];
 
   __device__ __forceinline__ void open(uint8_t* pieces, Landed& landed) {
-    pieces_ = pieces;
-    landed_ = landed;
-    if (lane_id() < kPieces) init_landed(&landed_[lane_id()]);
+    pieces_ = keep_address(shared_address(pieces));
+    landed_ = keep_address(shared_address(landed));
+    if (lane_id() < kPieces) init_landed(landed_ + 8 * lane_id());
     publish_landed();
     __syncwarp();
   }
 
-  __device__ __forceinline__ bool is_full() const { return num_asked_ == kPieces; }
-  __device__ __forceinline__ bool is_empty() const { return num_asked_ == 0; }
+  // Room for a piece of the warp's own.
+  __device__ __forceinline__ uint32_t spare() const { return pieces_ + kPieces * kPieceBytes; }
 
-  __device__ __forceinline__ void ask(const uint8_t* from, uint32_t bytes) {
-    int32_t place = next_ + num_asked_;
-    if (place >= kPieces) place -= kPieces;
-    if (lane_id() == 0) copy_bulk(pieces_ + place * kPieceBytes, from, bytes, &landed_[place]);
-    ++num_asked_;
+  // The number of the one that is taken next.
+  __device__ __forceinline__ int32_t num_taken() const { return num_taken_; }
+
+  __device__ __forceinline__ bool has_room_for(int32_t number) const { return number - num_taken_ < kPieces; }
+  __device__ __forceinline__ void ask(int32_t number, const uint8_t* from, uint32_t bytes) const {
+    const uint32_t place = static_cast<uint32_t>(number) % kPieces;
+    copy_bulk(pieces_ + place * kPieceBytes, from, bytes, landed_ + 8 * place);
   }
 
-  // Waits for the next piece, which stays until it is dropped. (It comes from this device: nobody can keep it back.)
-  __device__ __forceinline__ const uint8_t* next() const {
-    while (!has_landed(&landed_[next_], phase_)) {
-    }
-    return pieces_ + next_ * kPieceBytes;
+  // Waits for the next piece, which stays until it is dropped, and gives its address. (It comes from this device:
+  // nobody can keep it back.)
+  __device__ __forceinline__ uint32_t next() const {
+    const uint32_t place = num_taken_ % kPieces;
+    await_landed(landed_ + 8 * place, num_taken_ / kPieces % 2);
+    return pieces_ + place * kPieceBytes;
   }
   __device__ __forceinline__ void drop() {
     __syncwarp();  // all lanes have read it
-    --num_asked_;
-    if (++next_ < kPieces) return;
-    next_ = 0;
-    phase_ ^= 1;
-  }
-  // A block must not end before what it has asked for has come.
-  __device__ __forceinline__ void clear() {
-#pragma unroll 1
-    while (!is_empty()) next(), drop();
+    ++num_taken_;
   }
 
  private:
-  uint8_t* pieces_;
-  uint64_t* landed_;
-  int32_t next_ = 0, num_asked_ = 0;
-  uint32_t phase_ = 0;
+  uint32_t pieces_, landed_;  // addresses in shared memory
+  uint32_t num_taken_ = 0;
 };
 
 }  // namespace jax_ep

@@ -13,8 +13,9 @@ constexpr int32_t kPlacesBarrier = kFirstBarrier, kTeamsBarrier = kFirstBarrier 
 struct Shared {
   State state;
   float products[kMaxBlockWarps][kMaxTopK];
-  // Of the tokens that a block's teams send at once, and of those that they sent before: the experts, and their ranks.
-  int32_t experts[2][kMaxBlockWarps][kMaxTopK];
+  // Of the tokens that a block's teams send at once, and of those that they sent before: the experts, top_k of each,
+  // and their ranks.
+  int32_t experts[2][kMaxBlockWarps * kMaxTopK];
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
   int32_t arrived[kMaxRanks];  // from each source
@@ -72,7 +73,7 @@ template <typename X, bool kCasts, Arrival kArrival, Form kForm>
 struct Scatter {
   // Chunks that a warp has under way.
   static constexpr bool kFew = has_few_rows(kForm);
-  static constexpr int kSendBatch = kFew || kCasts ? 1 : 2;
+  static constexpr int kSendBatch = kFew || (kCasts && kForm != Form::kManyRows) ? 1 : 2;
   static constexpr int kReceiveBatch = receive_batch(kArrival, kForm);
   static constexpr bool kShares = kForm == Form::kManyRows;  // blocks take rows and padding as they come to it
   static constexpr int kUnroll = kShares ? 2 : 1;
@@ -315,16 +316,17 @@ struct Scatter {
   __device__ void send_row(int32_t token, Packed packed, const Route& route, int32_t index, const Team& team) const {
     RowPlace row = {};  // on this lane's rank
     if (index >= 0) row = RowPlace(op, lane_id(), source_at(lane_id()), index);
+    const int32_t end = __any_sync(kAllLanes, index >= 0) ? parts() : 1;  // if it is sent nowhere, it has a header here
 #pragma unroll 1
-    for (int32_t part = team.warp; part < parts(); part += team.num_warps) {
+    for (int32_t part = team.warp; part < end; part += team.num_warps) {
       const int32_t next = part + team.num_warps;
       Batch ahead = {};
-      if (next < parts()) ahead = load(token, next);
+      if (next < end) ahead = load(token, next);
       send_batch(packed, part, route, index, row);
       if (part == 0 && new_route() && token < args.num_tokens) {  // all tokens have one here
         write_header(place_here(peers.rank, token), route, peers.rank);
       }
-      if (next < parts()) packed = pack(ahead, next);
+      if (next < end) packed = pack(ahead, next);
     }
   }
 
@@ -351,7 +353,7 @@ struct Scatter {
   // The tokens of a block's teams.
   struct Companions {
     int32_t place;  // of this team among them
-    int32_t (*experts)[kMaxTopK];
+    int32_t* experts;
     uint32_t* ranks;
   };
 
@@ -363,7 +365,7 @@ struct Scatter {
     if (team.warp != 0) return;
     route.position = count_earlier(route.expert, lane_id());
     if (team.num_warps >= plan.block_warps()) return;
-    if (lane_id() < args.top_k) companions.experts[companions.place][lane_id()] = route.expert;
+    if (lane_id() < args.top_k) companions.experts[companions.place * args.top_k + lane_id()] = route.expert;
     if (lane_id() == 0) companions.ranks[companions.place] = route.ranks;
   }
 
@@ -372,12 +374,22 @@ struct Scatter {
                               const Team& team) const {
     if (route.ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
     if (team.warp == 0 && route.expert >= 0) route.position += lookup.experts[route.expert];
+    if (companions.place == 0) return;
+    // With a lane for each: the block's tokens, and all pairs of them.
+    const uint32_t ranks = lane_id() < companions.place ? companions.ranks[lane_id()] : 0;
 #pragma unroll 1
-    for (int32_t before = 0; before < companions.place; ++before) {
-      if (route.index >= 0) route.index += companions.ranks[before] >> lane_id() & 1;
+    for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
+      const int32_t number = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
+      if (lane_id() == rank && route.index >= 0) route.index += number;
+    }
+    const int32_t num_pairs = team.warp == 0 ? companions.place * args.top_k : 0;
 #pragma unroll 1
-      for (int32_t k = 0; team.warp == 0 && k < args.top_k; ++k) {
-        route.position += companions.experts[before][k] == route.expert;
+    for (int32_t first = 0; first < num_pairs; first += 32) {
+      const int32_t pair = first + lane_id(), expert = pair < num_pairs ? companions.experts[pair] : -1;
+#pragma unroll 1
+      for (int32_t k = 0; k < args.top_k; ++k) {
+        const int32_t number = __popc(__ballot_sync(kAllLanes, expert == __shfl_sync(kAllLanes, route.expert, k)));
+        if (lane_id() == k) route.position += number;
       }
     }
   }

@@ -484,16 +484,15 @@ int main(int argc, char** argv) {
   const Blocks long_rows = {0, Form::kFewRowsDense};
   const std::vector<Blocks> quick = {any,
                                      long_rows,
-                                     {1, Form::kFewSms},
-                                     {5, Form::kFewSms},
+                                     {1, Form::kManyRows},
                                      {5, Form::kUsual},
                                      {5, Form::kUsual, false},
                                      {5, Form::kManyRows}};
   const std::vector<Blocks> all = {any,
                                    long_rows,
                                    {1, Form::kUsual},
-                                   {2, Form::kFewSms},
-                                   {5, Form::kFewSms},
+                                   {2, Form::kManyRows},
+                                   {5, Form::kManyRows},
                                    {5, Form::kUsual},
                                    {5, Form::kUsual, false},
                                    {8, Form::kUsual},
@@ -516,7 +515,7 @@ int main(int argc, char** argv) {
   }
   // Epoch 0 is that of each operation in turn, behind others that wrote what it waits for: it must wait as any other.
   for (uint32_t before : {10, 11, 12, 13, 14, 17, 18}) {
-    for (Blocks blocks : {any, Blocks{5, Form::kFewSms}}) exchange(std::min(most_ranks, 2), 0, blocks, 1, -before);
+    for (Blocks blocks : {any, Blocks{5, Form::kManyRows}}) exchange(std::min(most_ranks, 2), 0, blocks, 1, -before);
   }
   std::cerr << "odd numbers of experts, epochs that wrap: " << check::failures << " failures\n";
   return check::exit_status();

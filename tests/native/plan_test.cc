@@ -109,8 +109,8 @@ void test_turns_are_even() {
     const LaunchPlan dispatch = plan_scatter(128, ranks, 8, 14, 0, false), combine = plan_gather(128, ranks, 8, 28, 0);
     EXPECT_EQ(turns(128, dispatch.row_senders(), 16, dispatch.log_send_warps), ranks == 2 ? 1 : 3);
     EXPECT_EQ(turns(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
-    EXPECT_EQ(turns(128, combine.row_receivers(), 16, combine.log_receive_warps), 3);
-    EXPECT_EQ(turns((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 3 : 9);
+    EXPECT_EQ(turns(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 1 : 3);
+    EXPECT_EQ(turns((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 1 : 9);
   }
   EXPECT_EQ(turns(3 * 128, plan_gather(128, 4, 16, 28, 0).row_senders(), 16, 4), 6);  // each row is a sum of more
   const LaunchPlan few = plan_gather(32, 4, 8, 28, 0);
@@ -129,12 +129,15 @@ void test_own_rows_are_sent_where_that_is_little() {
   for (int64_t tokens : {32, 128, 4096}) EXPECT_EQ(plan_gather(tokens, 4, 0, 28, 0).sums_own, false);  // not summed
 }
 
-// With few SMs, a warp that sums takes four chunks at once: a team has no more warps than a row has parts of four, as a
-// power of two, unless rows are too few for all SMs.
-void test_teams_of_few_sms_are_busy() {
-  EXPECT_EQ(plan_gather(128, 2, 8, 8, 32).log_send_warps, 1);
+// Where y comes ahead, a warp that sums takes four chunks at once: a team has a warp for each part of four that a row
+// has, as a power of two, or one for all of a row, if there are many rows.
+void test_teams_of_rings_are_busy() {
+  EXPECT_EQ(plan_gather(32, 2, 8, 8, 32).log_send_warps, 1);
   EXPECT_EQ(plan_gather(32, 2, 8, 28, 24).log_send_warps, 3);  // seven parts
-  EXPECT_EQ(plan_gather(8, 2, 8, 28, 24).log_send_warps, 4);
+  EXPECT_EQ(plan_gather(128, 2, 8, 28, 24).log_send_warps, 3);
+  EXPECT_EQ(plan_gather(512, 2, 8, 28, 24).log_send_warps, 0);
+  EXPECT_EQ(plan_gather(512, 2, 8, 28, 0).log_send_warps, 3);
+  EXPECT_EQ(plan_gather(1024, 2, 8, 28, 0).log_send_warps, 0);  // one turn of all warps
 }
 
 // Many rows for an expert's rank, and long ones: the first tokens are sent before the others, and what no sender needs
@@ -157,11 +160,12 @@ void test_few_rows_have_an_sm_for_each_block() {
   EXPECT_EQ(plan_gather(32, 4, 8, 28, 0).form == Form::kFewRowsDense, true);
 }
 
-// Of more than two ranks, up to 1024 tokens; of two, up to 256.
+// Of more than two ranks, up to 1024 tokens; of two, if they are little.
 void test_long_teams_sum_rows_of_many_ranks() {
   EXPECT_EQ(plan_gather(1024, 4, 8, 28, 0).form == Form::kUsual, true);
   EXPECT_EQ(plan_gather(2048, 4, 8, 28, 0).form == Form::kManyRows, true);
-  EXPECT_EQ(plan_gather(512, 2, 8, 28, 0).form == Form::kManyRows, true);
+  EXPECT_EQ(plan_gather(128, 2, 8, 28, 0).form == Form::kManyRows, true);
+  EXPECT_EQ(plan_gather(128, 2, 8, 16, 0).form == Form::kUsual, true);    // short rows
   EXPECT_EQ(plan_gather(512, 4, 8, 4, 0).form == Form::kManyRows, true);  // short rows
 }
 
@@ -176,7 +180,7 @@ void test_two_ranks_send_little() {
   EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, false).num_senders, 67);
   EXPECT_EQ(plan_gather(4096, 2, 8, 28, 0).num_senders, 45);
   EXPECT_EQ(plan_gather(4096, 4, 8, 28, 0).num_senders, 67);
-  EXPECT_EQ(plan_gather(4096, 2, 8, 28, 24).num_senders, 8);
+  EXPECT_EQ(plan_gather(4096, 2, 8, 28, 24).num_senders, 9);
   EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_senders, 12);
 }
 
@@ -240,7 +244,7 @@ int main() {
   test_few_tokens_take_few_blocks();
   test_turns_are_even();
   test_own_rows_are_sent_where_that_is_little();
-  test_teams_of_few_sms_are_busy();
+  test_teams_of_rings_are_busy();
   test_rows_that_come_one_after_the_other();
   test_few_rows_have_an_sm_for_each_block();
   test_long_teams_sum_rows_of_many_ranks();
