@@ -60,7 +60,7 @@ sanitizer() {  # sanitizer TOOL NUM_RANKS OPTION...
 }
 sanitizer memcheck 8
 sanitizer racecheck 8
-# Each warp has a dozen barriers of its own (ring.cuh). With room for as many, synccheck is slow: so with two ranks only.
+# Each warp has four barriers of its own (ring.cuh). With room for as many, synccheck is slow: so with two ranks only.
 # (With more, teams have other sizes; the barriers are the same.)
 sanitizer synccheck 2 --num-cuda-barriers 32768
 # In two parts, which may run at the same time.

@@ -482,12 +482,8 @@ int main(int argc, char** argv) {
   const bool is_quick = argc > 2;  // for the sanitizers, under which a kernel takes long
   const Blocks any = {0, Form::kFewRows};
   const Blocks long_rows = {0, Form::kFewRowsDense};
-  const std::vector<Blocks> quick = {any,
-                                     long_rows,
-                                     {1, Form::kManyRows},
-                                     {5, Form::kUsual},
-                                     {5, Form::kUsual, false},
-                                     {5, Form::kManyRows}};
+  const std::vector<Blocks> quick = {
+      any, long_rows, {1, Form::kManyRows}, {5, Form::kUsual}, {5, Form::kUsual, false}, {5, Form::kManyRows}};
   const std::vector<Blocks> all = {any,
                                    long_rows,
                                    {1, Form::kUsual},
