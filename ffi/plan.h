@@ -249,8 +249,8 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
   Form form = form_for(num_tokens, num_sms);
   const bool is_thin = top_k > 0 && top_k <= 2, is_much = num_tokens * top_k * num_chunks >= 24 * 1024;
   if (num_sms == 0 && !are_few(num_tokens)) {
-    // With much to read, y comes ahead; of more ranks than two, with more tokens only (measured when rings took more
-    // instructions).
+    // With much to read, y comes ahead; but of one rank, and of more than two, of more tokens only (measured when rings
+    // took more instructions).
     const int32_t most_usual = num_ranks == 1 || !is_much ? 256 : num_ranks == 2 ? 0 : 1024;
     form = num_tokens <= most_usual ? Form::kUsual : Form::kManyRows;
   }

@@ -58,6 +58,7 @@ struct Gather {
   static constexpr int kSize = Vector<X>::kSize;
   static constexpr int kRowsAtOnce = 4;  // of a token's rows here, that a lane loads before it adds them
   // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.
+  // (The ring always reads so.)
   static constexpr bool kReadsOnce = kForm == Form::kUsual;
 
   const Peers& peers;
@@ -161,7 +162,7 @@ struct Gather {
   __device__ int32_t num_destinations() const { return peers.num_ranks - sums_own(); }
 
   // Asks for what there is of it; use it when that is resolved(). Whether it is present is judged there if it is asked
-  // for ahead: a compare would wait for what was loaded. Else here, which takes few rows less time.
+  // for ahead: a compare would wait for what was loaded. Else here, which takes less time.
   __device__ SourceRow ask_for_row(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
@@ -608,7 +609,7 @@ struct Gather {
   }
 
   // Parts of `kChunks` chunks, in which a lane awaits units of `kRanks` ranks at once. Own rows are summed while the
-  // other ranks' sums are on their way; or those of a part at once, if they come ahead.
+  // other ranks' sums are on their way.
   template <int kChunks, int kRanks>
   __device__ __forceinline__ void add_parts(int32_t token, int32_t row, uint32_t sources, uint32_t here,
                                             const SourceRow& own, const Team& team) const {
