@@ -12,7 +12,7 @@ namespace jax_ep {
 template <int kPieceBytes>
 class Ring {
  public:
-  // More would have no more under way, and leave less of an SM's memory to its cache, where registers are spilled.
+  // More was slower, perhaps as it leaves less of an SM's memory to its cache, where registers are spilled.
   static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes;
   static constexpr int32_t kBytes = (kPieces + 1) * kPieceBytes;
   using Landed = uint64_t[kPieces];
