@@ -66,7 +66,7 @@ struct Gather {
   const LaunchPlan& plan;
   Operation op;
   RingOfY& ring;
-  Pieces& asked;
+  Pieces& to_come;
 
   __device__ bool blocks() const { return args.rows == nullptr; }
   __device__ bool by_node() const { return !has_few_rows(kForm) && goes_by_node(peers, args); }
@@ -391,8 +391,8 @@ struct Gather {
     if (part == team.warp) {
       const uint32_t rows_before = source.rows & ((1u << lane_id()) - 1);
       const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{source.row} * args.row_bytes;
-      asked = {ring.num_taken() + __popc(rows_before), source.row >= 0 ? row_bytes() - begin : 0,
-               keep_address(row + begin)};
+      to_come = {ring.num_taken() + __popc(rows_before), source.row >= 0 ? row_bytes() - begin : 0,
+                 keep_address(row + begin)};
       ask_for_pieces(source, team);
     }
 #pragma unroll 1
@@ -411,18 +411,18 @@ struct Gather {
 
   __device__ void ask_for_pieces(const SourceRow& source, const Team& team) const {
 #pragma unroll 1
-    while (asked.bytes_left > 0 && ring.has_room_for(asked.number)) {
-      ring.ask(asked.number, asked.from, min(asked.bytes_left, kPartBytes));
-      asked.number += __popc(source.rows);
-      asked.from += team.num_warps * kPartBytes;
-      asked.bytes_left -= team.num_warps * kPartBytes;
+    while (to_come.bytes_left > 0 && ring.has_room_for(to_come.number)) {
+      ring.ask(to_come.number, to_come.from, min(to_come.bytes_left, kPartBytes));
+      to_come.number += __popc(source.rows);
+      to_come.from += team.num_warps * kPartBytes;
+      to_come.bytes_left -= team.num_warps * kPartBytes;
     }
   }
 
   // A block must not end before what it has asked for has come.
   __device__ void take_rest(const SourceRow& source) const {
     if (!source.rows) return;
-    const int32_t end = __reduce_min_sync(kAllLanes, source.row >= 0 ? asked.number : INT32_MAX);
+    const int32_t end = __reduce_min_sync(kAllLanes, source.row >= 0 ? to_come.number : INT32_MAX);
 #pragma unroll 1
     while (ring.num_taken() < end) ring.next(), ring.drop();
   }
@@ -756,7 +756,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
                   const __grid_constant__ LaunchPlan plan) {
   __shared__ State state;
   RingOfY ring;
-  Pieces asked = {};
+  Pieces to_come = {};
   if constexpr (has_ring(kForm)) {
     extern __shared__ __align__(128) uint8_t pieces[];
     __shared__ RingOfY::Landed landed[kMaxBlockWarps];
@@ -764,7 +764,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   }
   const void* result = args.out ? args.out : args.topk_weights;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
-  const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}, ring, asked};
+  const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}, ring, to_come};
   const int32_t block = blockIdx.x;
   const bool is_sender = block < plan.num_senders;
   uint32_t blocks_before = 0;

@@ -22,7 +22,8 @@ using namespace jax_ep;
 
 namespace {
 
-constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 256, kAlignment = 4, kRepeats = 40;
+// A row is more than two pieces of y in shared memory (gather.cu), and the last one is not whole.
+constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 1152, kAlignment = 4, kRepeats = 40;
 constexpr int64_t kRowBytes = kHidden * sizeof(float);
 int32_t experts_per_rank = 3;
 
@@ -162,7 +163,7 @@ Buffers buffers_of(const ScatterArgs& args) { return {args.x, args.out, args.tic
 Buffers buffers_of(const GatherArgs& args) { return {args.y, args.out, args.ticket}; }
 
 __global__ void count_differences(const uint32_t* a, const uint32_t* b, size_t words, int32_t* differences) {
-  for (size_t i = threadIdx.x; i < words; i += blockDim.x) {
+  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) {
     if (a[i] != b[i]) atomicAdd(differences, 1);
   }
 }
@@ -391,7 +392,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
     whole([&](Rank& rank) { return rank.dispatch_back(); });
     for (int32_t r = 0; r < num_ranks; ++r) {
       for (const Repeated& repeated : results[r]) {
-        count_differences<<<1, 256, 0, ranks[r]->stream>>>(repeated.result, repeated.expected, repeated.words,
+        count_differences<<<8, 256, 0, ranks[r]->stream>>>(repeated.result, repeated.expected, repeated.words,
                                                            differences[r]->device);
       }
     }
