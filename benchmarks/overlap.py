@@ -21,6 +21,7 @@ by the profiler; in the JSON file, per step, medians over executions and GPUs:
     hidden              (sequential_us - overlapped_us) / alone_us: the share of the communication that costs no time
     beside_gemms        the share of the communication kernels' time in which a GEMM ran on the same GPU
     gemms_slowed        the GEMMs' time by the recipe, over that one after the other: what they lose by having fewer SMs
+    gemm_kernels        which kernels the GEMMs are: XLA chooses them by their time in each process, when they are alone
 """
 
 from __future__ import annotations
@@ -242,7 +243,8 @@ def measure(bench: Bench, form: Form) -> dict[str, Any]:
     if alone:
         gemm = compute_us(gemms) / GEMMS_TIMED
         work = Work(*(max(1, round(kind_us(alone, kind) / form.parts / gemm)) for kind in KINDS))
-        row = {"alone_us": step_us(alone), "gemms_us": gemm * sum(work)}
+        kernels = sorted({event.name for events in gemms for event in events})
+        row = {"alone_us": step_us(alone), "gemms_us": gemm * sum(work), "gemm_kernels": kernels}
     chains = [compile_chain(bench, form, order, work) for order in (sequential, overlapped)]
     one_by_one, both = (events_of(chain) for chain in chains)
     if alone:
