@@ -11,8 +11,9 @@ Two forms (docs/overlap.md has the recipes; the code here is theirs):
 Each form is a chain of STEPS steps in one executable. GEMMs stand for the experts: what arrived goes straight back, so
 that only the communication and the GEMMs count. Beside each operation run as many GEMMs as take its time when it is
 alone. The chain is run with nothing overlapped, and with the recipe, for each number of streaming multiprocessors (SMs)
-that an operation may use. All tokens must come back as they were, to the bit. Times are those of the GPUs' time lines,
-by the profiler; in the JSON file, per step, medians over executions and GPUs:
+that an operation may use, and with GEMMs of cuBLAS and of Triton: left to itself, XLA takes what is faster alone, which
+is now the one and now the other. All tokens must come back as they were, to the bit. Times are those of the GPUs' time
+lines, by the profiler; in the JSON file, per step, medians over executions and GPUs:
 
     alone_us            the communication without GEMMs
     gemms_us            the GEMMs without communication
@@ -21,7 +22,7 @@ by the profiler; in the JSON file, per step, medians over executions and GPUs:
     hidden              (sequential_us - overlapped_us) / alone_us: the share of the communication that costs no time
     beside_gemms        the share of the communication kernels' time in which a GEMM ran on the same GPU
     gemms_slowed        the GEMMs' time by the recipe, over that one after the other: what they lose by having fewer SMs
-    gemm_kernels        which kernels the GEMMs are: XLA chooses them by their time in each process, when they are alone
+    gemm_kernels        the names of their kernels
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ EXECUTIONS = 5  # that are traced
 WARM_UPS = 2
 GEMMS_TIMED = 32
 CAPACITY_FACTOR = 2  # room for rows, over their mean number
+GEMMS_BY = {"auto": {}, "cublas": {"xla_gpu_enable_triton_gemm": False}, "triton": {"xla_gpu_cublas_fallback": False}}
 
 
 # --8<-- [start:recipe]
@@ -132,6 +134,7 @@ class Bench(NamedTuple):
     inputs: Inputs  # of all ranks, joined along the first axis
     weights: jax.Array
     rows: jax.Array
+    gemms_by: str = "auto"
 
 
 def make_bench(group: ep.Group, case: Case, gemm_rows: int) -> Bench:
@@ -164,7 +167,8 @@ def compile_on_ranks(fn: Callable, bench: Bench) -> Callable[[], Any]:
     split, whole = PartitionSpec(AXIS), PartitionSpec()
     mapped = jax.shard_map(fn, mesh=bench.group.mesh, in_specs=(split, whole, split), out_specs=split, check_vma=False)
     operands = bench.inputs, bench.weights, bench.rows
-    return partial(jax.jit(mapped).lower(*operands).compile(TRACE_OPTIONS), *operands)
+    options = TRACE_OPTIONS | GEMMS_BY[bench.gemms_by]
+    return partial(jax.jit(mapped).lower(*operands).compile(options), *operands)
 
 
 def events_of(run: Callable[[], Any]) -> list[list[Event]]:
@@ -276,10 +280,14 @@ def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         )
         with open_group(case, mesh, options.backend) as group:
             bench = make_bench(group, case, options.gemm_rows)
-            rows += [{"form": name, "num_sms": num_sms, **measure(bench, form)} for name, form in FORMS.items()]
+            rows += [
+                {"form": name, "num_sms": num_sms, "gemms_by": by, **measure(bench._replace(gemms_by=by), form)}
+                for by in options.gemms_by
+                for name, form in FORMS.items()
+            ]
             group.check()
             backend = group.backend
-    return {name: value for name, value in vars(options).items() if name not in ("json", "num_sms")} | {
+    return {name: value for name, value in vars(options).items() if name not in ("json", "num_sms", "gemms_by")} | {
         "ranks": mesh.size,
         "device": mesh.devices.flat[0].device_kind,
         "jax": jax.__version__,
@@ -301,6 +309,7 @@ def show(result: dict[str, Any]) -> None:
     )
     table.add_column("form", no_wrap=True)
     table.add_column("SMs", justify="right", no_wrap=True)
+    table.add_column("by", no_wrap=True)
     times = {"alone_us": "alone", "gemms_us": "GEMMs", "sequential_us": "in turn", "overlapped_us": "overlapped"}
     shares = {"hidden": "hidden", "beside_gemms": "beside"}
     for heading in (*times.values(), *shares.values(), "slowed"):
@@ -309,7 +318,7 @@ def show(result: dict[str, Any]) -> None:
         cells = [f"{row[name]:.0f}" if name in row else "-" for name in times]
         cells += [f"{row[name]:.0%}" if name in row else "-" for name in shares]
         cells += [f"{row['gemms_slowed']:.2f}" if "gemms_slowed" in row else "-"]
-        table.add_row(row["form"], str(row["num_sms"] or "auto"), *cells)
+        table.add_row(row["form"], str(row["num_sms"] or "auto"), row["gemms_by"], *cells)
     console = Console()
     console.print(table)
     if not result["checked"]:
@@ -329,6 +338,8 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add("--top-k", type=int, default=2 if on_cpu else 8, help="experts per token")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of activations and GEMMs")
     add("--gemm-rows", type=int, help="of the GEMMs, per rank (all tokens)")
+    by = ["auto"] if on_cpu else ["cublas", "triton"]
+    add("--gemms-by", choices=GEMMS_BY, nargs="+", default=by, help="whose GEMMs; auto: what XLA finds fastest alone")
     add("--num-sms", type=sms_or_auto, nargs="+", default=[24, None], help="SMs that an operation may use, or auto")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
     add("--json", metavar="FILE", help="write what was measured there")

@@ -19,7 +19,7 @@ SPEC = importlib.util.spec_from_file_location("overlap", Path(__file__).parents[
 overlap = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(overlap)
 
-TINY = ["--tokens=8", "--hidden=16", "--top-k=2"]
+TINY = ["--tokens=8", "--hidden=16", "--top-k=2", "--gemms-by=auto"]
 
 
 def test_all_tokens_come_back(tmp_path, capsys, backend, monkeypatch):
@@ -136,4 +136,18 @@ def test_measured_lengths_set_the_work(monkeypatch):
     )
     assert chosen[1:] == [overlap.Work(2, 3)] * 2
     assert row["hidden"] == pytest.approx(1) and row["gemms_us"] == pytest.approx(100) and row["checked"]
-    assert row["gemms_slowed"] == pytest.approx(1.25)
+    assert row["gemms_slowed"] == pytest.approx(1.25) and row["gemm_kernels"] == ["gemm"]
+
+
+@pytest.mark.gpu
+def test_gemms_are_those_that_were_asked_for(mesh):
+    """The names of XLA's options may change, and their meaning."""
+    case = overlap.Case(mesh.size, 128, 256, 2, 16, "bfloat16", None, "ragged", "uniform", None)
+    kernels = {}
+    with overlap.open_group(case, mesh, "auto") as group:
+        bench = overlap.make_bench(group, case, gemm_rows=256)
+        for by in ("cublas", "triton"):
+            (events, *_) = overlap.events_of(overlap.compile_gemms(bench._replace(gemms_by=by)))
+            kernels[by] = {event.name for event in events if "Memset" not in event.name}
+    assert all("fusion" in name for name in kernels["triton"])
+    assert not any("fusion" in name for name in kernels["cublas"])
