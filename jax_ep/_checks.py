@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,21 @@ if TYPE_CHECKING:
     from jax_ep._group import Group
 
 DTYPES = ("bfloat16", "float16", "float32")  # of activations
+SETTINGS = {"E": "num_experts", "H": "hidden", "K": "top_k"}  # what a group fixes of an argument's shape
+SWAPPED = "are topk_idx and topk_weights swapped? jax.lax.top_k returns the ids second"
+SCALED = "fp8 rows need their scales: take jax_ep.dequantize(recv), or give dispatch dequantize=True"
 MAX_INT32 = 2**31 - 1  # experts, tokens and rows are numbered in int32
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """`value` is an int (a NumPy one will do) from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be a (static) int")
+        fix = (
+            f", such as {math.ceil(value)}"
+            if isinstance(value, float) and math.isfinite(value)
+            else " known when tracing"
+        )
+        raise TypeError(f"{name} is {value!r}, {kind(value)}; it must be an int{fix}")
     if value < least or (most is not None and value > most):
         raise ValueError(
             f"{name} is {value}; it must be {f'at least {least}' if most is None else f'{least} to {most}'}"
@@ -29,22 +38,45 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     return int(value)
 
 
-def array(op: str, name: str, value: Any, dims: dict[str, int | None], dtype: Any) -> None:
-    """`value` is an array of `dtype` whose dimensions are `dims`: a letter each, and a size where it is fixed."""
+def array(op: str, name: str, value: Any, dims: dict[str, int | None], dtype: Any, no_cast: str = "") -> None:
+    """`value` is an array of `dtype` whose dimensions are `dims`: a letter each, and a size where it is fixed.
+
+    `no_cast`: what to do where a cast would not keep what the values mean.
+    """
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it must be an array")
+        raise TypeError(f"{op}: {name} is {kind(value)}; it must be an array")
     shape = tuple(value.shape)
     fits = len(shape) == len(dims) and all(
         want in (None, size) for size, want in zip(shape, dims.values(), strict=True)
     )
     if not fits:
-        fixed = ", ".join(f"{letter} = {size}" for letter, size in dims.items() if size is not None)
+        sizes = {letter: size for letter, size in dims.items() if size is not None}
+        fixed = ", ".join(
+            f"{letter} = {f'group.{SETTINGS[letter]} = ' if letter in SETTINGS else ''}{size}"
+            for letter, size in sizes.items()
+        )
         raise ValueError(
             f"{op}: {name} has shape {shape}; it must be [{', '.join(dims)}]{f' with {fixed}' if fixed else ''}"
         )
     if value.dtype != dtype:
-        want = jnp.dtype(dtype).name
-        raise TypeError(f"{op}: {name} has dtype {value.dtype}; it must be {want} (use {name}.astype({want!r}))")
+        want = jnp.dtype(dtype)
+        fix = f"use {name}.astype({want.name!r})" if may_cast(value.dtype, want) else no_cast
+        raise TypeError(f"{op}: {name} has dtype {value.dtype}; it must be {want.name}{f' ({fix})' if fix else ''}")
+
+
+def may_cast(found: Any, want: np.dtype) -> bool:
+    """Whether values mean the same in the other dtype: both are integers, or floating-point numbers without scales."""
+    kinds = (jnp.integer, jnp.floating)
+    same = any(jnp.issubdtype(found, of) and jnp.issubdtype(want, of) for of in kinds)
+    return same and (jnp.issubdtype(want, jnp.integer) or min(found.itemsize, want.itemsize) > 1)
+
+
+def kind(value: Any) -> str:
+    """What `value` is, with an article."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return "an array"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def num_rows(op: str, letter: str, size: int, group: Group) -> None:
@@ -75,7 +107,9 @@ def choice(name: str, value: Any, choices: Collection[str | None]) -> None:
 def boolean(op: str, name: str, value: Any) -> None:
     """`value` is True or False, static."""
     if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} is {value!r}, a {type(value).__name__}; it must be a (static) bool")
+        raise TypeError(
+            f"{op}: {name} is {value!r}, {kind(value)}; it must be True or False, a bool known when tracing"
+        )
 
 
 def dtype(name: str, value: Any) -> np.dtype:
@@ -92,12 +126,12 @@ def dtype(name: str, value: Any) -> np.dtype:
 def received(op: str, value: Any) -> Route:
     """`value` is what dispatch returned; its route."""
     if not isinstance(value, Dispatched):
-        raise TypeError(f"{op}: recv is a {type(value).__name__}; it must be what dispatch returned")
+        raise TypeError(f"{op}: recv, the second argument, is {kind(value)}; it must be what dispatch returned")
     return value.route
 
 
 def pending(op: str, value: Any) -> None:
     """`value` is what `op`_start returned."""
     if not isinstance(value, Pending) or value.op != op:
-        given = f"of {value.op}_start" if isinstance(value, Pending) else f"a {type(value).__name__}"
+        given = f"of {value.op}_start" if isinstance(value, Pending) else kind(value)
         raise TypeError(f"{op}_done: pending is {given}; it must be what {op}_start returned")

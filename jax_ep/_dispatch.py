@@ -156,7 +156,7 @@ def dequantize(recv: Dispatched | AllToAll) -> jax.Array:
         TypeError: recv is something else.
     """
     if not isinstance(recv, (Dispatched, AllToAll)):
-        raise TypeError(f"dequantize: recv is a {type(recv).__name__}; it must be what dispatch or all_to_all returned")
+        raise TypeError(f"dequantize: recv is {_checks.kind(recv)}; it must be what dispatch or all_to_all returned")
     if recv.scales is None:
         return recv.x
     return _wires.dequantize(recv.x, recv.scales, recv.group.dtype)
@@ -181,12 +181,13 @@ def _prepare(
     if quantized:
         num_tokens = _check_quantized(op, x, wire, group)
     else:
-        _checks.array(op, "x", x, {"T": None, "H": group.hidden}, group.dtype)
+        _checks.array(op, "x", x, {"T": None, "H": group.hidden}, group.dtype, "fp8 comes in a pair: (x, scales)")
         num_tokens = x.shape[0]
     _checks.num_rows(op, "T", num_tokens, group)
-    _checks.array(op, "topk_idx", topk_idx, {"T": num_tokens, "K": group.top_k}, jnp.int32)
+    choices: dict[str, int | None] = {"T": num_tokens, "K": group.top_k}
+    _checks.array(op, "topk_idx", topk_idx, choices, jnp.int32, _checks.SWAPPED)
     if topk_weights is not None:
-        _checks.array(op, "topk_weights", topk_weights, {"T": num_tokens, "K": group.top_k}, jnp.float32)
+        _checks.array(op, "topk_weights", topk_weights, choices, jnp.float32, _checks.SWAPPED)
     _checks.choice(f"{op}: layout", layout, _layouts.LAYOUTS)
     _checks.wire(op, wire, group)
     if zero_pad is not None:
@@ -222,7 +223,8 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
             f"{op}: x is quantised, which needs hidden to be a multiple of {_wires.CHANNELS_PER_SCALE}; the group's is "
             f"{group.hidden}: give x in {group.dtype}"
         )
-    _checks.array(op, "x[0]", x[0], {"T": None, "H": group.hidden}, _wires.FP8)
+    no_cast = f"for rows in {group.dtype}, give them alone, with wire='fp8'"
+    _checks.array(op, "x[0]", x[0], {"T": None, "H": group.hidden}, _wires.FP8, no_cast)
     num_tokens = x[0].shape[0]
     blocks = group.hidden // _wires.CHANNELS_PER_SCALE
     _checks.array(op, "x[1]", x[1], {"T": num_tokens, "H/128": blocks}, jnp.float32)

@@ -47,7 +47,7 @@ def dispatch_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, nu
         ValueError: topk_idx is not [T, K], or one number does not divide the other.
     """
     op = "dispatch_layout"
-    _checks.array(op, "topk_idx", topk_idx, {"T": None, "K": None}, jnp.int32)
+    _checks.array(op, "topk_idx", topk_idx, {"T": None, "K": None}, jnp.int32, "jax.lax.top_k returns the ids second")
     sizes = {
         "num_experts": _checks.integer(f"{op}: num_experts", num_experts, 1, _checks.MAX_INT32),
         "num_ranks": _checks.integer(f"{op}: num_ranks", num_ranks, 1),

@@ -91,7 +91,7 @@ def test_quantised_x_needs_blocks_of_128(make_group, mesh):
 
 
 def test_dequantize_takes_what_was_received():
-    with pytest.raises(TypeError, match="dequantize: recv is a ArrayImpl"):
+    with pytest.raises(TypeError, match="dequantize: recv is an array; it must be what"):
         ep.dequantize(jnp.ones(3))
 
 
@@ -103,27 +103,35 @@ def quantised(x):
 # argument to blame comes first; its name is looked for without being mentioned.
 DISPATCH = [
     ({"x": lambda x: x[0]}, ValueError, ["(128,)"]),
-    ({"x": lambda x: x[:, :64]}, ValueError, [64, 128]),
-    ({"x": lambda x: x.astype(jnp.float32)}, TypeError, ["float32", "bfloat16"]),
-    ({"x": 1.0}, TypeError, ["float"]),
+    ({"x": lambda x: x[:, :64]}, ValueError, [64, "group.hidden", 128]),
+    ({"x": lambda x: x.astype(jnp.float32)}, TypeError, ["float32", "x.astype('bfloat16')"]),
+    ({"x": lambda x: quantised(x)[0]}, TypeError, ["float8_e4m3fn", "bfloat16 (fp8 comes in a pair: (x, scales))"]),
+    ({"x": 1.0}, TypeError, ["a float", "array"]),
     ({"x": [[0.0] * 128] * 8}, ValueError, ["list", 8, "array", "pair"]),
     ({"x": lambda x: jnp.zeros((9, 128), x.dtype)}, ValueError, [9, "max_tokens_per_rank", 8]),
     ({"x": lambda x: (quantised(x)[0], quantised(x)[1][:, :0])}, ValueError, ["(8, 0)"]),
-    ({"x": lambda x: (x, quantised(x)[1])}, TypeError, ["bfloat16", "float8_e4m3fn"]),
+    (
+        {"x": lambda x: (x, quantised(x)[1])},
+        TypeError,
+        ["bfloat16", "float8_e4m3fn (for rows in bfloat16", "wire='fp8'"],
+    ),
     ({"x": lambda x: (quantised(x)[0], x[:, :1])}, TypeError, ["bfloat16", "float32"]),
     ({"topk_idx": lambda idx: idx[0]}, ValueError, ["(4,)"]),
-    ({"topk_idx": lambda idx: idx[:, :3]}, ValueError, [3, 4]),
+    ({"topk_idx": lambda idx: idx[:, :3]}, ValueError, [3, "group.top_k", 4]),
     ({"topk_idx": lambda idx: idx[:7]}, ValueError, [7, 8]),
-    ({"topk_idx": lambda idx: idx.astype(jnp.int16)}, TypeError, ["int16", "int32"]),
+    ({"topk_idx": lambda idx: idx.astype(jnp.int16)}, TypeError, ["int16", "topk_idx.astype('int32')"]),
+    ({"topk_idx": lambda idx: idx * 0.5}, TypeError, ["float32", "int32 (are topk_idx and topk_weights swapped?"]),
     ({"topk_weights": lambda w: w[0]}, ValueError, ["(4,)"]),
     ({"topk_weights": lambda w: w[:, :3]}, ValueError, [3, 4]),
-    ({"topk_weights": lambda w: w.astype(jnp.bfloat16)}, TypeError, ["bfloat16", "float32"]),
+    ({"topk_weights": lambda w: w.astype(jnp.bfloat16)}, TypeError, ["bfloat16", "topk_weights.astype('float32')"]),
+    ({"topk_weights": lambda w: w.astype(jnp.int32)}, TypeError, ["int32", "float32 (are topk_idx", "swapped"]),
     ({"group": "ep"}, TypeError, ["str", "Group"]),
     ({"layout": "dense"}, ValueError, ["dense", "expert", "ragged"]),
     ({"layout": np.zeros(2)}, ValueError, ["expert", "ragged"]),
     ({"capacity": 12, "alignment": 8}, ValueError, [12, 8, 16]),
     ({"capacity": -8}, ValueError, [-8]),
-    ({"capacity": 8.0}, TypeError, ["8.0", "int"]),
+    ({"capacity": 8.5}, TypeError, ["8.5", "a float", "int, such as 9"]),
+    ({"capacity": jnp.int32(8)}, TypeError, ["an array", "int known when tracing"]),
     ({"capacity": 2**33}, ValueError, [2**33, "int32", 2**31 - 1]),
     ({"capacity": None, "alignment": 2**30}, ValueError, [9 * 2**30, "any routing", 2**30]),
     ({"alignment": 0}, ValueError, [0, 1]),
@@ -140,8 +148,9 @@ COMBINE = [
     ({"y": lambda y: y[..., 0]}, ValueError, [128]),
     ({"y": lambda y: y[..., :64]}, ValueError, [64, 128]),
     ({"y": lambda y: y[:-1]}, ValueError, []),
-    ({"y": lambda y: y.astype(jnp.float32)}, TypeError, ["float32", "bfloat16"]),
-    ({"recv": lambda recv: recv.x}, TypeError, ["dispatch"]),
+    ({"y": lambda y: y.astype(jnp.float32)}, TypeError, ["float32", "y.astype('bfloat16')"]),
+    ({"y": lambda y: quantised(y)[0]}, TypeError, ["float8_e4m3fn", "bfloat16 (fp8 rows", "jax_ep.dequantize(recv)"]),
+    ({"recv": lambda recv: recv.x}, TypeError, ["second argument", "an array", "dispatch"]),
     ({"out_dtype": "junk"}, TypeError, ["junk", "bfloat16"]),
     ({"out_dtype": "int32"}, TypeError, ["int32", "bfloat16", "float16", "float32"]),
 ]

@@ -215,4 +215,7 @@ def _as_bits(move: Any, x: jax.Array) -> jax.Array:
 @_as_bits.defjvp
 def _as_bits_jvp(move: Any, primals: Any, tangents: Any) -> Any:
     # The rules of the public functions come first; without this, a second derivative would be a silent zero.
-    raise TypeError("jax_ep's operations have first derivatives in reverse mode only")
+    raise TypeError(
+        "jax_ep: dispatch, combine and their like have first derivatives only, in reverse mode; use no jvp, hessian or "
+        "second grad through them"
+    )
