@@ -152,7 +152,7 @@ def make_exchanges(case: Case, factor: float, group: ep.Group) -> dict[str, Exch
     }
 
 
-def compile_step(exchange: Exchange, compute: Compute, top_k: int, mesh: Mesh, operands: Operands) -> Any:
+def compile_step(name: str, exchange: Exchange, compute: Compute, top_k: int, mesh: Mesh, operands: Operands) -> Any:
     """operands -> losses [R], gradients; None where XLA has no such collective, or no room for its buffers."""
 
     def step(operands: Operands) -> tuple[jax.Array, Operands]:
@@ -164,7 +164,7 @@ def compile_step(exchange: Exchange, compute: Compute, top_k: int, mesh: Mesh, o
         jax.block_until_ready(compiled(operands))
     except jax.errors.JaxRuntimeError as error:
         if "UNIMPLEMENTED" in str(error) or "RESOURCE_EXHAUSTED" in str(error):
-            print(f"left out: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"{name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
             return None
         raise
     return compiled
@@ -236,7 +236,8 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     with open_group(case, mesh, options.backend) as group:
         exchanges = make_exchanges(case, options.capacity_factor, group)
         compiled = {
-            name: compile_step(exchange, compute, case.top_k, mesh, operands) for name, exchange in exchanges.items()
+            name: compile_step(name, exchange, compute, case.top_k, mesh, operands)
+            for name, exchange in exchanges.items()
         }
         steps = {name: step for name, step in compiled.items() if step}
         differences = {

@@ -49,7 +49,7 @@ def dispatch(
             recv.num_dropped counts the others, and combine takes them as zero.
         alignment: in the ragged layout each expert's group is padded with zero rows to a multiple of it.
         wire: None sends rows in x's dtype; "fp8" as float8_e4m3fn with one float32 scale per 128 channels; "fp8_pow2"
-            the same with scales that are powers of two.
+            the same with scales that are powers of two. recv.x is fp8 then, to be multiplied with recv.scales.
         dequantize: turns fp8 rows back into group.dtype on arrival. The gradient is then that of wire=None
             (straight-through).
         zero_pad: True makes rows that hold no token zero, False leaves them unspecified; None means True where the call

@@ -83,8 +83,8 @@ def obstacle(mesh: jax.sharding.Mesh) -> str:
     """Why this process cannot be part of a group over a network, as what is wrong and what to do; "" if it can."""
     if (devices := len(mesh.local_devices)) != 1:
         return (
-            f"it has {devices} devices of the mesh, and NVSHMEM wants one process per GPU; start as many processes as "
-            "there are GPUs (srun --ntasks-per-node=8, or scripts/launch_local.py)"
+            f"{devices} devices of the mesh in one process, and NVSHMEM wants one process per GPU; start as many "
+            "processes as there are GPUs (srun --ntasks-per-node=8, or scripts/launch_local.py)"
         )
     return module_obstacle()
 

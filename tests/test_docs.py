@@ -17,6 +17,11 @@ def test_the_readmes_snippet_is_the_examples_text():
     assert snippet in (ROOT / "examples" / "moe_layer.py").read_text()
 
 
+def test_the_recipe_of_overlap_is_the_benchmarks_text():
+    recipe = re.search(r"^def overlapped.*?(?=^```)", (ROOT / "docs" / "overlap.md").read_text(), re.DOTALL | re.M)[0]
+    assert recipe in (ROOT / "benchmarks" / "overlap.py").read_text()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     here = ROOT / document

@@ -351,7 +351,7 @@ def devices_of_several_hosts():
     assert _network.node_size(devices[[0, 2, 1, 3]].reshape(1, 4), hosts) == 1
     reason = _backends._agreed_reason("", across, "ep", 20.0)
     assert "on several hosts" in reason
-    assert "process 0 cannot use the network: it has 2 devices of the mesh" in reason
+    assert "process 0 cannot use the network: 2 devices of the mesh in one process" in reason
     ours = jax.sharding.Mesh(devices.reshape(4)[[0, 2]], ("ep",))
     sys.modules["jax_ep._nvshmem"] = None  # as if it had not been built
     reason = _backends._agreed_reason("", ours, "ep", 20.0)
@@ -442,7 +442,7 @@ def test_doctor():
     assert done.stdout.count("versions") == 1
     assert "4 x cpu (platform cpu), process 0 of 2" in done.stdout
     assert "ranks 2 (cpu:2048), 3 (cpu:2049)" in done.stdout
-    assert "process 0, 1 cannot use the network: it has 2 devices of the mesh" in done.stdout
+    assert "process 0, 1 cannot use the network: 2 devices of the mesh in one process" in done.stdout
 
 
 def test_doctor_of_groups_that_use_cuda():
