@@ -22,7 +22,8 @@ class Group:
     Rank r, the index along `axis_name`, owns the experts [r * E_local, (r + 1) * E_local) with
     E_local = num_experts // num_ranks. Every setting of the mesh's other axes is a group of its own, with the same
     shape. A group is static: it is hashed by identity, may be closed over by jitted functions, and is a context manager
-    that closes itself.
+    that closes itself. What it was made with are its attributes, which cannot be set; so are num_ranks,
+    experts_per_rank and backend, the name of the one that was chosen.
 
     Args:
         mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`.
