@@ -319,10 +319,7 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(row["form"], str(row["num_sms"] or "auto"), row["gemms_by"], *cells)
     console = Console()
     console.print(table)
-    came_back = (
-        "all tokens came back as they were" if result["checked"] else "WRONG: tokens did not come back as they were"
-    )
-    console.print(came_back)
+    console.print(f"{'all' if result['checked'] else 'WRONG: not all'} tokens came back as they were")
 
 
 def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:

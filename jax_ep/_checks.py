@@ -18,19 +18,15 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32")  # of activations
 SETTINGS = {"E": "num_experts", "H": "hidden", "K": "top_k"}  # what a group fixes of an argument's shape
 SWAPPED = "are topk_idx and topk_weights swapped? jax.lax.top_k returns the ids second"
-SCALED = "fp8 rows need their scales: take jax_ep.dequantize(recv), or give dispatch dequantize=True"
 MAX_INT32 = 2**31 - 1  # experts, tokens and rows are numbered in int32
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """`value` is an int (a NumPy one will do) from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        fix = (
-            f", such as {math.ceil(value)}"
-            if isinstance(value, float) and math.isfinite(value)
-            else " known when tracing"
-        )
-        raise TypeError(f"{name} is {value!r}, {kind(value)}; it must be an int{fix}")
+        is_number = isinstance(value, float) and math.isfinite(value)
+        example = f", such as {math.ceil(value)}" if is_number else " known when tracing"
+        raise TypeError(f"{name} is {value!r}, {kind(value)}; it must be an int{example}")
     if value < least or (most is not None and value > most):
         raise ValueError(
             f"{name} is {value}; it must be {f'at least {least}' if most is None else f'{least} to {most}'}"
@@ -50,11 +46,8 @@ def array(op: str, name: str, value: Any, dims: dict[str, int | None], dtype: An
         want in (None, size) for size, want in zip(shape, dims.values(), strict=True)
     )
     if not fits:
-        sizes = {letter: size for letter, size in dims.items() if size is not None}
-        fixed = ", ".join(
-            f"{letter} = {f'group.{SETTINGS[letter]} = ' if letter in SETTINGS else ''}{size}"
-            for letter, size in sizes.items()
-        )
+        origins = {letter: f"group.{setting} = " for letter, setting in SETTINGS.items()}
+        fixed = ", ".join(f"{d} = {origins.get(d, '')}{size}" for d, size in dims.items() if size is not None)
         raise ValueError(
             f"{op}: {name} has shape {shape}; it must be [{', '.join(dims)}]{f' with {fixed}' if fixed else ''}"
         )

@@ -73,7 +73,8 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     check_usable(op, group)
     letters = ("E_local", "capacity") if route.layout == "expert" else ("capacity",)
     rows: dict[str, int | None] = dict(zip(letters, route.rows_shape, strict=True))
-    _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype, _checks.SCALED)
+    no_cast = "fp8 rows need their scales: take jax_ep.dequantize(recv), or give dispatch dequantize=True"
+    _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype, no_cast)
     _checks.array(op, "recv.weights", recv.weights, rows, jnp.float32)
     out_dtype = _checks.dtype(f"{op}: out_dtype", y.dtype if out_dtype is None else out_dtype)
     return out_dtype, *_compat.vary((y, recv.weights, route), [group.axis_name])
