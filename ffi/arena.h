@@ -87,6 +87,11 @@ enum class OpKind : uint32_t {
   kAllToAllBack
 };
 inline constexpr int kNumOpKinds = 7;
+// As messages and Group.stats name them.
+inline constexpr const char* kOpNames[kNumOpKinds] = {
+    "dispatch",           "dispatch_like", "dispatch (backward)", "combine",
+    "combine (backward)", "all_to_all",    "all_to_all_back",
+};
 
 // What a rank has done since its group was opened, for the host to look at. The experts' side of an operation knows how
 // many rows there are, where the tokens' side would have to count; so it counts for both.
@@ -123,6 +128,8 @@ struct Control {
   uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
   uint32_t poisons[2][kMaxSlots];   // 1 while a block poisons the results of a launch, of a done, in each slot
   unsigned long long claimed[2][kMaxSlots];  // {epoch, how many} of each Work, in each slot
+  // {epoch, time} of the first long wait of an operation, and of a done, in each slot.
+  unsigned long long first_wait[2][kMaxSlots];
   // The epoch whose rows each rank has read last in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];
   unsigned long long op[kMaxSlots][kMaxRanks];  // {epoch, hash of the call} of each rank
@@ -161,7 +168,7 @@ struct FailureRecord {
   uint32_t reason;  // FailureReason
   uint32_t op;      // OpKind
   uint32_t epoch;
-  int32_t rank, peer;
+  uint32_t rank, peer;
   uint32_t expected, seen;
 };
 enum class FailureReason : uint32_t {

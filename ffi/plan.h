@@ -8,11 +8,23 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kMaxBlockWarps = 16;           // one such block on a streaming multiprocessor (SM)
-inline constexpr int32_t kDefaultSms = 132;             // of an H100 SXM or H200
+inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
+// The most shared memory, static and dynamic, that a block of any kernel asks for; the kernels' files assert it.
+inline constexpr int64_t kMaxBlockSharedBytes = 204 * 1024;
 inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
-// A whole operation that took turns with it on another rank must find a free one: each would wait for the other's peer.
 inline constexpr int32_t kMostSmsBesideOthers = 64;
+
+// The SMs that a launch may take. `num_sms` is the user's choice, or 0 for all SMs of the device.
+constexpr int32_t usable_sms(int32_t num_sms, int32_t device_sms) {
+  return num_sms > 0 ? std::min(num_sms, device_sms) : device_sms;
+}
+
+// The SMs that a done may take: at most half of the device's. A whole operation that took turns with the done on
+// another rank needs a free SM here; without one, each of the two would wait for the other's peer.
+constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) {
+  const int32_t most = std::min(kMostSmsBesideOthers, std::max(device_sms / 2, 1));
+  return std::min(num_sms > 0 ? num_sms : kDefaultSmsBesideOthers, most);
+}
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
 // next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/protocol.cuh). Where
@@ -101,8 +113,9 @@ struct Shape {
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
-// Blocks for `sends` and `receives` rows. No more receive than it takes for as few turns: all wait for a team that has
-// one row more than the others, and the rest may send. Or no more send than that takes, and the rest receives.
+// Blocks for `sends` and `receives` rows, on at most `num_sms` SMs. No more receive than it takes for as few turns: all
+// wait for a team that has one row more than the others, and the rest may send. Or no more send than that takes, and
+// the rest receives.
 constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, int32_t num_sms) {
   const int32_t log_block = shape.log_block_warps;
   const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // one of which has no rows
@@ -113,7 +126,7 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
     const int64_t turns = std::max<int64_t>(divide_up(rows, teams), 1);
     return std::min(most, blocks_for(divide_up(rows, turns), log_warps));
   };
-  const int32_t blocks = (num_sms > 0 ? num_sms : kDefaultSms) * kMaxBlockWarps >> log_block;
+  const int32_t blocks = num_sms * kMaxBlockWarps >> log_block;
   if (blocks == 1) {
     return {1,
             0,
@@ -184,8 +197,8 @@ constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
 }
 
 // With the form that its blocks need.
-constexpr LaunchPlan settled(LaunchPlan plan) {
-  if (has_few_rows(plan.form) && plan.num_blocks > kDefaultSms) plan.form = Form::kFewRowsDense;
+constexpr LaunchPlan settled(LaunchPlan plan, int32_t device_sms) {
+  if (has_few_rows(plan.form) && plan.num_blocks > device_sms) plan.form = Form::kFewRowsDense;
   return plan;
 }
 
@@ -193,8 +206,9 @@ constexpr LaunchPlan settled(LaunchPlan plan) {
 // spends on finding out where its teams' next tokens go, it spends once for all of them. The warps of a team that
 // receives, with `team_in_block`, are of one block. `num_chunks` is of a row under way.
 constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
-                                  int32_t num_sms, bool team_in_block) {
+                                  int32_t num_sms, int32_t device_sms, bool team_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
+  const int32_t sms = usable_sms(num_sms, device_sms), warps = sms * kMaxBlockWarps / 2;
   const int64_t num_rows = num_tokens * num_ranks;
   Form form = form_for(num_tokens, num_sms);
   if (team_in_block && form == Form::kUsual) form = Form::kManyRows;  // combine's cotangents: there is padding to share
@@ -210,11 +224,10 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
     case Form::kUsual:
     case Form::kManyRows: {
       if (num_sms > 0) {
-        const int32_t warps = num_sms * kMaxBlockWarps / 2, most = std::max(log_chunks - 1, 0);
+        const int32_t most = std::max(log_chunks - 1, 0);
         shape = {form, 4, log_team(num_tokens, warps, most), log_team(num_rows, warps, most), 8};
         break;
       }
-      const int32_t warps = kDefaultSms / 2 * kMaxBlockWarps;
       const int32_t log_send = std::max(log_team(num_tokens, warps, 4), 2);
       const int32_t log_receive = std::max(log_team(num_rows, warps, log_chunks), std::clamp(log_chunks - 2, 0, 2));
       // Of two ranks, who sends has little to do: a row to one other, and the longer it is, the more there is to write.
@@ -236,7 +249,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
   if (team_in_block || !has_few_rows(form)) {  // where rows are claimed, a team's warps tell one another
     shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   }
-  return settled(plan_launch(num_tokens, num_rows, shape, num_sms));
+  return settled(plan_launch(num_tokens, num_rows, shape, sms), device_sms);
 }
 
 // The rows of the other ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing
@@ -244,7 +257,8 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
 // are summed at once. Where a token has a row or two, few warps on each, so that all come in one turn. A top_k of 0:
 // rows are not summed, and own ones go back like a peer's (all_to_all_back).
 constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
-                                 int32_t num_sms) {
+                                 int32_t num_sms, int32_t device_sms) {
+  const int32_t sms = usable_sms(num_sms, device_sms);
   const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
   Form form = form_for(num_tokens, num_sms);
   const bool is_thin = top_k > 0 && top_k <= 2, is_much = num_tokens * top_k * num_chunks >= 24 * 1024;
@@ -264,7 +278,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
       break;
     case Form::kUsual: {
       if (is_thin) {
-        shape = {form, 4, std::min(2, most), log_team(num_tokens, kDefaultSms / 2 * kMaxBlockWarps, 5), 8};
+        shape = {form, 4, std::min(2, most), log_team(num_tokens, sms * kMaxBlockWarps / 2, 5), 8};
         break;
       }
       // Where senders read most, of many tokens or for each row, half of the blocks send.
@@ -275,7 +289,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
     case Form::kManyRows: {
       // A warp sums four chunks at once, a part. Each row has a warp, or one for each of its parts, where that takes
       // clearly less: fewer turns of all parts, or more of one.
-      const int32_t warps = std::max((num_sms > 0 ? num_sms : kDefaultSms) / 2 - 1, 1) * kMaxBlockWarps;
+      const int32_t warps = std::max(sms / 2 - 1, 1) * kMaxBlockWarps;
       const int64_t parts = divide_up(num_chunks, 4), most_rows = std::max(num_rows, num_tokens);
       const int32_t log_parts = log2_ceil(static_cast<int32_t>(parts));
       const auto turns = [=](int32_t log) { return divide_up(most_rows, std::max(warps >> log, 1)); };
@@ -285,7 +299,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
     }
   }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
-  LaunchPlan plan = settled(plan_launch(num_rows, num_tokens, shape, num_sms));
+  LaunchPlan plan = settled(plan_launch(num_rows, num_tokens, shape, sms), device_sms);
   plan.sums_own = sums_own;
   return plan;
 }

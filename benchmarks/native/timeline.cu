@@ -253,6 +253,8 @@ int main(int argc, char** argv) {
   const int32_t num_ranks = setting("RANKS", num_devices);
   const int32_t tokens = arg(1, 128), cast = arg(2, 0);
   const bool grad = setting("GRAD", 0) != 0;
+  int device_sms = 0;
+  must(cudaDeviceGetAttribute(&device_sms, cudaDevAttrMultiProcessorCount, 0));
   const auto log_of = [](int32_t n) { return n < 2 ? 0 : n < 4 ? 1 : n < 8 ? 2 : n < 16 ? 3 : n < 32 ? 4 : 5; };
   const auto adjusted = [&](LaunchPlan plan, int first) {
     const int32_t senders = arg(first, plan.num_senders), receivers = arg(first + 1, plan.num_receivers());
@@ -262,15 +264,15 @@ int main(int argc, char** argv) {
     plan.log_send_warps = log_of(arg(first + 3, 1 << plan.log_send_warps));
     plan.log_receive_warps = log_of(arg(first + 4, 1 << plan.log_receive_warps));
     if (plan.block_warps() <= kFewRowsBlockWarps) {
-      plan.form = plan.num_blocks > kDefaultSms ? Form::kFewRowsDense : Form::kFewRows;
+      plan.form = plan.num_blocks > device_sms ? Form::kFewRowsDense : Form::kFewRows;
     }
     if (setting("FORM", -1) >= 0) plan.form = static_cast<Form>(setting("FORM", 0));
     plan.sums_own = setting("SUMS_OWN", plan.sums_own);
     return plan;
   };
   const int32_t out_chunks = num_chunks(cast ? kHidden : kRowBytes), back_chunks = num_chunks(kRowBytes);
-  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, kTopK, out_chunks, kNumSms, grad), 3);
-  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, kTopK, back_chunks, kNumSms), 8);
+  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, kTopK, out_chunks, kNumSms, device_sms, grad), 3);
+  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, kTopK, back_chunks, kNumSms, device_sms), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
   GroupConfig config = {kExperts, kTopK, tokens, kRowBytes, kNumSms, 5.0, {devices}};

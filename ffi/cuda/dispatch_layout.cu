@@ -1,7 +1,7 @@
 #include <cooperative_groups.h>
 
 #include "ffi/cuda/dispatch_layout.h"
-#include "ffi/cuda/memory.cuh"
+#include "ffi/cuda/ptx.cuh"
 #include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {
@@ -39,9 +39,10 @@ __device__ Share share_of_cluster(const DispatchLayoutArgs& args, int32_t cluste
 
 // Every cluster scans all ids and alone writes its share of the results. So it can zero them itself, no cluster waits
 // for another, and as what it adds up are integers, their order does not matter.
-__global__ void __cluster_dims__(kBlocksPerCluster) __launch_bounds__(kThreads)
-    dispatch_layout_kernel(const DispatchLayoutArgs args) {
-  extern __shared__ int32_t block_counts[];  // per expert of a rank: adding to global memory at once is far slower
+__global__ void __launch_bounds__(kThreads) dispatch_layout_kernel(const DispatchLayoutArgs args) {
+  JAX_EP_DYNAMIC_SHARED(16, scratch);
+  // Of each expert of a rank; adding to global memory at once is far slower.
+  auto* const block_counts = reinterpret_cast<int32_t*>(scratch);
   const auto cluster = cooperative_groups::this_cluster();
   const Share share = share_of_cluster(args, blockIdx.x / kBlocksPerCluster);
   const int32_t num_counts = share.is_rank ? share.size : 0;
@@ -83,6 +84,11 @@ cudaError_t dispatch_layout_on_device(const DispatchLayoutArgs& args, cudaStream
   config.blockDim = kThreads;
   config.dynamicSmemBytes = args.num_experts / args.num_ranks * sizeof(int32_t);
   config.stream = stream;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kBlocksPerCluster, 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, dispatch_layout_kernel, args);
 }
 

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "ffi/cuda/floor.h"
-#include "ffi/cuda/memory.cuh"
+#include "ffi/cuda/ptx.cuh"
 
 namespace jax_ep {
 namespace {

@@ -39,6 +39,9 @@ constexpr int32_t kPartBytes = sums_at_once(Form::kManyRows) * kChunkBytes;
 using RingOfY = Ring<kPartBytes>;
 constexpr int32_t ring_bytes(Form form) { return has_ring(form) ? RingOfY::kBytes : 0; }
 
+static_assert(kMaxBlockWarps * (ring_bytes(Form::kManyRows) + sizeof(RingOfY::Landed)) + sizeof(State) <=
+              kMaxBlockSharedBytes);
+
 // The pieces that a lane asks for: those of one row, but for the parts of the team's other warps.
 struct Pieces {
   int32_t number;      // of the next one in the ring
@@ -102,7 +105,7 @@ struct Gather {
     if (item < num_candidates && !blocks()) sum_row(ask_for_row(item));
     if (entering) op.await_entry();
     op.stamp(1);
-    bool gives_up = op.state.failed;
+    bool gives_up = op.warp_has_failed();
     // Warps that meet at a barrier for a far rank's rows must agree: they go on to the end, or do not begin.
     if (kHasNetwork) gives_up = any_of_team(team, kFirstBarrier, gives_up);
     if (gives_up) {
@@ -112,7 +115,8 @@ struct Gather {
 #pragma unroll 1
     for (; item < num_candidates; item += team.num_teams) {
       if (item >= team.num_teams || blocks()) sum_row(kAsksAhead && !blocks() ? next : ask_for_row(item));
-      if (kReadsOnce && !blocks() && team.warp == 0 && item + team.num_teams < num_candidates) fetch_ahead(next);
+      if (kReadsOnce && !blocks() && args.y && team.warp == 0 && item + team.num_teams < num_candidates)
+        fetch_ahead(next);
       if (row.present) send_row(row, sums, team);
       if (is_far(peers, row.peer) && !by_node()) put_staged(row.peer, peers.rank, row.index, row.present, team);
     }
@@ -481,7 +485,7 @@ struct Gather {
     if (kAsksAhead && token < args.num_tokens) asked = ask_for_token(token);
     if (entering) op.await_entry();
     op.stamp(1);
-    if (op.state.failed) return;
+    if (op.warp_has_failed()) return;
     if (blockIdx.x == plan.first_receiver && op.meets_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
       op.meet_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
@@ -754,12 +758,12 @@ template <typename X, Form kForm>
 __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm))
     gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
                   const __grid_constant__ LaunchPlan plan) {
-  __shared__ State state;
+  JAX_EP_SHARED(State, state);
   RingOfY ring;
   Pieces to_come = {};
   if constexpr (has_ring(kForm)) {
-    extern __shared__ __align__(128) uint8_t pieces[];
-    __shared__ RingOfY::Landed landed[kMaxBlockWarps];
+    JAX_EP_DYNAMIC_SHARED(128, pieces);
+    JAX_EP_SHARED(RingOfY::LandedOfWarps, landed);
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
   const void* result = args.out ? args.out : args.topk_weights;
@@ -802,12 +806,11 @@ auto kernel_of(Form form) {
 cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& best,
                           cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
-  with_element_type(type, [&](auto element) {
+  return with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.form);
     const int32_t scratch = plan.block_warps() * ring_bytes(plan.form);
-    kernel<<<plan.num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
+    return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t load_gather() {

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "ffi/cuda/device.h"
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/runtime.h"
 #include "ffi/cuda/scatter.h"
@@ -29,9 +30,29 @@ T download(const T* device) {
 
 RowCounters sum(const RowCounters& a, const RowCounters& b) { return {a.rows + b.rows, a.bytes + b.bytes}; }
 
+constexpr double kLongestTimeoutSeconds = 1e6;  // kernels count milliseconds in 32 bits
+
 Control* control_at(uint8_t* data) { return reinterpret_cast<Control*>(data); }
 
 }  // namespace
+
+std::string summary(const FailureRecord& failure) {
+  const std::string op = kOpNames[failure.op], rank = std::to_string(failure.rank), peer = std::to_string(failure.peer);
+  switch (static_cast<FailureReason>(failure.reason)) {
+    case FailureReason::kTimeout:
+      return "PeerTimeoutError: " + op + ": rank " + rank + " gave up waiting for rank " + peer;
+    case FailureReason::kOtherOp:
+      return "Error: " + op + ": rank " + peer + " was in another call than rank " + rank;
+    case FailureReason::kWrongRank:
+      return "Error: " + op + ": the program runs rank " + std::to_string(failure.seen) +
+             " on the device that group.mesh has as rank " + rank;
+    case FailureReason::kSlotTaken:
+      return "Error: " + op + ": rank " + rank + " has no room for another operation while older halves are under way";
+    case FailureReason::kElsewhere:
+      return "PeerTimeoutError: " + op + ": rank " + peer + " gave up, and rank " + rank + " with it";
+  }
+  return "Error: " + op;
+}
 
 Group::Group(GroupConfig config) : config_(std::move(config)) {
   const int32_t num_ranks = this->num_ranks();
@@ -70,6 +91,7 @@ void Group::open() {
       member.peers.rank = rank;
     }
   }
+  expect_supported_pairs();
   records_.push_back({HostMemory::allocate(members_.size() * sizeof(FailureRecord)), members_.size()});
   if (config_.network) expect_room();
   for (Member& member : members_) open_member(member);
@@ -91,8 +113,23 @@ void Group::open() {
   }
 }
 
+// Looks at this process's devices. jax_ep/_backends/__init__.py looks at the devices of other processes, too, if this
+// process sees them. No process sees the link to a device that CUDA_VISIBLE_DEVICES or a container hides from it: CUDA
+// then says nothing about that link.
+void Group::expect_supported_pairs() const {
+  for (const std::vector<int32_t>& line : config_.devices) {
+    std::vector<int32_t> ordinals;
+    for (int32_t ordinal : line) {
+      if (ordinal != kElsewhere) ordinals.push_back(ordinal);
+    }
+    const std::string reason = unsupported_pair(ordinals);
+    if (!reason.empty()) throw std::runtime_error(reason + ", or backend='reference'");
+  }
+}
+
 void Group::open_member(Member& member) {
   const OnDevice device(member.ordinal);
+  member.num_sms = count_sms(member.ordinal);
   Peers& peers = member.peers;
   peers.num_ranks = num_ranks();
   peers.experts_per_rank = experts_per_rank();
@@ -102,7 +139,7 @@ void Group::open_member(Member& member) {
   peers.by_experts = Divisor(peers.experts_per_rank);
   peers.by_top_k = Divisor(config_.top_k);
   peers.layout = layout_;
-  peers.timeout_ns = static_cast<uint64_t>(std::min(config_.timeout_seconds, 1e9) * 1e9);
+  peers.timeout_ns = static_cast<uint64_t>(std::min(config_.timeout_seconds, kLongestTimeoutSeconds) * 1e9);
   const size_t index = &member - members_.data();
   peers.failure = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal)) + index;
 
@@ -218,8 +255,7 @@ NetworkTable Group::find_peers(const Member& member) const {
 }
 
 void Group::close() {
-  if (closed_) return;
-  closed_ = true;
+  if (closed_.exchange(true)) return;
   const Span span("jax_ep.Group: close");
   for (const Member& member : members_) {
     const OnDevice device(member.ordinal);
@@ -264,7 +300,7 @@ std::optional<FailureRecord> Group::failure() const {
   for (const Records& records : records_) {
     const auto* first = static_cast<const FailureRecord*>(records.memory.data());
     for (const FailureRecord* record = first; record != first + records.count; ++record) {
-      if (*const_cast<const volatile uint32_t*>(&record->valid)) return *record;
+      if (__atomic_load_n(&record->valid, __ATOMIC_ACQUIRE)) return *record;  // the record was written before `valid`
     }
   }
   return std::nullopt;

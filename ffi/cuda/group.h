@@ -1,10 +1,12 @@
 // The groups of this process: their memory on every local device, and the peer tables that kernels are given.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -62,9 +64,13 @@ struct RankStats {
   std::vector<PeerStats> peers;  // by rank, itself among them
 };
 
+// The failure in a line: the Python class that Group.check raises, and the beginning of its message.
+std::string summary(const FailureRecord& failure);
+
 // What a launch needs to know of the device it runs on.
 struct Member {
   int32_t ordinal, line;
+  int32_t num_sms;  // of the device
   Peers peers;
   DeviceMemory arena;                       // none over a network, which has memory of its own
   uint8_t* symmetric_arena = nullptr;       // that one
@@ -89,7 +95,7 @@ class Group {
   void free_arenas();
 
   bool closed() const { return closed_; }
-  int32_t num_sms() const { return config_.num_sms; }
+  int32_t num_sms() const { return config_.num_sms; }  // the user's choice
   int64_t bytes_per_device() const;
   std::optional<FailureRecord> failure() const;
   // Of this process's ranks, in the order of members(). Waits for no kernel, and works after close().
@@ -107,6 +113,7 @@ class Group {
   };
 
   void open();
+  void expect_supported_pairs() const;
   void open_member(Member& member);
   void expect_room() const;
   uint8_t* allocate_symmetric(int64_t bytes, int32_t ordinal) const;
@@ -121,7 +128,7 @@ class Group {
   ArenaLayout layout_;
   std::vector<Member> members_;
   std::vector<Records> records_;  // this process's, then the others'
-  bool closed_ = false;
+  std::atomic<bool> closed_ = false;
 };
 
 // Groups by the number that stands in compiled programs, which is the same in all processes. A closed group keeps it.

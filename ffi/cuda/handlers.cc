@@ -14,7 +14,7 @@
 #include "ffi/cuda/halves.h"
 #include "ffi/cuda/runtime.h"
 #include "ffi/cuda/scatter.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi/cuda/xla.h"
 
 namespace jax_ep {
 
@@ -74,33 +74,49 @@ int64_t num_rows(const ffi::AnyBuffer& buffer) {
                                          : static_cast<int64_t>(buffer.element_count()) / buffer.dimensions().back();
 }
 
-// This device's part in the group, if a call of this size fits in it.
-ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal, int64_t num_tokens,
-                                       int64_t payload) {
+// Why the group takes no calls, or "".
+std::string refusal(const Group* group) {
+  if (group == nullptr) return "this process has not made the group that the program was compiled for";
+  if (group->closed()) return "its group is closed; make a new Group and trace the function again";
+  if (const std::optional<FailureRecord> failure = group->failure()) {
+    return "its group has failed before (" + summary(*failure) + "); close it, make a new Group and trace the " +
+           "function again";
+  }
+  return "";
+}
+
+// This device's part in the group, if the group takes calls.
+ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal) {
   const Group* group = find_group(group_id);
-  const std::string where = std::string(op) + ": ";
-  if (group == nullptr) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      where + "this process has not made the group that the program was compiled for"));
-  }
-  if (group->closed()) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      where + "its group is closed; make a new Group and trace the function again"));
-  }
+  const std::string where = std::string(op) + ": ", reason = refusal(group);
+  if (!reason.empty()) return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, where + reason));
   const Member* member = group->member_on(ordinal);
   if (member == nullptr) {
     return ffi::Unexpected(
         ffi::Error(ffi::ErrorCode::kInvalidArgument,
                    where + "CUDA device " + std::to_string(ordinal) + " is not in the group's mesh"));
   }
-  const ArenaLayout& layout = member->peers.layout;
-  if (num_tokens > layout.max_tokens || payload > layout.max_payload || payload % 16 != 0) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                                      where + std::to_string(num_tokens) + " rows of " + std::to_string(payload) +
-                                          " bytes do not fit in the group's " + std::to_string(layout.max_tokens) +
-                                          " rows of " + std::to_string(layout.max_payload) + " bytes"));
-  }
   return member;
+}
+
+// The same, if also the call fits in the group's arena.
+ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal, const Call& call,
+                                       int64_t payload) {
+  const auto member = member_for(op, group_id, ordinal);
+  if (member.has_error()) return member;
+  const ArenaLayout& layout = (*member)->peers.layout;
+  const bool is_all_to_all = call.op == OpKind::kAllToAll || call.op == OpKind::kAllToAllBack;
+  const int32_t top_k = is_all_to_all ? 1 : layout.top_k;  // Peers::by_top_k and the rows' headers rely on it
+  std::string misfit;
+  if (call.top_k != top_k) {
+    misfit = "top_k is " + std::to_string(call.top_k) + "; it must be the group's " + std::to_string(top_k);
+  } else if (call.num_tokens > layout.max_tokens || payload > layout.max_payload || payload % 16 != 0) {
+    misfit = std::to_string(call.num_tokens) + " rows of " + std::to_string(payload) +
+             " bytes do not fit in the group's " + std::to_string(layout.max_tokens) + " rows of " +
+             std::to_string(layout.max_payload) + " bytes";
+  }
+  if (misfit.empty()) return member;
+  return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(op) + ": " + misfit));
 }
 
 // Turns what is thrown into XLA's errors.
@@ -129,23 +145,23 @@ ffi::Error begin(const char* op, const Member& member, const Call& call, const B
   });
 }
 
-// SMs for an operation of the group.
-int32_t num_sms(int64_t group, Half half) {
+// SMs for an operation of the group, as plans take them; 0: as the plan sees fit.
+int32_t num_sms(int64_t group, Half half, int32_t device_sms) {
   const int32_t chosen = find_group(group)->num_sms();
-  if (half == Half::kWhole) return chosen;
-  return chosen == 0 ? kDefaultSmsBesideOthers : std::min(chosen, kMostSmsBesideOthers);
+  return half == Half::kWhole ? chosen : usable_sms_beside_others(chosen, device_sms);
 }
 
 ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
                    const ScatterArgs& args, const Buffers& buffers = {}) {
   // An fp8 row and its scales take less than the same channels in 16 bits.
   const int64_t payload = args.num_scales > 0 ? args.num_scales * kChannelsPerScale : args.row_bytes;
-  const auto member = member_for(op, group, ordinal, args.num_tokens, payload);
+  const auto member = member_for(op, group, ordinal, args, payload);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
+  const int32_t device_sms = (*member)->num_sms;
   const LaunchPlan plan =
       plan_scatter(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
-                   num_sms(group, args.half), args.arrival == Arrival::kCombineBack);
+                   num_sms(group, args.half, device_sms), device_sms, args.arrival == Arrival::kCombineBack);
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
     return kernels.launch_scatter(peers, args, type, plan, on);
   };
@@ -154,11 +170,13 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
                   const GatherArgs& args, const Buffers& buffers = {}) {
-  const auto member = member_for(op, group, ordinal, args.num_tokens, args.row_bytes);
+  const auto member = member_for(op, group, ordinal, args, args.row_bytes);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
-  const LaunchPlan plan = plan_gather(args.num_tokens, peers.num_ranks, args.rows ? args.top_k : 0,
-                                      num_chunks(static_cast<int32_t>(args.row_bytes)), num_sms(group, args.half));
+  const int32_t device_sms = (*member)->num_sms;
+  const LaunchPlan plan =
+      plan_gather(args.num_tokens, peers.num_ranks, args.rows ? args.top_k : 0,
+                  num_chunks(static_cast<int32_t>(args.row_bytes)), num_sms(group, args.half, device_sms), device_sms);
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
     return kernels.launch_gather(peers, args, type, plan, on);
   };
@@ -175,7 +193,7 @@ Buffers addresses(const Buffer&... buffers) {
 
 // The operands are the start's, but for its axis_index, and the ticket; the results are in the place of some of them.
 ffi::Error done(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands) {
-  const auto member = member_for(op, group, ordinal, 0, 0);
+  const auto member = member_for(op, group, ordinal);
   if (member.has_error()) return member.error();
   Buffers buffers;
   for (size_t i = 0; i < operands.size(); ++i) buffers.push_back(data<const void>(*operands.get<ffi::AnyBuffer>(i)));
@@ -405,7 +423,7 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
 // A binding of `operands` buffers in and `results` out, behind what every handler takes.
 template <typename Attrs>
 auto bind_call() {
-  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>().Attrs<Attrs>();
+  return ffi::Ffi::Bind().Ctx<CallStream>().Ctx<ffi::DeviceOrdinal>().Attrs<Attrs>();
 }
 template <int operands, int results, typename Binding>
 auto with_buffers(Binding binding) {
@@ -420,7 +438,7 @@ auto with_buffers(Binding binding) {
 
 auto bind_done() {
   return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<CallStream>()
       .Ctx<ffi::DeviceOrdinal>()
       .Attr<int64_t>("group")
       .RemainingArgs()
@@ -428,20 +446,20 @@ auto bind_done() {
 }
 
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
-XLA_FFI_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kDispatchLike, dispatch_like, (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kCombineBack, combine_back, (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kAllToAll, all_to_all, (with_buffers<4, 3>(bind_call<AllToAllAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kCombine, combine, (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kDispatchBack, dispatch_back, (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
-XLA_FFI_DEFINE_HANDLER(kAllToAllBack, all_to_all_back, (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatchLike, dispatch_like, (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kCombineBack, combine_back, (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kAllToAll, all_to_all, (with_buffers<4, 3>(bind_call<AllToAllAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kCombine, combine, (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatchBack, dispatch_back, (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kAllToAllBack, all_to_all_back, (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
 
 // Halves are not for CUDA graphs: their handlers are asked each time.
 XLA_FFI_DEFINE_HANDLER(kRoom, room, ffi::Ffi::Bind().Attr<int64_t>("group").RemainingArgs().RemainingRets());
-XLA_FFI_DEFINE_HANDLER(kDispatchStart, dispatch_start, (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
-XLA_FFI_DEFINE_HANDLER(kDispatchDone, dispatch_done, bind_done());
-XLA_FFI_DEFINE_HANDLER(kCombineStart, combine_start, (with_buffers<7, 1>(bind_call<CallAttrs>())));
-XLA_FFI_DEFINE_HANDLER(kCombineDone, combine_done, bind_done());
+JAX_EP_DEFINE_HANDLER(kDispatchStart, dispatch_start, (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
+JAX_EP_DEFINE_HANDLER(kDispatchDone, dispatch_done, bind_done());
+JAX_EP_DEFINE_HANDLER(kCombineStart, combine_start, (with_buffers<7, 1>(bind_call<CallAttrs>())));
+JAX_EP_DEFINE_HANDLER(kCombineDone, combine_done, bind_done());
 
 }  // namespace
 

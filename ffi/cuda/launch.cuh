@@ -1,9 +1,9 @@
-// What the kernels' host functions share: one kernel per element type.
+// What the kernels' host functions share: launches, and one kernel per element type.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "ffi/cuda/call.h"
 
@@ -11,15 +11,31 @@ namespace jax_ep {
 
 // Calls f with an element of the type.
 template <typename F>
-void with_element_type(ElementType type, F f) {
+auto with_element_type(ElementType type, F f) {
   switch (type) {
     case ElementType::kFloat32:
       return f(float{});
     case ElementType::kFloat16:
       return f(__half{});
-    case ElementType::kBFloat16:
+    default:
       return f(__nv_bfloat16{});
   }
+}
+
+struct Grid {
+  int32_t num_blocks, block_threads;
+  int64_t shared_bytes;  // dynamic shared memory of a block
+};
+
+// Enqueues a kernel.
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream, const Args&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid.num_blocks);
+  config.blockDim = dim3(grid.block_threads);
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 // Loads a kernel on the current device: one that is loaded while a peer waits can deadlock. `scratch`: the most dynamic

@@ -6,12 +6,18 @@
 
 #include <cstring>
 
+#include "ffi/cuda/device.h"
 #include "ffi/cuda/dispatch_layout.h"
-#include "ffi/cuda/floor.h"
 #include "ffi/cuda/group.h"
 #include "ffi/cuda/handlers.h"
 #include "ffi/cuda/runtime.h"
+#include "ffi/cuda/xla.h"
 #include "ffi/dispatch_layout_handler.h"
+#ifdef JAX_EP_EMULATOR
+#include "ffi/emulator/module.h"
+#else
+#include "ffi/cuda/floor.h"
+#endif
 
 namespace jax_ep {
 namespace {
@@ -36,16 +42,16 @@ ffi::Error dispatch_layout(cudaStream_t stream, TopkIdx topk_idx, DispatchLayout
                               cudaGetErrorString(status));
 }
 
-XLA_FFI_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<TopkIdx>()
-                           .Attrs<DispatchLayoutAttrs>()
-                           .Ret<Counts>()
-                           .Ret<Counts>()
-                           .Ret<Counts>()
-                           .Ret<Membership>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+JAX_EP_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
+                      ffi::Ffi::Bind()
+                          .Ctx<CallStream>()
+                          .Arg<TopkIdx>()
+                          .Attrs<DispatchLayoutAttrs>()
+                          .Ret<Counts>()
+                          .Ret<Counts>()
+                          .Ret<Counts>()
+                          .Ret<Membership>(),
+                      {ffi::Traits::kCmdBufferCompatible});
 
 // (reason, op, waiting rank, missing rank, expected, seen) of the group's first failure, or None.
 nb::object group_failure(int64_t id) {
@@ -53,12 +59,12 @@ nb::object group_failure(int64_t id) {
   if (!failure) return nb::none();
   static constexpr const char* kReasons[] = {"timeout", "other op", "wrong rank", "slot taken",
                                              "elsewhere"};  // enum FailureReason
-  return nb::make_tuple(kReasons[failure->reason], failure->op, failure->rank, failure->peer, failure->expected,
-                        failure->seen);
+  return nb::make_tuple(kReasons[failure->reason], kOpNames[failure->op], failure->rank, failure->peer,
+                        failure->expected, failure->seen);
 }
 
-// Of each of this process's ranks: (operations by OpKind, dropped rows, of each rank: (rows sent, bytes sent, rows
-// received, bytes received, nanoseconds waited)).
+// Of each of this process's ranks: ({name: number} of operations, dropped rows, of each rank: (rows sent, bytes sent,
+// rows received, bytes received, nanoseconds waited)).
 nb::list group_stats(int64_t id) {
   std::vector<RankStats> all;
   {
@@ -67,11 +73,13 @@ nb::list group_stats(int64_t id) {
   }
   nb::list ranks;
   for (const RankStats& rank : all) {
+    nb::dict operations;
+    for (int i = 0; i < kNumOpKinds; ++i) operations[kOpNames[i]] = rank.operations[i];
     nb::list peers;
     for (const auto& [sent, received, waited_ns] : rank.peers) {
       peers.append(nb::make_tuple(sent.rows, sent.bytes, received.rows, received.bytes, waited_ns));
     }
-    ranks.append(nb::make_tuple(rank.operations, rank.dropped, peers));
+    ranks.append(nb::make_tuple(operations, rank.dropped, peers));
   }
   return ranks;
 }
@@ -119,12 +127,28 @@ void open_group_from_python(int64_t id, int32_t num_experts, int32_t top_k, int3
 
 // Identifies a GPU also where processes number theirs differently.
 nb::bytes device_uuid(int32_t ordinal) {
-  cudaDeviceProp properties = {};
-  check(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties");
-  return nb::bytes(properties.uuid.bytes, sizeof(properties.uuid.bytes));
+  const cudaUUID_t uuid = device_properties(ordinal).uuid;
+  return nb::bytes(uuid.bytes, sizeof(uuid.bytes));
 }
 
+// The reason that `find` returns, or the error that keeps it from finding one.
+template <typename Find>
+std::string reason_of(Find find) {
+  try {
+    return find();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+}
+
+#ifdef JAX_EP_EMULATOR
+NB_MODULE(_emulated, m) {
+  emulator::bind(m);
+#else
 NB_MODULE(_cuda, m) {
+  m.def("link_floor", link_floor, nb::arg("devices"), nb::arg("rows"), nb::arg("row_bytes"),
+        nb::call_guard<nb::gil_scoped_release>());
+#endif
   m.def("targets", [] {
     nb::dict targets;
     targets["jax_ep_dispatch_layout"] = nb::capsule(reinterpret_cast<void*>(kDispatchLayout));
@@ -146,6 +170,10 @@ NB_MODULE(_cuda, m) {
     return best_sharing(ordinals) == Sharing::kIpc ? "ipc" : "descriptor";
   });
   m.def("device_uuid", device_uuid);
+  m.def("find_device", [](const nb::bytes& uuid) { return find_device({uuid.c_str(), uuid.size()}); });
+  m.def("unsupported_device", [](int32_t ordinal) { return reason_of([=] { return unsupported_device(ordinal); }); });
+  m.def("unsupported_pair",
+        [](const std::vector<int32_t>& ordinals) { return reason_of([&] { return unsupported_pair(ordinals); }); });
   m.def("group_bytes", [](int64_t id) { return find_group(id)->bytes_per_device(); });
   m.def("group_failure", group_failure);
   m.def("group_stats", group_stats);
@@ -153,8 +181,6 @@ NB_MODULE(_cuda, m) {
     const Traffic traffic = find_group(id)->traffic();
     return nb::make_tuple(traffic.rows, traffic.bytes);
   });
-  m.def("link_floor", link_floor, nb::arg("devices"), nb::arg("rows"), nb::arg("row_bytes"),
-        nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

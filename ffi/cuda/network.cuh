@@ -2,8 +2,8 @@
 // for _nvshmem, with one (JAX_EP_NETWORK). What is only called there is in nvshmem/device.cu.
 #pragma once
 
-#include "ffi/cuda/memory.cuh"
 #include "ffi/cuda/network.h"
+#include "ffi/cuda/ptx.cuh"
 #include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {

@@ -12,8 +12,8 @@
 
 #include "ffi/arena.h"
 #include "ffi/cuda/call.h"
-#include "ffi/cuda/memory.cuh"
 #include "ffi/cuda/network.cuh"
+#include "ffi/cuda/ptx.cuh"
 #include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {
@@ -43,7 +43,7 @@ struct State {
   int32_t slot;
   uint32_t whole_slots, num_entered;  // Control's, as this launch found them
   bool slot_is_free;                  // on all ranks, without asking
-  bool entered;                       // it takes part in the launch
+  bool entered;                       // it takes part in the launch, and so has an epoch and a slot
   volatile bool failed;               // give up: the results will be poisoned
 #ifdef JAX_EP_TIMELINE
   uint64_t begun;
@@ -64,7 +64,7 @@ struct Operation {
   __device__ void stamp([[maybe_unused]] int32_t phase) const {
 #ifdef JAX_EP_TIMELINE
     if (threadIdx.x != 0) return;
-    asm volatile("" ::: "memory");
+    compiler_barrier();
     const uint64_t now = globaltimer_ns();
     if (phase == 0) {  // of which operation, is not known yet
       state.begun = now;
@@ -73,7 +73,7 @@ struct Operation {
       peers.timeline[block * kTimelinePhases + phase] = now;
       if (phase == 5) peers.timeline[block * kTimelinePhases] = state.begun;
     }
-    asm volatile("" ::: "memory");
+    compiler_barrier();
 #endif
   }
 
@@ -92,13 +92,14 @@ struct Operation {
   template <typename Peer, typename Probe>
   __device__ __forceinline__ bool wait_for(Peer peer, uint32_t expected, Probe probe,
                                            FailureReason reason = FailureReason::kTimeout) const {
-    uint64_t begun = 0;
+    uint64_t deadline_ns = 0;
     for (uint32_t polls = 1;; ++polls) {
       const uint32_t seen = probe();
       if (seen == expected) return true;
+      poll_pause();
       if (polls % 64 > 1) continue;  // few instructions between two looks
       if (state.failed) return false;
-      if (polls % 64 == 0) begun = lose_patience(*this, begun, reason, blamed(peer), expected, seen);
+      if (polls % 64 == 0) deadline_ns = lose_patience(*this, deadline_ns, reason, blamed(peer), expected, seen);
     }
   }
 
@@ -115,19 +116,37 @@ struct Operation {
     return peer();
   }
 
-  // Called now and then while waiting since `begun` (0: the first time); gives it back.
-  __device__ __noinline__ static uint64_t lose_patience(Operation op, uint64_t begun, FailureReason reason,
+  // Called now and then while waiting until `deadline_ns` (0: the first time); gives the deadline back.
+  __device__ __noinline__ static uint64_t lose_patience(Operation op, uint64_t deadline_ns, FailureReason reason,
                                                         int32_t peer, uint32_t expected, uint32_t seen) {
     const uint64_t now = globaltimer_ns();
     if (load_relaxed(&op.own().failed) != 0) op.state.failed = true;
-    if (begun != 0 && now - begun > op.peers.timeout_ns) {
-      if (reason == FailureReason::kTimeout) {
-        op.expect_no_other_call();
-        if constexpr (kHasNetwork) peer = op.silent_rank(peer);
-      }
-      fail(op, reason, peer, expected, seen);
+    if (deadline_ns == 0) return op.deadline(now);
+    if (now < deadline_ns) return deadline_ns;
+    if (reason == FailureReason::kTimeout && op.state.entered) {
+      op.expect_no_other_call();
+      if constexpr (kHasNetwork) peer = op.silent_rank(peer);
     }
-    return begun != 0 ? begun : now;
+    fail(op, reason, peer, expected, seen);
+    return deadline_ns;
+  }
+
+  // Of all waits of the operation, in all of its blocks: a time-out behind the first long one. A peer that comes late
+  // again and again does not make an operation last longer.
+  __device__ __forceinline__ uint64_t deadline(uint64_t now) const {
+    constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
+    if (!state.entered) return now + peers.timeout_ns;
+    unsigned long long* const word = &own().first_wait[call.half == Half::kDone][state.slot];
+    const uint32_t tick = static_cast<uint32_t>(now >> kLogTickNs) | 1;  // a word of 0 is none, also of epoch 0
+    unsigned long long first = load_relaxed(word);
+    if (first >> 32 != state.epoch || first == 0) {
+      const unsigned long long before = atomic_cas_relaxed_gpu(word, first, tagged(state.epoch, tick));
+      first = before == first ? tagged(state.epoch, tick) : before;
+    }
+    // Another block may have looked at its clock later, and have written first.
+    const auto waited_ticks = max(static_cast<int32_t>(tick - static_cast<uint32_t>(first)), 0);
+    const uint64_t waited_ns = uint64_t{static_cast<uint32_t>(waited_ticks)} << kLogTickNs;
+    return now + peers.timeout_ns - min(waited_ns, peers.timeout_ns);
   }
 
   // What does not come may be that of ranks in another operation.
@@ -157,7 +176,7 @@ struct Operation {
                                            uint32_t seen) {
     const int32_t self = op.peers.rank;
     op.state.failed = true;
-    if (atomicCAS(&op.own().failed, 0u, 1u + self) != 0) return;
+    if (atomic_cas_relaxed_sys(&op.own().failed, 0u, 1u + self) != 0) return;
     op.record_failure(reason, self, peer, expected, seen);
 #pragma unroll 1
     for (int32_t rank = 0; rank < op.peers.num_ranks; ++rank) {
@@ -168,24 +187,26 @@ struct Operation {
   __device__ __forceinline__ void record_failure(FailureReason reason, int32_t rank, int32_t peer, uint32_t expected,
                                                  uint32_t seen) const {
     FailureRecord& record = *peers.failure;
-    record.reason = static_cast<uint32_t>(reason);
-    record.op = static_cast<uint32_t>(call.op);
-    record.epoch = state.epoch;
-    record.rank = rank;
-    record.peer = peer;
-    record.expected = expected;
-    record.seen = seen;
-    __threadfence_system();
-    *const_cast<volatile uint32_t*>(&record.valid) = 1;
+    store_relaxed(&record.reason, static_cast<uint32_t>(reason));
+    store_relaxed(&record.op, static_cast<uint32_t>(call.op));
+    store_relaxed(&record.epoch, state.epoch);
+    store_relaxed(&record.rank, static_cast<uint32_t>(rank));
+    store_relaxed(&record.peer, static_cast<uint32_t>(peer));
+    store_relaxed(&record.expected, expected);
+    store_relaxed(&record.seen, seen);
+    store_release(&record.valid, 1);
   }
 
   // Of a rank whose own record this process does not see: it may be on another host.
   __device__ __forceinline__ void record_failure_elsewhere() const {
     const uint32_t failed = load_relaxed(&own().failed);
-    const bool is_known = *const_cast<const volatile uint32_t*>(&peers.failure->valid) != 0;
+    const bool is_known = load_relaxed(&peers.failure->valid) != 0;
     if (failed == 0 || failed == kClosed || failed == 1u + peers.rank || is_known) return;
     record_failure(FailureReason::kElsewhere, peers.rank, static_cast<int32_t>(failed - 1), 0, 0);
   }
+
+  // Whether the operation has failed, the same for all lanes of a warp: each lane by itself may see it sooner or later.
+  __device__ __forceinline__ bool warp_has_failed() const { return __any_sync(kAllLanes, state.failed); }
 
   // --- begin and end ------------------------------------------------------------------------------------------------
 
@@ -229,7 +250,7 @@ struct Operation {
     state.table.arena[peer] = arena;
     state.table.control[peer] = control;
     __syncwarp();
-    if (!state.slot_is_free && !state.failed) {
+    if (!state.slot_is_free && !warp_has_failed()) {
       if (to_send) {
         claim_slots(*this);
       } else if (call.half != Half::kStart && peer == 0) {
@@ -258,7 +279,8 @@ struct Operation {
     Turn turn = {};
     uint32_t group_failed = 0;
     const uint32_t self = static_cast<uint32_t>(reinterpret_cast<unsigned long long>(result) >> 6) | 1;
-    state.failed = false;
+    state.failed = state.entered = false;
+    state.epoch = 0;  // for who gives up before it has an epoch
     state.entered = wait_for(peers.rank, 1, [&] {
       // What follows is asked for without waiting for the answer, but arrives behind it, at the same place in memory.
       const uint32_t before = take_over(&own().owner, self);
@@ -341,12 +363,13 @@ struct Operation {
       unsigned long long* const word = &own().claimed[static_cast<int32_t>(work)][state.slot];
       const unsigned long long seen = load_relaxed(word);
       if (seen >> 32 == state.epoch) continue;
-      atomicCAS(word, seen, tagged(state.epoch, work == Work::kRows ? num_rows : 0));  // of those who try, one does it
+      atomic_cas_relaxed_gpu(word, seen,
+                             tagged(state.epoch, work == Work::kRows ? num_rows : 0));  // of those who try, one does it
     }
   }
   // Gives each number once, in their order.
   __device__ __forceinline__ uint32_t claim(Work work) const {
-    return static_cast<uint32_t>(atomicAdd(&own().claimed[static_cast<int32_t>(work)][state.slot], 1ull));
+    return static_cast<uint32_t>(atomic_add_relaxed_gpu(&own().claimed[static_cast<int32_t>(work)][state.slot], 1ull));
   }
 
   // Whether all blocks of the launch run, or have: what a block that has been here longer waits for is on its way.
@@ -377,9 +400,9 @@ struct Operation {
   // One of the blocks that know of the failure poisons, when all others have left.
   template <typename Poison>
   __device__ __forceinline__ void poison_once(Poison poison) const {
-    __shared__ bool poisons;
+    JAX_EP_SHARED(bool, poisons);
     if (threadIdx.x == 0) {
-      poisons = !state.entered || atomicExch(poisoning(), 1u) == 0;
+      poisons = !state.entered || atomic_exchange_relaxed_gpu(poisoning(), 1u) == 0;
       if (poisons && state.entered) await_others();
       if (kHasNetwork && poisons) record_failure_elsewhere();
     }
@@ -398,6 +421,7 @@ struct Operation {
     constexpr uint64_t kSoonNs = 1'000'000'000;
     const uint64_t begun = globaltimer_ns();
     while (load_acquire_here(left) != all && globaltimer_ns() - begun < kSoonNs) {
+      poll_pause();
     }
   }
 
@@ -423,7 +447,7 @@ struct Operation {
     if (peer == peers.rank) return;
     uint32_t* const word = &control_of(peer).finished[slot_of(epoch)][peers.rank];
     if (is_far(peers, peer)) {
-      __threadfence_system();
+      fence_system();
       store_word(peers, peer, word, epoch);
     } else {
       store_release(word, epoch);

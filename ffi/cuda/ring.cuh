@@ -2,8 +2,9 @@
 // few warps have enough under way to keep memory busy.
 #pragma once
 
-#include "ffi/cuda/memory.cuh"
+#include "ffi/cuda/ptx.cuh"
 #include "ffi/cuda/warp.cuh"
+#include "ffi/plan.h"
 
 namespace jax_ep {
 
@@ -16,6 +17,7 @@ class Ring {
   static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes;
   static constexpr int32_t kBytes = (kPieces + 1) * kPieceBytes;
   using Landed = uint64_t[kPieces];
+  using LandedOfWarps = Landed[kMaxBlockWarps];
 
   __device__ __forceinline__ void open(uint8_t* pieces, Landed& landed) {
     pieces_ = keep_address(shared_address(pieces));

@@ -6,6 +6,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/cuda/warp.cuh"
 #include "ffi/layout.h"
@@ -70,30 +71,56 @@ struct Fp8Scale {
   float scale, factor;  // x ~= q * scale, q = x * factor
 };
 
+// The scale and the factor of a block whose block_amax is `amax`. If amax is not finite, both are NaN, and so the whole
+// block becomes NaN.
 __device__ __forceinline__ Fp8Scale fp8_scale(float amax, Cast cast) {
-  amax = fmaxf(amax, 1e-4f);
   const float scale = __fmul_rn(amax, 1.0f / 448.0f);
-  if (cast == Cast::kAmax) return {scale, __fdiv_rn(448.0f, amax)};
   const uint32_t power = (__float_as_uint(scale) + 0x7fffffu) & ~0x7fffffu;
-  const float rounded = __uint_as_float(power);
-  return {rounded, isfinite(rounded) ? __uint_as_float((254u << 23) - power) : 1.0f / rounded};
+  const Fp8Scale finite = cast == Cast::kAmax ? Fp8Scale{scale, __fdiv_rn(448.0f, amax)}
+                                              : Fp8Scale{__uint_as_float(power), __uint_as_float((254u << 23) - power)};
+  const float nan = __uint_as_float(0x7fc00000u);
+  return isfinite(amax) ? finite : Fp8Scale{nan, nan};
 }
 
-// Casts 16 channels; call it with whole warps. Eight neighbours share a block of 128 channels, and get its scale.
+// The largest |x| of a block of 128 channels, and at least 1e-4. Eight neighbouring lanes share the block; call it with
+// whole warps. A block with a NaN gives NaN, which fmaxf would drop: as integers, the bits of |x| have the order of the
+// values, then infinity, then NaN.
+template <typename X>
+__device__ __forceinline__ float block_amax(const Vector<X> (&x)[sizeof(X)]) {
+  uint32_t largest = __float_as_uint(1e-4f);
+  uint32_t pairs = 0;  // the largest |x| of even and of odd channels, where two of them share a word
+#pragma unroll
+  for (int v = 0; v < sizeof(X); ++v) {
+    const uint32_t words[] = {x[v].bits.x, x[v].bits.y, x[v].bits.z, x[v].bits.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (sizeof(X) == 2) {
+        pairs = __vmaxu2(pairs, words[w] & 0x7fff7fffu);
+      } else {
+        largest = max(largest, words[w] & 0x7fffffffu);
+      }
+    }
+  }
+  if constexpr (sizeof(X) == 2) {
+    Vector<X> pair;
+    pair.bits = make_uint4(pairs, 0, 0, 0);
+    float values[Vector<X>::kSize];
+    to_floats(pair, values);
+    largest = max(largest, max(__float_as_uint(values[0]), __float_as_uint(values[1])));
+  }
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, offset));
+  return __uint_as_float(largest);
+}
+
+// Casts 16 channels and gives the scale of their block; call it with whole warps.
 template <typename X>
 __device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Cast cast, float& scale) {
   constexpr int kSize = Vector<X>::kSize;
   float values[sizeof(X)][kSize];
-  float amax = 0;
 #pragma unroll
-  for (int v = 0; v < sizeof(X); ++v) {
-    to_floats(x[v], values[v]);
-#pragma unroll
-    for (int e = 0; e < kSize; ++e) amax = fmaxf(amax, fabsf(values[v][e]));
-  }
-#pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, offset));
-  const Fp8Scale fp8 = fp8_scale(amax, cast);
+  for (int v = 0; v < sizeof(X); ++v) to_floats(x[v], values[v]);
+  const Fp8Scale fp8 = fp8_scale(block_amax(x), cast);
   scale = fp8.scale;
   union {
     __nv_fp8x2_storage_t pairs[8];
@@ -102,12 +129,23 @@ __device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Ca
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const auto channel = [&](int c) { return __fmul_rn(values[c / kSize][c % kSize], fp8.factor); };
-    pairs[i] = __nv_cvt_float2_to_fp8x2({channel(2 * i), channel(2 * i + 1)}, __NV_SATFINITE, __NV_E4M3);
+    pairs[i] = __nv_cvt_float2_to_fp8x2({channel(2 * i), channel(2 * i + 1)}, __NV_SATFINITE, __NV_E4M3);  // NaN: 0x7f
   }
   return unit;
 }
 
-// The reverse, rounded to X.
+// Replaces a GPU's NaN by NumPy's NaN in a word of one or two elements. A GPU's arithmetic sets all bits of a NaN but
+// the sign, so its NaN is the largest signed integer. NumPy's NaN is larger than any number and infinity.
+template <typename X>
+__device__ __forceinline__ uint32_t with_numpy_nan(uint32_t word) {
+  if constexpr (std::is_same_v<X, float>) {
+    return static_cast<uint32_t>(min(static_cast<int32_t>(word), 0x7fc00000));
+  } else {
+    return __vmins2(word, std::is_same_v<X, __half> ? 0x7e007e00u : 0x7fc07fc0u);
+  }
+}
+
+// Inverts cast_to_fp8 and rounds to X. Every NaN has NumPy's bits, as on the other backends.
 template <typename X>
 __device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, Vector<X> (&x)[sizeof(X)]) {
   const auto* q = reinterpret_cast<const __nv_fp8_storage_t*>(&unit);
@@ -115,6 +153,12 @@ __device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, Vector<X>
   for (int i = 0; i < 16; ++i) {
     const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(q[i], __NV_E4M3)));
     x[i / Vector<X>::kSize].element[i % Vector<X>::kSize] = from_float<X>(__fmul_rn(value, scale));
+  }
+#pragma unroll
+  for (int v = 0; v < sizeof(X); ++v) {
+    const uint4 raw = x[v].bits;
+    x[v].bits = make_uint4(with_numpy_nan<X>(raw.x), with_numpy_nan<X>(raw.y), with_numpy_nan<X>(raw.z),
+                           with_numpy_nan<X>(raw.w));
   }
 }
 

@@ -56,6 +56,9 @@ constexpr int y_bytes(Arrival arrival, Form form) {
   return arrival == Arrival::kCombineBack ? kRowsAhead * receive_batch(arrival, form) * kChunkBytes : 0;
 }
 
+static_assert(kMaxScratch + kMaxBlockWarps * y_bytes(Arrival::kCombineBack, Form::kManyRows) + sizeof(Shared) <=
+              kMaxBlockSharedBytes);
+
 // Whether, over a network, a row goes to another node once, and from there on to its ranks. (For all_to_all, once is
 // what it needs.)
 constexpr bool goes_by_node(const Peers& peers, const ScatterArgs& args) {
@@ -284,7 +287,7 @@ struct Scatter {
         const bool passed_on = by_node() && is_far(peers, lane_id());
         if (kHasNetwork && !passed_on) kept[args.num_tokens * peers.num_ranks] = -1;
       }
-      const bool sends = !op.state.failed;
+      const bool sends = !op.warp_has_failed();
       const int32_t index = index_to_send(route, token);
       if (sends) send_row(token, packed, route, index, team);
       if constexpr (kHasNetwork) put_rows(token, index, team, sends);
@@ -559,7 +562,7 @@ struct Scatter {
     const uint32_t end = takes_rows ? num_candidates() : 0;
     uint32_t item = team.index;
     Arriving arriving = {};
-    const bool looks = item < end && !op.state.failed;  // after close(), there is no row
+    const bool looks = !op.warp_has_failed() && item < end;  // after close(), there is no row
     if (looks) arriving = look_for_row(item, team, [&](int32_t source) { return num_arrived(source); });
     if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
     if (!kFew) learn_places();
@@ -1292,8 +1295,8 @@ template <typename X, bool kCasts, Arrival kArrival, Form kForm>
 __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm))
     scatter_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ScatterArgs args,
                    const __grid_constant__ LaunchPlan plan) {
-  extern __shared__ __align__(16) uint8_t scratch[];
-  __shared__ Shared shared;
+  JAX_EP_DYNAMIC_SHARED(16, scratch);
+  JAX_EP_SHARED(Shared, shared);
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Scatter<X, kCasts, kArrival, kForm> scatter = {
       peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_of(args)};
@@ -1369,8 +1372,7 @@ cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementT
   const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.form);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);
-  kernel<<<plan.num_blocks, plan.block_threads(), scratch, stream>>>(peers, args, plan);
-  return cudaGetLastError();
+  return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
 }
 
 cudaError_t load_scatter() {

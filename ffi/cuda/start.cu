@@ -10,7 +10,7 @@ constexpr int32_t kWarp = 32;
 // One warp: with more, a start would hold up what XLA has behind it.
 __global__ void __launch_bounds__(kWarp)
     start_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Call call) {
-  __shared__ State state;
+  JAX_EP_SHARED(State, state);
   const Operation op = {peers, call, call.ticket, state, kWarp};
   wait_for_dependencies();
   op.stamp(0);
@@ -32,19 +32,18 @@ __global__ void __launch_bounds__(kWarp)
   const uint64_t begun = globaltimer_ns();
   while (load_relaxed(&ticket->blocks_begun) < static_cast<uint32_t>(num_blocks) &&
          load_relaxed(&peers.control->failed) == 0 && globaltimer_ns() - begun < kPatienceNs) {
+    poll_pause();
   }
 }
 
 }  // namespace
 
 cudaError_t launch_start(const Peers& peers, const Call& call, cudaStream_t stream) {
-  start_kernel<<<1, kWarp, 0, stream>>>(peers, call);
-  return cudaGetLastError();
+  return launch(start_kernel, {1, kWarp, 0}, stream, peers, call);
 }
 
 cudaError_t launch_hold(const Peers& peers, const Ticket* ticket, int32_t num_blocks, cudaStream_t stream) {
-  hold_kernel<<<1, kWarp, 0, stream>>>(peers, ticket, num_blocks);
-  return cudaGetLastError();
+  return launch(hold_kernel, {1, kWarp, 0}, stream, peers, ticket, num_blocks);
 }
 
 cudaError_t load_start() {

@@ -194,8 +194,8 @@ __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32
                   op.state.epoch, pe_of(op.peers, peer));
   if (lane_id() != 0) return;
   auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout, op.peers.num_ranks).traffic_begin);
-  atomicAdd(&traffic->rows, 1ull);
-  atomicAdd(&traffic->bytes, static_cast<unsigned long long>(bytes));
+  add(&traffic->rows, 1);
+  add(&traffic->bytes, bytes);
 }
 
 // Instead: there is none.

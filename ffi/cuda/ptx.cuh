@@ -1,7 +1,19 @@
-// Loads, stores and barriers whose order or scope matters, and the clock: all PTX there is.
+// All PTX that kernels use, and every access to memory that another block, another rank or the host touches: loads,
+// stores and atomics by order and scope, copies to shared memory, barriers, the clock. ffi/emulator/ptx.h implements
+// the same functions for tests on CPUs.
 #pragma once
 
 #include <cstdint>
+
+#ifdef JAX_EP_EMULATOR
+#include "ffi/emulator/ptx.h"
+#else
+
+// A variable of a thread block, and the block's dynamic shared memory: bytes at `name`.
+#define JAX_EP_SHARED(Type, name) __shared__ Type name
+#define JAX_EP_DYNAMIC_SHARED(alignment, name) \
+  extern __shared__ __align__(alignment)       \
+  uint8_t name[]
 
 namespace jax_ep {
 
@@ -109,7 +121,7 @@ __device__ __forceinline__ void await_landed(uint32_t landed, uint32_t phase) {
       ".reg .pred over;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n"
-      "@!over bra.uni again;\n"
+      "@!over bra again;\n"
       "}" ::"r"(landed),
       "r"(phase)
       : "memory");
@@ -152,10 +164,45 @@ __device__ __forceinline__ void count_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// The same for a word that other devices write, too: stores `v` if it was `expected`.
+__device__ __forceinline__ uint32_t atomic_cas_relaxed_sys(uint32_t* p, uint32_t expected, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(before)
+               : "l"(p), "r"(expected), "r"(v)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ unsigned long long atomic_cas_relaxed_gpu(unsigned long long* p, unsigned long long expected,
+                                                                     unsigned long long v) {
+  unsigned long long before;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(p), "l"(expected), "l"(v)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ uint32_t atomic_exchange_relaxed_gpu(uint32_t* p, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
+__device__ __forceinline__ unsigned long long atomic_add_relaxed_gpu(unsigned long long* p, unsigned long long v) {
+  unsigned long long before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(v) : "memory");
+  return before;
+}
+
 // Adds, and waits for no answer.
 __device__ __forceinline__ void add(unsigned long long* p, unsigned long long v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+
+// Orders what this thread has done before what it does next, for all devices and the host.
+__device__ __forceinline__ void fence_system() { __threadfence_system(); }
+
+// Keeps the compiler from moving memory accesses across.
+__device__ __forceinline__ void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // Has the compiler load a value that nobody needs.
 __device__ __forceinline__ void use(uint32_t v) {
@@ -200,6 +247,9 @@ __device__ __forceinline__ bool named_barrier_or(int32_t id, int32_t num_threads
   return any != 0;
 }
 
+// Stands in each loop that polls: between two looks, the emulator runs other threads.
+__device__ __forceinline__ void poll_pause() {}
+
 __device__ __forceinline__ uint64_t globaltimer_ns() {
   uint64_t v;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
@@ -207,3 +257,5 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
 }
 
 }  // namespace jax_ep
+
+#endif

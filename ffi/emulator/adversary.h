@@ -1,0 +1,44 @@
+// What a seed decides. A seed of 0 decides nothing: threads run in order, and stores are visible at once.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace jax_ep::emulator {
+
+// splitmix64: few instructions, as it is asked at every access to memory.
+class Random {
+ public:
+  explicit Random(uint64_t seed = 0) : state_(seed) {}
+  uint64_t next() {
+    uint64_t x = state_ += 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+  }
+  uint32_t below(uint32_t n) { return static_cast<uint32_t>((next() >> 32) * n >> 32); }
+  bool happens(double probability) { return static_cast<double>(next() >> 11) < probability * 9007199254740992.0; }
+
+ private:
+  uint64_t state_;
+};
+
+struct Adversary {
+  uint64_t seed = 0;
+  bool delays_stores = false;    // stores become visible late, and in another order
+  bool tears_units = false;      // stores of 16 bytes arrive in two halves
+  bool shuffles_warps = false;   // any ready warp and lane runs next; threads lose the processor between accesses
+  bool shuffles_blocks = false;  // the blocks of a launch start in any order
+  bool delays_launches = false;  // ranks are late
+  int resident_blocks = 0;       // a device holds no more at a time; 0: as many as its SMs hold
+  double settle_share = 0.05;    // of the pending stores, at each turn of the scheduler
+  double switch_share = 0.05;    // of the accesses to memory
+  Random random;
+};
+
+// All that a seed decides; `settings`, such as "tears_units=1,delays_stores=0", go before the seed.
+Adversary adversary_of(uint64_t seed, const std::string& settings = "");
+
+extern Adversary adversary;
+
+}  // namespace jax_ep::emulator

@@ -1,0 +1,18 @@
+#include "ffi/emulator/module.h"
+
+#include <nanobind/stl/string.h>
+
+#include "ffi/emulator/runtime.h"
+
+namespace jax_ep::emulator {
+
+void bind(nanobind::module_& module) {
+  namespace nb = nanobind;
+  module.def("set_adversary", set_adversary, nb::arg("seed"), nb::arg("settings") = "",
+             nb::call_guard<nb::gil_scoped_release>());
+  module.def("set_patience", set_patience, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+  module.def("set_num_sms", set_num_sms, nb::arg("num_sms"), nb::call_guard<nb::gil_scoped_release>());
+  run_in_background();
+}
+
+}  // namespace jax_ep::emulator

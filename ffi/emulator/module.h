@@ -1,0 +1,10 @@
+// What Python tells the emulator: functions of the module jax_ep._emulated besides those of jax_ep._cuda.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace jax_ep::emulator {
+
+void bind(nanobind::module_& module);
+
+}  // namespace jax_ep::emulator

@@ -1,0 +1,536 @@
+// The functions of CUDA's runtime and driver that ffi/cuda calls.
+#include "ffi/emulator/runtime.h"
+
+#include <cuda.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <thread>
+
+#include "ffi/emulator/adversary.h"
+#include "ffi/emulator/scheduler.h"
+
+namespace jax_ep::emulator {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// One lock for everything; whoever runs fibers holds it. Never destroyed: fibers may run while the process ends.
+struct Host {
+  std::recursive_mutex mutex;
+  std::condition_variable_any changed;  // work has come, or is done
+  std::atomic<int> waiting{0};          // threads of the host that want the lock
+  bool runs_in_background = false;
+  double patience_seconds = 20;
+  Clock::time_point newest_work = Clock::now();
+  std::map<int, cudaStream_t> streams;  // of devices, on which XLA's calls run
+};
+Host& host() {
+  static auto* host = new Host;
+  return *host;
+}
+
+class Lock {
+ public:
+  Lock() {
+    ++host().waiting;
+    lock_ = std::unique_lock(host().mutex);
+    --host().waiting;
+  }
+  std::unique_lock<std::recursive_mutex>& get() { return lock_; }
+
+ private:
+  std::unique_lock<std::recursive_mutex> lock_;
+};
+
+void add_work(Stream& stream, Work work) {
+  scheduler().add_work(stream, std::move(work));
+  host().newest_work = Clock::now();
+  host().changed.notify_all();
+}
+
+// The thread that runs all fibers.
+void run_for_ever() {
+  constexpr int kStepsWithLock = 2000;
+  constexpr uint64_t kNsPerWait = 100'000;  // of virtual time: a tenth of what passes
+  std::unique_lock lock(host().mutex);
+  while (true) {
+    bool can_go_on = true;
+    for (int i = 0; i < kStepsWithLock && can_go_on && host().waiting == 0; ++i) can_go_on = scheduler().step();
+    host().changed.notify_all();
+    if (host().waiting > 0) {
+      lock.unlock();
+      while (host().waiting > 0) std::this_thread::yield();
+      lock.lock();
+    }
+    if (can_go_on) continue;
+    if (scheduler().is_idle()) {
+      host().changed.wait(lock, [] { return !scheduler().is_idle(); });
+    } else if (std::chrono::duration<double>(Clock::now() - host().newest_work).count() > host().patience_seconds ||
+               scheduler().has_late_launch()) {
+      scheduler().skip_time();
+    } else {  // for the host, and what waits for a short while only goes on
+      host().changed.wait_for(lock, std::chrono::milliseconds(1));
+      scheduler().let_time_pass(kNsPerWait);
+    }
+  }
+}
+
+// Runs fibers, or waits for the thread that does, until `is_done` holds.
+template <typename Predicate>
+void run_until(Predicate is_done) {
+  Lock lock;
+  if (host().runs_in_background) {
+    host().changed.wait(lock.get(), is_done);
+    return;
+  }
+  while (!is_done()) {
+    if (!scheduler().step()) scheduler().skip_time();
+  }
+}
+
+thread_local int ordinal_here = 0;
+thread_local cudaError_t newest_error = cudaSuccess;
+
+cudaError_t failed(cudaError_t status) { return newest_error = status; }
+
+Stream& stream_or_default(cudaStream_t stream) { return stream ? *stream : *stream_of_device(ordinal_here); }
+
+}  // namespace
+
+void set_num_sms(int num_sms) {
+  const Lock lock;
+  scheduler().set_num_sms(num_sms);
+}
+
+void set_patience(double patience_seconds) {
+  const Lock lock;
+  host().patience_seconds = patience_seconds;
+}
+
+void set_adversary(uint64_t seed, const std::string& settings) {
+  const Lock lock;
+  adversary = adversary_of(seed, settings);
+}
+
+void run_in_background() {
+  const Lock lock;
+  if (host().runs_in_background) return;
+  host().runs_in_background = true;
+  std::thread(run_for_ever).detach();
+}
+
+void run_for(uint64_t ns) {
+  const Lock lock;
+  for (const uint64_t end = scheduler().now_ns() + ns; scheduler().now_ns() < end;) {
+    constexpr uint64_t kStepNs = 10'000'000;
+    if (!scheduler().step()) scheduler().let_time_pass(std::min(kStepNs, end - scheduler().now_ns()));
+  }
+}
+
+cudaStream_t stream_of_device(int ordinal) {
+  const Lock lock;
+  cudaStream_t& stream = host().streams[ordinal];
+  if (stream == nullptr) stream = scheduler().add_stream(ordinal);
+  return stream;
+}
+
+int num_streams_of_devices() {
+  const Lock lock;
+  return static_cast<int>(host().streams.size());
+}
+
+void wait_for(cudaStream_t stream) {
+  auto is_done = std::make_shared<bool>(false);
+  {
+    const Lock lock;
+    Work work;
+    work.sets = is_done;
+    add_work(*stream, std::move(work));
+  }
+  run_until([=] { return *is_done; });
+}
+
+void when_done(cudaStream_t stream, std::function<void()> then) {
+  const Lock lock;
+  Work work;
+  // XLA goes on in the thread that tells it, and may wait for another device there.
+  work.call = [then = std::move(then)] { std::thread(then).detach(); };
+  add_work(*stream, std::move(work));
+}
+
+cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> kernel) {
+  const Lock lock;
+  if (config.gridDim.x == 0 || config.blockDim.x == 0 || config.blockDim.x > 1024 ||
+      config.dynamicSmemBytes > kSharedBytes) {
+    return failed(cudaErrorInvalidConfiguration);
+  }
+  Work work;
+  work.launch = std::make_unique<Launch>();
+  Launch& made = *work.launch;
+  made.num_blocks = config.gridDim.x;
+  made.block_threads = config.blockDim.x;
+  made.shared_bytes = config.dynamicSmemBytes;
+  made.kernel = std::move(kernel);
+  for (uint32_t i = 0; i < config.numAttrs; ++i) {
+    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) made.cluster = config.attrs[i].val.clusterDim.x;
+  }
+  add_work(stream_or_default(config.stream), std::move(work));
+  return cudaSuccess;
+}
+
+}  // namespace jax_ep::emulator
+
+using namespace jax_ep::emulator;
+
+// --- errors and devices
+// -----------------------------------------------------------------------------------------------
+
+const char* cudaGetErrorString(cudaError_t status) {
+  switch (status) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorInvalidConfiguration:
+      return "invalid configuration argument";
+    case cudaErrorPeerAccessUnsupported:
+      return "peer access is not supported between these two devices";
+    case cudaErrorSymbolNotFound:
+      return "named symbol not found";
+    default:
+      return "an error of the emulated CUDA runtime";
+  }
+}
+
+cudaError_t cudaGetLastError() { return std::exchange(newest_error, cudaSuccess); }
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 256;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* ordinal) {
+  *ordinal = ordinal_here;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int ordinal) {
+  if (ordinal < 0 || ordinal >= 256) return failed(cudaErrorInvalidDevice);
+  ordinal_here = ordinal;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  const int ordinal = ordinal_here;
+  run_until([=] { return scheduler().is_idle(ordinal); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int ordinal) {
+  *properties = {};
+  std::strcpy(properties->name, "emulated");
+  const int32_t process = getpid();
+  std::memcpy(properties->uuid.bytes, &process, sizeof(process));
+  std::memcpy(properties->uuid.bytes + sizeof(process), &ordinal, sizeof(ordinal));
+  properties->major = 9;
+  properties->sharedMemPerBlockOptin = kSharedBytes;
+  const Lock lock;
+  properties->multiProcessorCount = scheduler().device(ordinal)->num_sms;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int ordinal) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: {
+      const Lock lock;
+      *value = scheduler().device(ordinal)->num_sms;
+      return cudaSuccess;
+    }
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(kSharedBytes);
+      return cudaSuccess;
+  }
+  return failed(cudaErrorInvalidValue);
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int, int) {
+  *value = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+  *lowest = 0;
+  *highest = -5;
+  return cudaSuccess;
+}
+
+// --- memory: of the host, whose devices reach all of it
+// -----------------------------------------------------------------
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  *memory = std::aligned_alloc(256, (bytes + 511) / 256 * 256);
+  return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaFree(void* memory) {
+  if (memory != nullptr) cudaDeviceSynchronize();
+  std::free(memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *total = size_t{64} << 30;
+  *free = *total;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  const Lock lock;
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
+  const Lock lock;
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  *device = host;
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return failed(cudaErrorNotSupported); }
+cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return failed(cudaErrorNotSupported); }
+cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
+
+// --- streams and events
+// -----------------------------------------------------------------------------------------------
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  const Lock lock;
+  *stream = scheduler().add_stream(ordinal_here);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  return cudaStreamCreateWithFlags(stream, flags);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const Lock lock;
+  stream->is_closed = true;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  Stream& of = stream_or_default(stream);
+  run_until([&] { return of.work.empty(); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const Lock lock;
+  if (!event->recorded) return cudaSuccess;
+  Work work;
+  work.waits_for = event->recorded;
+  add_work(stream_or_default(stream), std::move(work));
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+  const Lock lock;
+  Work work;
+  work.call = [=] { std::memset(memory, value, bytes); };
+  add_work(stream_or_default(stream), std::move(work));
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new Event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  const Lock lock;
+  event->recorded = std::make_shared<bool>(false);
+  Work work;
+  work.sets = event->recorded;
+  add_work(stream_or_default(stream), std::move(work));
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+
+// --- kernels
+// ----------------------------------------------------------------------------------------------------------
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
+  return value <= static_cast<int>(kSharedBytes) ? cudaSuccess : failed(cudaErrorInvalidValue);
+}
+
+// --- the driver
+// -------------------------------------------------------------------------------------------------------
+
+CUresult cuGetErrorString(CUresult status, const char** text) {
+  *text = status == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : "an error of the emulated CUDA driver";
+  return CUDA_SUCCESS;
+}
+
+// A context is a device's ordinal and one, as null is none.
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  *context = reinterpret_cast<CUcontext>(static_cast<intptr_t>(ordinal_here) + 1);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext context) {
+  if (context != nullptr) ordinal_here = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  *bytes = size_t{2} << 20;
+  return CUDA_SUCCESS;
+}
+
+// A handle is a file descriptor and one.
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
+                     unsigned long long) {
+  const int file = memfd_create("jax_ep_emulated", MFD_CLOEXEC);
+  if (file < 0) return CUDA_ERROR_INVALID_VALUE;
+  if (ftruncate(file, static_cast<off_t>(bytes)) != 0) {
+    close(file);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  *handle = file + 1;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  close(static_cast<int>(handle) - 1);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+  void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = reinterpret_cast<CUdeviceptr>(memory);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
+  munmap(reinterpret_cast<void*>(address), bytes);
+  return CUDA_SUCCESS;
+}
+
+namespace {
+// The files behind mapped memory, for cuMemRetainAllocationHandle.
+std::map<CUdeviceptr, int>& mapped_files() {
+  static auto* files = new std::map<CUdeviceptr, int>;
+  return *files;
+}
+}  // namespace
+
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
+  const Lock lock;
+  const int file = static_cast<int>(handle) - 1;
+  void* const memory = reinterpret_cast<void*>(address);
+  if (mmap(memory, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
+  mapped_files()[address] = dup(file);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
+  const Lock lock;
+  const auto found = mapped_files().find(address);
+  if (found == mapped_files().end()) return CUDA_ERROR_INVALID_VALUE;
+  close(found->second);
+  mapped_files().erase(found);
+  mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+       0);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc*, size_t) {
+  const bool is_fine = mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE) == 0;
+  return is_fine ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
+  const Lock lock;
+  const auto found = mapped_files().find(reinterpret_cast<CUdeviceptr>(address));
+  if (found == mapped_files().end()) return CUDA_ERROR_INVALID_VALUE;
+  *handle = dup(found->second) + 1;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType,
+                                      unsigned long long) {
+  *static_cast<int*>(shareable) = dup(static_cast<int>(handle) - 1);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* shareable,
+                                        CUmemAllocationHandleType) {
+  const int file = dup(static_cast<int>(reinterpret_cast<intptr_t>(shareable)));
+  if (file < 0) return CUDA_ERROR_INVALID_VALUE;
+  *handle = file + 1;
+  return CUDA_SUCCESS;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  static const std::map<std::string, void*> functions = {
+#define JAX_EP_DRIVER_FUNCTION(name) {#name, reinterpret_cast<void*>(&name)}
+      JAX_EP_DRIVER_FUNCTION(cuGetErrorString),
+      JAX_EP_DRIVER_FUNCTION(cuCtxGetCurrent),
+      JAX_EP_DRIVER_FUNCTION(cuCtxSetCurrent),
+      JAX_EP_DRIVER_FUNCTION(cuMemGetAllocationGranularity),
+      JAX_EP_DRIVER_FUNCTION(cuMemCreate),
+      JAX_EP_DRIVER_FUNCTION(cuMemRelease),
+      JAX_EP_DRIVER_FUNCTION(cuMemAddressReserve),
+      JAX_EP_DRIVER_FUNCTION(cuMemAddressFree),
+      JAX_EP_DRIVER_FUNCTION(cuMemMap),
+      JAX_EP_DRIVER_FUNCTION(cuMemUnmap),
+      JAX_EP_DRIVER_FUNCTION(cuMemSetAccess),
+      JAX_EP_DRIVER_FUNCTION(cuMemRetainAllocationHandle),
+      JAX_EP_DRIVER_FUNCTION(cuMemExportToShareableHandle),
+      JAX_EP_DRIVER_FUNCTION(cuMemImportFromShareableHandle),
+#undef JAX_EP_DRIVER_FUNCTION
+  };
+  const auto entry = functions.find(name);
+  *found = entry == functions.end() ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
+  *function = entry == functions.end() ? nullptr : entry->second;
+  return cudaSuccess;
+}

@@ -1,0 +1,32 @@
+// The host's side of the emulated GPUs: devices, streams, events, and who runs the fibers.
+#pragma once
+
+#include <functional>
+
+#include "ffi/emulator/cuda_api.h"
+
+namespace jax_ep::emulator {
+
+// How many SMs the devices have that are made from here on: few, so that plans are small.
+void set_num_sms(int num_sms);
+
+// What may go wrong from here on; adversary.h says what a seed decides.
+void set_adversary(uint64_t seed, const std::string& settings = "");
+
+// Fibers run when the host waits (cudaDeviceSynchronize and the like): the same seed gives the same run. Or, after this
+// call, on a thread of their own, as a program of XLA's needs it. Virtual time then advances past a wait only when all
+// fibers have waited, and nothing has been launched, for `patience_seconds`.
+void run_in_background();
+// Runs fibers, where the host does, until so much virtual time has passed.
+void run_for(uint64_t ns);
+void set_patience(double patience_seconds);
+
+// A stream of the device on which XLA's calls run one after the other.
+cudaStream_t stream_of_device(int ordinal);
+int num_streams_of_devices();
+// Waits for all that is in the stream now.
+void wait_for(cudaStream_t stream);
+// Calls `then` on a thread of its own when all that is in the stream now has run.
+void when_done(cudaStream_t stream, std::function<void()> then);
+
+}  // namespace jax_ep::emulator

@@ -1,0 +1,304 @@
+#include "ffi/emulator/scheduler.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "ffi/emulator/adversary.h"
+
+namespace jax_ep::emulator {
+
+constexpr uint64_t kTurnNs = 10;
+constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestSkipNs = 60'000'000'000;
+// A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132
+// SMs.
+constexpr int kSmsPerReported = 4;
+constexpr int64_t kStaticSharedBytes = 16 << 10;  // what a kernel's static variables take at most
+
+Scheduler& scheduler() {
+  static auto* scheduler = new Scheduler;  // never destroyed: fibers may run while the process ends
+  return *scheduler;
+}
+
+// --- devices, streams and launches
+// ------------------------------------------------------------------------------------
+
+Device* Scheduler::device(int ordinal) {
+  for (const auto& device : devices_) {
+    if (device->ordinal == ordinal) return device.get();
+  }
+  auto& device = devices_.emplace_back(std::make_unique<Device>());
+  device->ordinal = ordinal;
+  device->num_sms = num_sms_;
+  device->sms.resize(kSmsPerReported * num_sms_);
+  return device.get();
+}
+
+Stream* Scheduler::add_stream(int ordinal) {
+  auto& stream = streams_.emplace_back(std::make_unique<Stream>());
+  stream->device = device(ordinal);
+  return stream.get();
+}
+
+void Scheduler::add_work(Stream& stream, Work work) {
+  if (work.launch) begin_launch(*work.launch);
+  stream.work.push_back(std::move(work));
+  streams_may_advance_ = true;
+}
+
+bool Scheduler::is_idle(int ordinal) const {
+  return std::all_of(streams_.begin(), streams_.end(), [=](const auto& stream) {
+    return stream->work.empty() || (ordinal >= 0 && stream->device->ordinal != ordinal);
+  });
+}
+
+void Scheduler::begin_launch(Launch& launch) {
+  launch.order.resize(launch.num_blocks / launch.cluster);
+  std::iota(launch.order.begin(), launch.order.end(), 0);
+  if (adversary.shuffles_blocks) {
+    for (size_t i = launch.order.size(); i > 1; --i) {
+      std::swap(launch.order[i - 1], launch.order[adversary.random.below(static_cast<uint32_t>(i))]);
+    }
+  }
+  if (adversary.delays_launches && adversary.random.happens(0.3)) {
+    constexpr uint32_t kLateness[] = {1'000, 20'000, 3'000'000};  // nanoseconds
+    launch.not_before_ns = now_ns_ + adversary.random.below(kLateness[adversary.random.below(3)]);
+  }
+}
+
+void Scheduler::advance_streams() {
+  streams_may_advance_ = false;
+  for (bool again = true; again;) {  // an event of one stream may let another go on
+    again = false;
+    for (size_t i = 0; i < streams_.size(); ++i) {
+      while (advance(*streams_[i])) again = true;
+    }
+  }
+  streams_.erase(std::remove_if(streams_.begin(), streams_.end(),
+                                [](const auto& stream) { return stream->is_closed && stream->work.empty(); }),
+                 streams_.end());
+}
+
+// Whether the stream's first work is done, and is gone.
+bool Scheduler::advance(Stream& stream) {
+  if (stream.work.empty()) return false;
+  Work& work = stream.work.front();
+  if (work.waits_for && !*work.waits_for) return false;
+  if (work.sets) *work.sets = true;
+  if (work.call) work.call();
+  if (work.launch) {
+    start_blocks(*stream.device, *work.launch);
+    if (work.launch->num_ended < work.launch->num_blocks) return false;
+  }
+  stream.work.pop_front();
+  note_progress();
+  return true;
+}
+
+void Scheduler::start_blocks(Device& device, Launch& launch) {
+  if (now_ns_ < launch.not_before_ns) return;
+  while (launch.num_started < launch.num_blocks) {
+    std::vector<Sm*> sms;
+    for (uint32_t i = 0; i < launch.cluster; ++i) {
+      // A cluster starts as a whole; the emulator does not ask whether a real GPU's SMs would hold it.
+      Sm* const sm = launch.cluster > 1 ? &device.sms[i % device.sms.size()] : find_sm(device, launch);
+      if (sm == nullptr) return;
+      sms.push_back(sm);
+    }
+    if (launch.cluster > 1 && device.resident_blocks > 0) return;
+    const uint32_t first = launch.order[launch.num_started / launch.cluster] * launch.cluster;
+    for (uint32_t i = 0; i < launch.cluster; ++i) start_block(device, *sms[i], launch, first + i);
+    launch.num_started += launch.cluster;
+    note_progress();
+  }
+}
+
+// An SM with room for a block of the launch, or null.
+Sm* Scheduler::find_sm(Device& device, const Launch& launch) {
+  if (adversary.resident_blocks != 0 && device.resident_blocks >= adversary.resident_blocks) return nullptr;
+  for (Sm& sm : device.sms) {
+    if (adversary.delays_launches && sm.taken_until_ns <= now_ns_ && adversary.random.happens(0.02)) {
+      sm.taken_until_ns = now_ns_ + adversary.random.below(1'000'000);
+    }
+    if (sm.taken_until_ns > now_ns_) continue;
+    if (sm.threads_left < static_cast<int>(launch.block_threads)) continue;
+    if (sm.shared_left < static_cast<int64_t>(launch.shared_bytes) + kStaticSharedBytes) continue;
+    return &sm;
+  }
+  return nullptr;
+}
+
+void Scheduler::start_block(Device& device, Sm& sm, Launch& launch, uint32_t index) {
+  auto* block = new Block;
+  block->index = index;
+  block->launch = &launch;
+  block->device = &device;
+  block->sm = &sm;
+  block->shared = static_cast<uint8_t*>(std::aligned_alloc(128, kSharedBytes + 128 - kSharedBytes % 128));
+  block->shared_used = launch.shared_bytes;
+  // What shared memory holds is whatever was there: nobody may rely on it.
+  std::memset(block->shared, static_cast<int>(adversary.random.next()), launch.shared_bytes + kStaticSharedBytes);
+  block->stores = std::make_shared<BlockStores>();
+  sm.threads_left -= static_cast<int>(launch.block_threads);
+  sm.shared_left -= static_cast<int64_t>(launch.shared_bytes) + kStaticSharedBytes;
+  ++device.resident_blocks;
+  blocks_.push_back(block);
+  start_threads(*block);
+}
+
+void Scheduler::end_block(Block* block) {
+  if (!block->bulk_copies.empty()) stop("a block ends before its bulk copies have landed");
+  settle_all(*block->stores);
+  Launch& launch = *block->launch;
+  block->sm->threads_left += static_cast<int>(launch.block_threads);
+  block->sm->shared_left += static_cast<int64_t>(launch.shared_bytes) + kStaticSharedBytes;
+  --block->device->resident_blocks;
+  ++launch.num_ended;
+  streams_may_advance_ = true;
+  note_progress();
+  blocks_.erase(std::find(blocks_.begin(), blocks_.end(), block));
+  ended_.push_back(block);
+}
+
+// Not while their last thread still runs on its stack.
+void Scheduler::free_ended_blocks() {
+  for (Block* block : ended_) {
+    const auto is_here = [=](const Warp* warp) { return warp->block == block; };
+    ready_.erase(std::remove_if(ready_.begin(), ready_.end(), is_here), ready_.end());
+    polling_.erase(std::remove_if(polling_.begin(), polling_.end(), is_here), polling_.end());
+    free_threads(*block);
+    std::free(block->shared);
+    delete block;
+  }
+  ended_.clear();
+}
+
+// --- turns
+// ------------------------------------------------------------------------------------------------------------
+
+bool Scheduler::land_some(double share) {
+  bool any = false;
+  for (size_t i = 0; i < copying_.size();) {
+    Block* const block = copying_[i];
+    for (size_t copy = 0; copy < block->bulk_copies.size();) {
+      if (adversary.random.happens(share)) {
+        land(*block, copy);
+        any = true;
+      } else {
+        ++copy;
+      }
+    }
+    if (block->bulk_copies.empty()) {
+      copying_.erase(copying_.begin() + static_cast<std::ptrdiff_t>(i));
+    } else {
+      ++i;
+    }
+  }
+  return any;
+}
+
+void Scheduler::run(std::deque<Warp*>& from) {
+  if (adversary.shuffles_warps) {
+    std::swap(from.front(), from[adversary.random.below(static_cast<uint32_t>(from.size()))]);
+  }
+  Warp* const warp = from.front();
+  from.pop_front();
+  (&from == &ready_ ? warp->is_queued : warp->is_polling_queued) = false;
+  run_warp(*warp);
+}
+
+bool Scheduler::step() {
+  free_ended_blocks();
+  now_ns_ += kTurnNs;
+  ++turn_;
+  const uint64_t before = progress_;
+  if (streams_may_advance_ || turn_ % 64 == 0) advance_streams();
+  if (!copying_.empty()) land_some(0.1);
+  if (adversary.delays_stores) settle_some(adversary.settle_share);
+  const bool polls = adversary.shuffles_warps ? adversary.random.happens(0.2) : turn_ % 8 == 0;
+  if (!ready_.empty() && (!polls || polling_.empty())) {
+    run(ready_);
+    return true;
+  }
+  if (!polling_.empty() && (!ready_.empty() || polls_without_progress_ <= 2 * polling_.size() + 2)) {
+    ++polls_without_progress_;
+    run(polling_);
+    return true;
+  }
+  // Everybody waits.
+  if (land_some(1)) return true;
+  if (has_pending_stores()) {
+    settle_some(0.5);
+    settle_some(1.0 / 64);
+    return true;
+  }
+  advance_streams();
+  return progress_ != before || !ready_.empty();
+}
+
+// When the next launch or SM is free that an adversary holds back.
+uint64_t Scheduler::end_of_delay() const {
+  uint64_t next = UINT64_MAX;
+  for (const auto& stream : streams_) {
+    if (stream->work.empty() || !stream->work.front().launch) continue;
+    const Launch& launch = *stream->work.front().launch;
+    if (launch.num_started == launch.num_blocks) continue;
+    if (launch.not_before_ns > now_ns_) next = std::min(next, launch.not_before_ns);
+    for (const Sm& sm : stream->device->sms) {
+      if (sm.taken_until_ns > now_ns_) next = std::min(next, sm.taken_until_ns);
+    }
+  }
+  return next;
+}
+
+bool Scheduler::has_late_launch() const { return end_of_delay() != UINT64_MAX; }
+
+// What the threads wait for.
+std::string Scheduler::report() const {
+  std::string text;
+  for (const auto& stream : streams_) {
+    if (stream->work.empty()) continue;
+    text += "\n  device " + std::to_string(stream->device->ordinal) + ", stream: ";
+    const Work& work = stream->work.front();
+    if (work.waits_for) text += "waits for an event";
+    if (!work.launch) continue;
+    text += std::to_string(work.launch->num_started) + " blocks of " + std::to_string(work.launch->num_blocks) +
+            " started, " + std::to_string(work.launch->num_ended) + " ended, " +
+            std::to_string(work.launch->block_threads) + " threads and " + std::to_string(work.launch->shared_bytes) +
+            " bytes of shared memory each";
+  }
+  for (const Block* block : blocks_) {
+    text += "\n  device " + std::to_string(block->device->ordinal) + ", block " + std::to_string(block->index) +
+            " of " + std::to_string(block->launch->num_blocks) + ":";
+    for (const Warp& warp : block->warps) {
+      text += " warp " + std::to_string(warp.number) + " (" + std::to_string(__builtin_popcount(warp.ended)) +
+              " ended, " + std::to_string(__builtin_popcount(warp.polling)) + " poll, " +
+              std::to_string(warp.arrived[0] + warp.arrived[1]) + " in a collective)";
+    }
+    for (int id = 0; id < kMaxBarriers; ++id) {
+      const Barrier& barrier = block->barriers[id];
+      if (barrier.arrived == 0) continue;
+      text += " barrier " + std::to_string(id) + " (" + std::to_string(barrier.arrived) + " of " +
+              std::to_string(barrier.expected) + ")";
+    }
+  }
+  return text;
+}
+
+void Scheduler::skip_time() {
+  const uint64_t next = end_of_delay();
+  polls_without_progress_ = 0;
+  if (next != UINT64_MAX) {
+    now_ns_ = next;
+    streams_may_advance_ = true;
+    return;
+  }
+  if (polling_.empty()) stop("deadlock: nothing can go on" + report());
+  // Each skip is twice as long as the last one, until something happens.
+  next_skip_ns_ =
+      progress_ == progress_at_skip_ && next_skip_ns_ != 0 ? std::min(2 * next_skip_ns_, kLongestSkipNs) : kFirstSkipNs;
+  progress_at_skip_ = progress_;
+  now_ns_ += next_skip_ns_;
+}
+
+}  // namespace jax_ep::emulator

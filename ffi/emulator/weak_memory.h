@@ -1,0 +1,65 @@
+// Memory that blocks, ranks and hosts share, as weak as PTX allows: a store stays pending, visible to its own block
+// only, until it settles. Stores settle in any order across addresses, and in order at one address.
+//
+// A release names the stores that come before it: the thread's own, and those that its thread has synchronized with
+// through its warp and the block's barriers. Who reads the released value with an acquire makes them all settle.
+// Read-modify-writes settle at once. Without an adversary stores settle at once, too.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+namespace jax_ep::emulator {
+
+struct PendingStore;
+struct BlockStores {
+  std::vector<PendingStore*> pending;
+};
+
+// The stores that a release orders before itself.
+struct Release {
+  std::shared_ptr<BlockStores> block;
+  int warp = 0, lane = 0;
+  uint32_t own_warp = 0;          // stores of the thread's warp below this number
+  std::vector<uint32_t> ordered;  // the same of each warp of the block
+  void settle() const;
+  bool is_settled() const;
+};
+
+enum class Order { kRelaxed, kAcquire, kRelease, kAcquireRelease };
+
+void store_bytes(void* p, const void* value, uint32_t bytes, Order order);
+void load_bytes(const void* p, void* value, uint32_t bytes, Order order);
+// Settles what is pending at p, for a read-modify-write there; begin_atomic() and end_atomic() enclose it.
+void begin_atomic(void* p, uint32_t bytes, Order order);
+void end_atomic(void* p, Order order, bool changed);
+void fence();
+
+template <typename T>
+void store(T* p, T value, Order order) {
+  store_bytes(p, &value, sizeof(T), order);
+}
+template <typename T>
+T load(const T* p, Order order) {
+  T value;
+  load_bytes(p, &value, sizeof(T), order);
+  return value;
+}
+template <typename T, typename Next>
+T atomic(T* p, Next next, Order order = Order::kRelaxed) {
+  begin_atomic(p, sizeof(T), order);
+  const T before = *p;
+  const T after = next(before);
+  *p = after;
+  end_atomic(p, order, after != before);
+  return before;
+}
+
+// For the scheduler: settles about `share` of all pending stores, or those of one block.
+void settle_some(double share);
+void settle_all(BlockStores& block);
+bool has_pending_stores();
+
+}  // namespace jax_ep::emulator
