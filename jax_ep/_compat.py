@@ -10,7 +10,8 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import distributed
+from jax._src import core, distributed
+from jax._src.interpreters import partial_eval
 from jax.extend import core as jex_core
 
 T = TypeVar("T")
@@ -115,6 +116,21 @@ def _store() -> Any:
 def current_trace() -> Any:
     """An object equal to itself for as long as the same function is being traced, to tell one trace from another."""
     return jex_core.get_opaque_trace_state()
+
+
+def function_trace() -> Any:
+    """The trace of the innermost function that JAX traces on its own: of jit, shard_map, scan, cond or checkpoint, say.
+
+    vmap and grad put traces of their own on top of it, but run their function as a part of the one that calls them. The
+    trace can be a key of a WeakKeyDictionary.
+    """
+    trace = core.trace_ctx.trace
+    while not isinstance(trace, partial_eval.DynamicJaxprTrace):
+        parent = getattr(trace, "parent_trace", None)
+        if parent is None:  # of a shard_map that runs eagerly
+            break
+        trace = parent
+    return trace
 
 
 def differentiable(function: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:

@@ -73,7 +73,9 @@ def _layout(topk_idx: jax.Array, **sizes: Any) -> DispatchLayout:
     return jax.lax.platform_dependent(topk_idx, **native, default=partial(_pure_jax_layout, **sizes))
 
 
-def _native_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num_nodes: int) -> DispatchLayout:
+def _native_layout(
+    topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num_nodes: int, target: str = "jax_ep_dispatch_layout"
+) -> DispatchLayout:
     def result(*shape: int, dtype: type = np.int32) -> Any:
         return _compat.result_type(topk_idx, shape, dtype)
 
@@ -83,7 +85,7 @@ def _native_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num
         num_tokens_per_expert=result(num_experts),
         is_token_in_rank=result(topk_idx.shape[0], num_ranks, dtype=np.bool_),
     )
-    call = jax.ffi.ffi_call("jax_ep_dispatch_layout", tuple(results), vmap_method="sequential")
+    call = jax.ffi.ffi_call(target, tuple(results), vmap_method="sequential")
     attributes = {"num_experts": num_experts, "num_ranks": num_ranks, "num_nodes": num_nodes}
     return DispatchLayout(*call(topk_idx, **{name: np.int32(value) for name, value in attributes.items()}))
 

@@ -71,7 +71,8 @@ class Blocks(NamedTuple):
 
 def split_blocks(splits: jax.Array, num_rows: int, num_ranks: int) -> Blocks:
     """Cuts num_rows rows by splits [E]; experts get rows in order until there are none left."""
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(splits, 0), dtype=jnp.int32), num_rows)
+    # Clipped before the sum, too, which would overflow.
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(splits, 0, num_rows), dtype=jnp.int32), num_rows)
     splits = jnp.diff(ends, prepend=0).reshape(num_ranks, -1)
     sizes = jnp.sum(splits, axis=1, dtype=jnp.int32)
     return Blocks(splits, sizes, jnp.cumsum(sizes, dtype=jnp.int32) - sizes)

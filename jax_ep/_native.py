@@ -18,12 +18,15 @@ def _load(name: str, platform: str) -> tuple[ModuleType | None, ImportError | No
     except ImportError as error:
         return None, error
     for target, handler in module.targets().items():
-        jax.ffi.register_ffi_target(target, handler, platform=platform)
+        # On CPUs dispatch_layout stays that of _cpu.
+        if name != "_emulated" or target != "jax_ep_dispatch_layout":
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
     return module, None
 
 
 cpu, _cpu_error = _load("_cpu", "cpu")
 cuda, _cuda_error = _load("_cuda", "CUDA")
+emulated, _ = _load("_emulated", "cpu")  # built for tests only
 
 
 def cuda_reason() -> str | None:

@@ -20,22 +20,47 @@ CHANNELS_PER_SCALE = 128
 
 _FP8_MAX = np.float32(448)
 _AMAX_FLOOR = np.float32(1e-4)  # keeps the scale of an all-zero block finite
+_FP8_NAN = np.uint8(0x7F)
+_SIGN = np.uint32(0x80000000)
+_INFINITY = np.uint32(0x7F800000)
 _MANTISSA = np.uint32(0x7FFFFF)
 _ONE = np.uint32(0x800000)  # the leading one of a float32 mantissa, and one step of its exponent
 
 
 def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
-    """Casts x [..., H] to (float8_e4m3fn [..., H], float32 scales [..., H/128]) such that x ~= q * scale."""
+    """Casts x [..., H] to (float8_e4m3fn [..., H], float32 scales [..., H/128]) such that x ~= q * scale.
+
+    A NaN or infinity makes its block of 128 channels NaN: every q is 0x7f and the scale is 0x7fc00000.
+    """
     blocks = lax.optimization_barrier(x).astype(jnp.float32).reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
-    amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), _AMAX_FLOOR)
+    # As integers, the bits of |x| have the order of the values, and every NaN comes last. No platform drops a NaN here.
+    largest = jnp.max(lax.bitcast_convert_type(blocks, jnp.uint32) & ~_SIGN, axis=-1)
+    is_finite = largest < _INFINITY
+    amax = jnp.maximum(lax.bitcast_convert_type(jnp.where(is_finite, largest, 0), jnp.float32), _AMAX_FLOOR)
     scales, factor = WIRES[wire](amax)
-    return _round_to_fp8(blocks * factor[..., None]).reshape(x.shape), scales
+    q = lax.bitcast_convert_type(_round_to_fp8(blocks * factor[..., None]), jnp.uint8)
+    q = lax.bitcast_convert_type(jnp.where(is_finite[..., None], q, _FP8_NAN), FP8)
+    return q.reshape(x.shape), jnp.where(is_finite, scales, np.float32(np.nan))
 
 
 def dequantize(q: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Inverts `quantize`: q * scale in float32, rounded once to `dtype`."""
+    """Inverts `quantize`: q * scale in float32, rounded once to `dtype`. Every NaN of the result has NumPy's bits."""
     blocks = q.astype(jnp.float32).reshape(*scales.shape, CHANNELS_PER_SCALE)
-    return lax.optimization_barrier((blocks * scales[..., None]).reshape(q.shape).astype(dtype))
+    return lax.optimization_barrier(_unify_nans((blocks * scales[..., None]).reshape(q.shape).astype(dtype)))
+
+
+@jax.custom_jvp
+def _unify_nans(x: jax.Array) -> jax.Array:
+    """x with the bits of NumPy's NaN in place of any other NaN, whose bits depend on the platform.
+
+    Selects among integers: XLA may convert floats for a select, and a conversion may change a NaN.
+    """
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    nan = np.array(np.nan, x.dtype).view(bits.dtype)
+    return lax.bitcast_convert_type(jnp.where(jnp.isnan(x), nan, bits), x.dtype)
+
+
+_unify_nans.defjvps(lambda tangent, result, x: tangent)  # a bitcast has no gradient
 
 
 def _amax_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -44,14 +69,14 @@ def _amax_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _power_of_two_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scale, 1 / scale) with the scale rounded up to a power of two, exact in UE8M0."""
+    """(scale, 1 / scale) with the scale rounded up to a power of two, exact in UE8M0. Both are finite."""
     bits = lax.bitcast_convert_type(amax * np.float32(1 / 448), jnp.uint32)
     exponent = (bits + _MANTISSA) & ~_MANTISSA
     scale = lax.bitcast_convert_type(exponent, jnp.float32)
-    inverse = lax.bitcast_convert_type(np.uint32(254) * _ONE - exponent, jnp.float32)
-    return scale, jnp.where(jnp.isfinite(scale), inverse, 1 / scale)
+    return scale, lax.bitcast_convert_type(np.uint32(254) * _ONE - exponent, jnp.float32)
 
 
+# A format's scale and the factor that x is multiplied by, of a block whose largest |x| is finite and at least 1e-4.
 WIRES: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
     "fp8": _amax_scale,
     "fp8_pow2": _power_of_two_scale,
@@ -59,7 +84,7 @@ WIRES: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
 
 
 def _divide_448_by(amax: jax.Array) -> jax.Array:
-    """448 / amax, correctly rounded, for amax >= 1e-4: long division of the mantissas, bit by bit."""
+    """448 / amax, correctly rounded, for finite amax >= 1e-4: long division of the mantissas, bit by bit."""
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     divisor = bits & _MANTISSA | _ONE
     numerator = jnp.full_like(divisor, 7 << 21)  # 448 = 1.75 * 2**8
@@ -76,7 +101,7 @@ def _divide_448_by(amax: jax.Array) -> jax.Array:
     exponent = np.uint32(127 + 8 + 127) - (bits >> 23) - below
     # Added, not or-ed: a mantissa that rounds up to 2 carries into the exponent.
     result = (exponent << 23) + (quotient - _ONE) + round_up.astype(jnp.uint32)
-    return jnp.where(jnp.isfinite(amax), lax.bitcast_convert_type(result, jnp.float32), _FP8_MAX / amax)
+    return lax.bitcast_convert_type(result, jnp.float32)
 
 
 def _round_to_fp8(x: jax.Array) -> jax.Array:

@@ -135,7 +135,9 @@ def _agreed_group(devices: Sequence[jax.Device], meeting: _processes.Meeting) ->
         if backend == "cuda":
             cuda.expect_own_gpus(told)
             is_network = _network.is_needed(np.array([devices]), hosts)
-            sharing = "network" if is_network else cuda.choose_sharing(np.array(devices))
+            sharing = (
+                "network" if is_network else cuda.choose_sharing(np.array(devices), cast(ModuleType, _native.cuda))
+            )
         transport = _TRANSPORTS[sharing]
     except (ValueError, Error) as error:  # as a group would raise it: something in the environment is wrong
         backend, reason, transport = None, str(error), str(error)

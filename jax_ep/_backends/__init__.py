@@ -7,9 +7,12 @@ and call these methods; all of them run inside `shard_map`, on one rank's operan
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import jax
+import numpy as np
 
 from jax_ep import _checks, _native, _network, _processes
 from jax_ep._backends.cuda import MAX_RANKS, CudaBackend
@@ -21,7 +24,11 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """How one group moves its rows. R ranks, T tokens, K = top_k, H = hidden; `rows` are `Route.rows_shape`."""
+    """How one group moves its rows. R ranks, T tokens, K = top_k, H = hidden; `rows` are `Route.rows_shape`.
+
+    `call_number`, or `call.number`, is the number of the public operation's call in its program (`Group._next_call`). A
+    backend whose ranks could take a call for another one of equal shapes compares it.
+    """
 
     memory_bytes: int  # device memory held per rank, outside XLA's
     closed: bool
@@ -55,30 +62,36 @@ class Backend(Protocol):
         With what a `dispatch_start` of the same operands returned, it ends that; with None it is a whole operation.
         """
 
-    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
+    def dispatch_like(self, route: Route, x: jax.Array, *, call_number: int = 0) -> jax.Array:
         """Sends x [T, H'] along `route`; rows that hold no token are zero."""
 
     def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, *, call_number: int = 0
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None."""
 
-    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> Any:
+    def combine_start(
+        self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, *, call_number: int = 0
+    ) -> Any:
         """As dispatch_start, for `combine`."""
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
+    def combine(
+        self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any, *, call_number: int = 0
+    ) -> jax.Array:
         """Sums y [rows, H] times weights [rows] to [T, H]; ends a `combine_start` if given what that returned."""
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, *, call_number: int = 0
     ) -> tuple[jax.Array, jax.Array | None]:
         """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result."""
         ...
 
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
+    def all_to_all(
+        self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool, call_number: int = 0
+    ) -> AllToAll:
         """Sends x [M, H], sorted by expert, split by splits [E]."""
 
-    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array, *, call_number: int = 0) -> jax.Array:
         """Returns y [R, M, H] to where all_to_all took it from: [M, H], zero beyond the splits."""
 
 
@@ -101,6 +114,9 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
     They wait `timeout` seconds for one another.
     """
     known = backends()
+    is_emulated = isinstance(requested, str) and requested == "emulated"
+    if is_emulated and _native.emulated is not None:  # for tests; it is not among those for users
+        return requested
     _checks.choice("backend", requested, ("auto", *known))
     if requested == "reference":
         return requested
@@ -117,7 +133,9 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
 
 def open_backend(name: str, group: Group) -> Backend:
     """Makes the backend `name`, as returned by `choose`, for `group`."""
-    return CudaBackend(group) if name == "cuda" else ReferenceBackend(group)
+    if name == "reference":
+        return ReferenceBackend(group)
+    return CudaBackend(group, cast(ModuleType, _native.emulated if name == "emulated" else _native.cuda))
 
 
 def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str) -> str:
@@ -137,14 +155,24 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
     me, processes = jax.process_index(), _processes.owners(mesh)
     if me not in processes:
         return f"process {me} has no device in the mesh"
-    mine = {"reason": reason, "host": _processes.host(), "override": _network.override()}
-    told = _processes.exchange("processes/" + "-".join(map(str, processes)), mine, processes, timeout)
+    owners = "-".join(map(str, processes))
+    mine = {
+        "reason": reason,
+        "host": _processes.host(),
+        "override": _network.override(),
+        "gpus": {} if reason else _uuids(mesh.local_devices),
+    }
+    told = _processes.exchange(f"processes/{owners}", mine, processes, timeout)
     _network.expect_same_override({process: answer["override"] for process, answer in told.items()})
-    for process, answer in told.items():
-        if answer["reason"]:
-            return reason if process == me else f"process {process}: {answer['reason']}"
+    if agreed := _first_reason({process: answer["reason"] for process, answer in told.items()}):
+        return agreed
     hosts = {process: answer["host"] for process, answer in told.items()}
-    if not _network.is_needed(_processes.lines(mesh, axis_name), hosts):
+    lines = _processes.lines(mesh, axis_name)
+    gpus = {device: uuid for answer in told.values() for device, uuid in answer["gpus"].items()}
+    link_reasons = _processes.exchange(f"links/{owners}", _link_reason(lines, hosts, gpus), processes, timeout)
+    if agreed := _first_reason(link_reasons):
+        return agreed
+    if not _network.is_needed(lines, hosts):
         return ""
     occasion = "network/" + "-".join(str(device.id) for device in mesh.devices.flat)
     obstacles = _processes.exchange(occasion, _network.obstacle(mesh), processes, timeout)
@@ -157,6 +185,36 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
     return ""
 
 
+def _first_reason(reasons: dict[int, str]) -> str:
+    """The first reason that a process gives, and which process if it is another one; "" if none gives a reason."""
+    for process, reason in reasons.items():
+        if reason:
+            return reason if process == jax.process_index() else f"process {process}: {reason}"
+    return ""
+
+
+def _uuids(devices: Sequence[jax.Device]) -> dict[str, str]:
+    """JAX's number of each device (a string, as in JSON) -> what all processes call the GPU."""
+    native = cast(ModuleType, _native.cuda)
+    return {str(device.id): native.device_uuid(device.local_hardware_id).hex() for device in devices}
+
+
+def _link_reason(lines: np.ndarray, hosts: dict[int, str], gpus: dict[str, str]) -> str:
+    """Why two GPUs of a node cannot store into each other's memory, or ""; `hosts`: of each process.
+
+    Each process looks at the nodes of its own ranks, and at the GPUs that it sees there. CUDA says nothing about a GPU
+    of another process that CUDA_VISIBLE_DEVICES or a container hides from this process.
+    """
+    native = cast(ModuleType, _native.cuda)
+    for node in lines.reshape(-1, _network.node_size(lines, hosts)):
+        if all(device.process_index != jax.process_index() for device in node):
+            continue
+        ordinals = [native.find_device(bytes.fromhex(gpus[str(device.id)])) for device in node]
+        if reason := native.unsupported_pair([ordinal for ordinal in ordinals if ordinal >= 0]):
+            return reason
+    return ""
+
+
 def _cuda_reason() -> str | None:
     """Why the CUDA backend cannot be used, or None."""
     if reason := _native.cuda_reason():
@@ -165,7 +223,6 @@ def _cuda_reason() -> str | None:
         devices = jax.local_devices(backend="gpu")
     except (RuntimeError, AssertionError):  # the latter with JAX_PLATFORMS=cuda and a broken driver
         return "JAX sees no GPU; pip install 'jax[cuda13]' on a machine with an NVIDIA driver"
-    oldest = min(devices, key=lambda device: float(device.compute_capability))
-    if float(oldest.compute_capability) < 9.0:
-        return f"{oldest.device_kind} has compute capability {oldest.compute_capability}; the kernels need 9.0 (Hopper)"
-    return None
+    native = cast(ModuleType, _native.cuda)
+    reasons = (native.unsupported_device(device.local_hardware_id) for device in devices)
+    return next(filter(None, reasons), None)

@@ -14,14 +14,14 @@ import zlib
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import _compat, _layouts, _native, _network, _processes, _wires
+from jax_ep import _compat, _layouts, _network, _processes, _wires
 from jax_ep._errors import Error, PeerTimeoutError
 from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
 
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 MAX_RANKS = 32  # of a group: kMaxRanks in ffi/arena.h
 _LAYOUT_CODES = {"expert": 0, "ragged": 1}  # enum Layout in ffi/layout.h
 _CAST_CODES = {None: 0, "fp8": 1, "fp8_pow2": 2}  # enum Cast in ffi/cuda/rows.cuh
-_OPS = (  # enum OpKind in ffi/arena.h
-    "dispatch",
-    "dispatch_like",
-    "dispatch (backward)",
-    "combine",
-    "combine (backward)",
-    "all_to_all",
-    "all_to_all_back",
-)
 _ELSEWHERE = -1  # kElsewhere in ffi/cuda/group.h
 _SHARING = "JAX_EP_SHARING"  # in the environment: how processes map each other's memory, if not as found best
 _Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and file descriptors
@@ -63,9 +54,10 @@ class RouteArrays(NamedTuple):
 
 
 class CudaBackend:
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, native: ModuleType) -> None:
+        """`native`: the extension module whose kernels run, on GPUs or emulated ones."""
         self._group = group
-        self._native = cast(ModuleType, _native.cuda)
+        self._native = native
         mesh = group.mesh
         self._lines = _processes.lines(mesh, group.axis_name)
         place = [[device.id for device in mesh.devices.flat], list(mesh.shape.items()), group.axis_name]
@@ -100,7 +92,7 @@ class CudaBackend:
         if _network.is_needed(self._lines, hosts):
             network = _network.start(self._meeting, hosts.values(), _local_ordinals(self._lines)[0])
         self._has_network = network is not None
-        self._sharing = choose_sharing(self._lines) if network is None else "none"
+        self._sharing = choose_sharing(self._lines, self._native) if network is None else "none"
         self._frees_together = self._has_network
         try:
             self._native.open_group(
@@ -168,7 +160,6 @@ class CudaBackend:
         if failure is None:
             return
         reason, op, rank, peer, expected, seen = failure
-        op = _OPS[op]
         timed_out = partial(PeerTimeoutError, op, waiting_rank=rank, missing_rank=peer, expected=expected, seen=seen)
         if reason == "timeout":
             raise timed_out()
@@ -194,7 +185,7 @@ class CudaBackend:
         operations, dropped, peers = zip(*self._native.group_stats(self._id), strict=True)
         rows_sent, bytes_sent, rows_received, bytes_received, ns_waited = np.moveaxis(np.array(peers, np.int64), -1, 0)
         return {
-            "operations": dict(zip(_OPS, np.array(operations, np.int64).T, strict=True)),
+            "operations": {op: np.array([of_rank[op] for of_rank in operations], np.int64) for op in operations[0]},
             "rows_dropped": np.array(dropped, np.int64),
             "rows_sent": rows_sent,
             "rows_received": rows_received,
@@ -208,7 +199,7 @@ class CudaBackend:
     ) -> _Started:
         operands = (*_parts(call, x), topk_idx, topk_weights)
         attrs = self._dispatch_attrs(call, zero_pad=zero_pad)
-        return self._start("dispatch", operands, self._dispatch_results(call), **attrs)
+        return self._start("dispatch", operands, self._dispatch_results(call), call_number=call.number, **attrs)
 
     def dispatch(
         self,
@@ -223,7 +214,7 @@ class CudaBackend:
         operands = (*_parts(call, x), topk_idx, topk_weights)
         if started is None:
             attrs = self._dispatch_attrs(call, zero_pad=zero_pad)
-            results = self._call("dispatch", operands, self._dispatch_results(call), **attrs)
+            results = self._call("dispatch", operands, self._dispatch_results(call), call_number=call.number, **attrs)
         else:
             results = self._done("dispatch", operands, started)
         rows, scales, weights, counts, group_sizes, num_dropped, place, arrived_rows, num_arrived = results
@@ -237,19 +228,20 @@ class CudaBackend:
             route=call.route(RouteArrays(place, arrived_rows, num_arrived, counts, group_sizes)),
         )
 
-    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
+    def dispatch_like(self, route: Route, x: jax.Array, *, call_number: int = 0) -> jax.Array:
         channels = x.shape[1]
         x = jnp.pad(x, ((0, 0), (0, -channels % (16 // x.dtype.itemsize))))
         (rows,) = self._call(
             "dispatch_like",
             (x, *route.arrays),
             [((*route.rows_shape, x.shape[1]), x.dtype)],
+            call_number=call_number,
             **_route_attrs(route),
         )
         return rows[..., :channels]
 
     def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, *, call_number: int = 0
     ) -> tuple[jax.Array | None, jax.Array | None]:
         channels = 0
         if rows is not None:
@@ -263,23 +255,28 @@ class CudaBackend:
                 _NONE if rows is None else ((route.num_tokens, rows.shape[1]), rows.dtype),
                 _NONE if weights is None else ((route.num_tokens, self._group.top_k), jnp.float32),
             ],
+            call_number=call_number,
         )
         return (None if rows is None else x[:, :channels]), (None if weights is None else topk_weights)
 
-    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> _Started:
+    def combine_start(
+        self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, *, call_number: int = 0
+    ) -> _Started:
         operands = (y, weights, *route.arrays[:3])
-        return self._start("combine", operands, [_sums(route, y, out_dtype)])
+        return self._start("combine", operands, [_sums(route, y, out_dtype)], call_number=call_number)
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
+    def combine(
+        self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any, *, call_number: int = 0
+    ) -> jax.Array:
         operands = (y, weights, *route.arrays[:3])
         if started is None:
-            (out,) = self._call("combine", operands, [_sums(route, y, out_dtype)])
+            (out,) = self._call("combine", operands, [_sums(route, y, out_dtype)], call_number=call_number)
         else:
             (out,) = self._done("combine", operands, started)
         return out
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, *, call_number: int = 0
     ) -> tuple[jax.Array, jax.Array | None]:
         y_cotangent, weights_cotangent = self._call(
             "combine_back",
@@ -288,11 +285,14 @@ class CudaBackend:
                 ((*route.rows_shape, g.shape[1]), g.dtype),
                 _NONE if y is None else (route.rows_shape, jnp.float32),
             ],
+            call_number=call_number,
             **_route_attrs(route),
         )
         return y_cotangent, None if y is None else weights_cotangent
 
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
+    def all_to_all(
+        self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool, call_number: int = 0
+    ) -> AllToAll:
         group = self._group
         num_rows = x.shape[0]
         shape = (group.num_ranks, num_rows)
@@ -305,19 +305,21 @@ class CudaBackend:
                 _NONE if wire is None else ((*shape, group.hidden // _wires.CHANNELS_PER_SCALE), jnp.float32),
                 ((group.num_ranks, group.experts_per_rank), jnp.int32),
             ],
+            call_number=call_number,
             agreed=(wire,),
             cast=_CAST_CODES[wire],
             zero_pad=zero_pad,
         )
         return AllToAll(rows, out_splits, None if wire is None else scales, group)
 
-    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array, *, call_number: int = 0) -> jax.Array:
         num_rows = y.shape[1]
         blocks = _layouts.split_blocks(splits, num_rows, self._group.num_ranks)
         (out,) = self._call(
             "all_to_all_back",
             (y, blocks.sizes, _places(blocks, num_rows)),
             [((num_rows, y.shape[2]), y.dtype)],
+            call_number=call_number,
         )
         return out
 
@@ -353,14 +355,19 @@ class CudaBackend:
         operands: tuple[Any, ...],
         results: list[_Result],
         *,
+        call_number: int,
         agreed: tuple[Any, ...] = (),
         **attrs: Any,
     ) -> Sequence[jax.Array]:
-        """One FFI call: a whole operation, or a start. The kernels compare its hash, of what ranks must agree on."""
+        """One FFI call: a whole operation, or a start. The kernels compare its hash, of what ranks must agree on.
+
+        The call's number in its program tells two calls apart that have all else in common. A call of the backward pass
+        has the number of its forward call, and another `op`.
+        """
         types = [None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands]
-        call = zlib.crc32(repr((op.removesuffix("_start"), types, agreed)).encode())
+        call_hash = zlib.crc32(repr((op.removesuffix("_start"), types, agreed, call_number)).encode())
         operands = (lax.axis_index(self._group.axis_name), *operands)
-        return self._ffi_call(op, operands, results, hash=call, **attrs)
+        return self._ffi_call(op, operands, results, hash=call_hash, **attrs)
 
     def _start(self, op: str, operands: tuple[Any, ...], results: list[_Result], **attrs: Any) -> _Started:
         """Starts `op`; gives the memory that its done will return as the results, and the ticket.
@@ -402,7 +409,7 @@ class CudaBackend:
         return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), **attrs))
 
 
-def choose_sharing(devices: np.ndarray) -> str:
+def choose_sharing(devices: np.ndarray, native: ModuleType) -> str:
     """How this process shares the memory of its `devices` with the owners of the others; "none" if it owns all."""
     here = _local_ordinals(devices)
     if len(here) == devices.size:
@@ -410,7 +417,7 @@ def choose_sharing(devices: np.ndarray) -> str:
     chosen = os.environ.get(_SHARING)
     if chosen not in (None, "", "descriptor", "ipc"):
         raise ValueError(f"{_SHARING} is {chosen!r}; it must be 'descriptor' or 'ipc', or not be set")
-    return chosen or cast(ModuleType, _native.cuda).best_sharing(here)
+    return chosen or native.best_sharing(here)
 
 
 def _local_ordinals(devices: np.ndarray) -> list[int]:
