@@ -9,15 +9,24 @@ import os
 # Only the CPU platform reads this, so it does no harm where GPUs are used; it must be there before JAX starts.
 if "JAX_COORDINATOR_ADDRESS" not in os.environ and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# XLA:CPU may start independent calls of a program in another order on each device, which a group's ranks must not do.
+if "concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    )
 
 import contextlib
+import re
+import zlib
 
 import hypothesis
 import jax
 import pytest
 
 import jax_ep as ep
-from helpers import ONE_OF_SEVERAL, make_mesh, open_group
+from helpers import ONE_OF_SEVERAL, PATIENCE_S, make_mesh, open_group
+from jax_ep import _native
+from not_emulated import reason_not_emulated
 
 if ONE_OF_SEVERAL:
     jax.distributed.initialize()
@@ -25,20 +34,74 @@ if ONE_OF_SEVERAL:
 hypothesis.settings.register_profile("jax_ep", deadline=None, derandomize=ONE_OF_SEVERAL or "CI" in os.environ)
 hypothesis.settings.load_profile("jax_ep")
 
+# An emulated GPU is a CPU device of a single process.
+HAS_EMULATED = _native.emulated is not None and jax.default_backend() == "cpu" and not ONE_OF_SEVERAL
+EMULATED = ["emulated"] if HAS_EMULATED else []
 BACKENDS = ["reference"]
 if ep.backends()["cuda"].available:
     BACKENDS.append(pytest.param("cuda", marks=pytest.mark.gpu))
+BACKENDS += EMULATED
+KERNEL_BACKENDS = [pytest.param("cuda", marks=pytest.mark.gpu), *EMULATED]
+EP_SIZES = (1, 2, 4, 8)
+ALL_RANKS = "JAX_EP_ALL_RANKS"  # in the environment: emulated tests run with every number of ranks, not with one
+
+left_out = 0  # emulated tests that were deselected, for their number of ranks
 
 
-def pytest_collection_modifyitems(items):
+# --- which tests run ------------------------------------------------------------------------------------------------
+
+
+def is_emulated(item):
+    params = getattr(item, "callspec", None) and item.callspec.params or {}
+    return "emulated" in (params.get("backend"), params.get("kernel_backend"))
+
+
+def is_left_out(item):
+    """Whether an emulated test has another number of ranks than the one that its name chooses."""
+    if ALL_RANKS in os.environ or not is_emulated(item) or "any_mesh" not in item.callspec.params:
+        return False
+    name = re.sub(r"\bep\d+\b", "", item.nodeid)
+    return item.callspec.params["any_mesh"] != EP_SIZES[zlib.crc32(name.encode()) % len(EP_SIZES)]
+
+
+def pytest_collection_modifyitems(config, items):
+    global left_out
     for item in items:  # also those that are skipped here, for which pytest does not look
         if unknown := set(item.fixturenames) - set(item._fixtureinfo.name2fixturedefs) - {"request"}:
             raise pytest.UsageError(f"{item.nodeid}: there are no fixtures {sorted(unknown)}")
-    if jax.default_backend() == "gpu" and len(jax.devices()) >= 2:
-        return
+    if deselected := [item for item in items if is_left_out(item)]:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not is_left_out(item)]
+        left_out = len(deselected)
+    has_gpus = jax.default_backend() == "gpu" and len(jax.devices()) >= 2
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs two or more CUDA devices"))
+        why_not_emulated = reason_not_emulated(item.path.name, item.name)
+        if is_emulated(item) and why_not_emulated:
+            item.add_marker(pytest.mark.skip(reason=f"not emulated: {why_not_emulated}"))
+        if item.get_closest_marker("gpu") and not has_gpus:
+            why = f"; not emulated: {why_not_emulated}" if why_not_emulated else ""
+            item.add_marker(pytest.mark.skip(reason=f"needs two or more CUDA devices{why}"))
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # of a process of pytest-xdist, for the process that reports
+        session.config.workeroutput["left_out"] = left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    global left_out
+    left_out = getattr(node, "workeroutput", {}).get("left_out", left_out)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if left_out:
+        terminalreporter.write_line(
+            f"{left_out} emulated tests left out: each ran with one number of ranks; {ALL_RANKS}=1 runs it with all"
+        )
+
+
+# --- backends -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
@@ -47,14 +110,35 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture(scope="session", params=KERNEL_BACKENDS)
+def kernel_backend(request):
+    """A backend that runs the kernels: on GPUs, or emulated."""
+    return request.param
+
+
+if HAS_EMULATED:
+    _native.emulated.set_patience(PATIENCE_S)
+
+
+@pytest.fixture(params=(1, 2, 3, 4), ids="seed{}".format)
+def adversary(request):
+    """The seed by which emulated GPUs run threads, blocks and launches in another order, and show stores late."""
+    _native.emulated.set_adversary(request.param)
+    yield request.param
+    _native.emulated.set_adversary(0)
+
+
+# --- devices and groups ---------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="session", params=["expert", "ragged"])
 def layout(request):
     return request.param
 
 
-@pytest.fixture(scope="session", params=[1, 2, 4, 8], ids="ep{}".format)
+@pytest.fixture(scope="session", params=EP_SIZES, ids="ep{}".format)
 def any_mesh(request):
-    """A mesh of each EP size."""
+    """A mesh of each EP size; emulated tests take one of them."""
     return make_mesh((request.param,))
 
 

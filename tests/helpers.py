@@ -1,10 +1,11 @@
 """Run a function on every device of a mesh, NumPy in and NumPy out, and compare with the oracle."""
 
+import contextlib
 import functools
 import os
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_ep as ep
 import oracle
 from jax_ep import _backends, _native
-from shapes import Shape, np_dtype, random_array
+from shapes import Inputs, Shape, make_inputs, np_dtype, random_array
 
 COMBINE_BOUND = {"bfloat16": 5e-3, "float16": 6e-4, "float32": 1e-6}
 
@@ -24,6 +25,8 @@ COMBINE_BOUND = {"bfloat16": 5e-3, "float16": 6e-4, "float32": 1e-6}
 IN_GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
+# How long emulated GPUs wait for the host before they let time pass to the next time-out, in real seconds.
+PATIENCE_S = 20
 
 # Under scripts/launch_local.py every process runs the tests.
 ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
@@ -72,6 +75,19 @@ def slot_bytes(group: ep.Group) -> int:
 def num_slots(group: ep.Group) -> int:
     """How many operations of the group may be under way at once: four if their slots fit in 64 MiB, else two."""
     return 4 if oracle.round_up(4 * slot_bytes(group), 256) <= 64 * 2**20 else 2
+
+
+@contextlib.contextmanager
+def emulated_patience(seconds: float) -> Iterator[None]:
+    """Emulated GPUs wait so long for the host in the block. Nothing, without them."""
+    if _native.emulated is None:
+        yield
+        return
+    _native.emulated.set_patience(seconds)
+    try:
+        yield
+    finally:
+        _native.emulated.set_patience(PATIENCE_S)
 
 
 def spmd(fn: Callable, mesh: Mesh, *, check_vma: bool = True, replicated: tuple[int, ...] = ()) -> Callable:
@@ -189,6 +205,39 @@ def assert_dispatched(recv, expected: oracle.Dispatched, *, zero_pad: bool = Fal
     else:
         assert recv.scales.shape == expected.scales.shape
         assert_same_bits(recv.scales[route.is_token], expected.scales[route.is_token], "scales")
+
+
+def order_sensitive_inputs(shape: Shape, num_ranks: int, seed: int = 0) -> Inputs:
+    """Inputs whose float32 sums have other bits in another order. `shape` must have top_k=8.
+
+    The weights of a token are signed powers of two in random order, far apart, and each large weight comes with both
+    signs. A small term is lost if the sum adds it while a large term is in the sum. A product of a row and a power of
+    two is exact, so that a fused multiply-add gives the same bits as a multiplication and an addition. Every second
+    token names eight neighbouring experts, so that one rank has several of its terms.
+    """
+    rng = np.random.default_rng(seed)
+    x, topk_idx, _ = make_inputs(shape, num_ranks, "uniform", seed)
+    first = 4 * rng.integers(shape.num_experts // 4 - 1, size=topk_idx.shape[:2])
+    neighbours = first[..., None] + rng.permuted(np.broadcast_to(np.arange(8), topk_idx.shape), axis=-1)
+    topk_idx[:, ::2] = neighbours[:, ::2]
+    weights = np.float32([2.0**60, -(2.0**60), 2.0**30, -(2.0**30), 1.0, -0.5, 2.0**-9, 2.0**-8])
+    return Inputs(x, topk_idx, rng.permuted(np.broadcast_to(weights, topk_idx.shape), axis=-1))
+
+
+def assert_each_token_combined(out, y, weights, route: oracle.Route, *, dtype: str) -> None:
+    """assert_each_row_close for the tokens of out [R, T, H]."""
+    assert_each_row_close(out, *oracle.combine(y, weights, route), dtype=dtype)
+
+
+def assert_each_row_close(actual, total, magnitude, *, dtype: str) -> None:
+    """Each row, along the last axis, lies within twice the contract's bound for `dtype`.
+
+    The contract's bound is for all rows together. Among many rows, the error of a row that is lost stays below it.
+    """
+    error, size = (np.linalg.norm(array, axis=-1) for array in (actual.astype(np.float64) - total, magnitude))
+    # Subnormal values of float16 are rounded to a multiple of the least of them.
+    least = 8 * float(jnp.finfo(dtype).smallest_subnormal) * np.sqrt(total.shape[-1])
+    assert (error <= 2 * COMBINE_BOUND[dtype] * size + least).all()
 
 
 def assert_combined(out, y, weights, route: oracle.Route, *, dtype: str) -> None:

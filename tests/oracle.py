@@ -131,8 +131,13 @@ def dispatch(x, topk_idx, topk_weights, *, wire=None, dequantize_to=None, **layo
 
 
 def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
-    """float8_e4m3fn of x [..., H] with one float32 scale per 128 channels, every step rounded to float32."""
+    """float8_e4m3fn of x [..., H] with one float32 scale per 128 channels, every step rounded to float32.
+
+    A block that holds a NaN or infinity becomes NaN: its bytes are 0x7f and its scale is NumPy's NaN.
+    """
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+    is_finite = np.isfinite(blocks).all(axis=-1)
+    blocks = np.where(is_finite[..., None], blocks, np.float32(0))
     amax = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-4))
     scale = amax * (np.float32(1) / FP8_MAX)
     if wire == "fp8":
@@ -143,11 +148,17 @@ def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
         scale = np.ldexp(np.float32(1), exponent)
         scaled = blocks / scale[..., None]
     assert scaled.dtype == scale.dtype == np.float32
-    return np.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8).reshape(x.shape), scale
+    x_fp8 = np.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)
+    x_fp8.view(np.uint8)[~is_finite] = 0x7F
+    return x_fp8.reshape(x.shape), np.where(is_finite, scale, np.float32(np.nan))
 
 
 def dequantize(x_fp8, scales, dtype) -> np.ndarray:
-    return (x_fp8.astype(np.float32) * np.repeat(scales, CHANNELS_PER_SCALE, axis=-1)).astype(dtype)
+    """Every NaN of the result has the bits of NumPy's NaN of that dtype."""
+    with np.errstate(invalid="ignore", over="ignore"):  # 0 * infinity; float16 overflows to infinity
+        values = (x_fp8.astype(np.float32) * np.repeat(scales, CHANNELS_PER_SCALE, axis=-1)).astype(dtype)
+    values[np.isnan(values)] = np.nan
+    return values
 
 
 def combine(y, weights, where: Route) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
     python tests/soak.py --minutes 8 --json soak.json     # all GPUs of this machine, else 8 virtual CPU devices
     python tests/soak.py --seed 1234 --cases 1            # one case again
+    python tests/soak.py --backend emulated --adversary   # kernels on emulated GPUs, in another order in each case
 
 A case follows from its seed and the number of devices. It is a group of random sizes over a random mesh, and three
 tasks, a few times with other inputs: operations of one sort each, whose results are compared with the oracle's. Either
@@ -39,6 +40,8 @@ from helpers import (
     COMBINE_BOUND,
     assert_combined,
     assert_dispatched,
+    assert_each_row_close,
+    assert_each_token_combined,
     assert_same_bits,
     num_slots,
     open_group,
@@ -48,6 +51,7 @@ from helpers import (
     steps_per_second,
     to_numpy,
 )
+from jax_ep import _native
 from shapes import ROUTINGS, SMALL, Shape, make_inputs, np_dtype, random_array
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -213,6 +217,7 @@ class Layer:
         route = expected.route
         assert_dispatched(recv, expected, zero_pad=bool(self.zero_pad))
         assert_combined(out, y, expected.weights, route, dtype=self.shape.dtype)
+        assert_each_token_combined(out, y, expected.weights, route, dtype=self.shape.dtype)
         assert_same_bits(rows[route.is_token], route.gather(other)[route.is_token], "dispatch_like")
 
 
@@ -271,6 +276,7 @@ class Gradient:
     def _assert_close(self, actual: np.ndarray, total: np.ndarray, magnitude: np.ndarray) -> None:
         error = np.linalg.norm(actual.astype(np.float64) - total)
         assert error <= COMBINE_BOUND[self.shape.dtype] * np.linalg.norm(magnitude)
+        assert_each_row_close(actual, total, magnitude, dtype=self.shape.dtype)
 
 
 class Exchange:
@@ -439,6 +445,13 @@ def attempt(seed: int | str, run: Any) -> tuple[Any, list[dict[str, Any]]]:
         return None, [{"seed": seed, "error": f"{type(error).__name__}: {error}"[:2000]}]
 
 
+def again_options(options: argparse.Namespace) -> str:
+    """What else a case of these options needs."""
+    if options.backend != "emulated":
+        return ""
+    return f" --backend emulated --sms {options.sms}" + " --adversary" * options.adversary
+
+
 def soak(options: argparse.Namespace) -> dict[str, Any]:
     devices = jax.devices()
     num_cases, operations, mismatches = 0, 0, []
@@ -446,12 +459,15 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     for seed in itertools.count(options.seed):
         if num_cases == options.cases or time.monotonic() > deadline:
             break
+        if options.adversary:
+            _native.emulated.set_adversary(seed)
         done, wrong = attempt(seed, partial(run_case, seed, devices, options.backend))
         num_cases += 1
         operations += done or 0
         mismatches += wrong
         if wrong:
-            print(f"soak: case {seed} failed; again: python tests/soak.py --seed {seed} --cases 1", flush=True)
+            again = again_options(options)
+            print(f"soak: case {seed} failed; again: python tests/soak.py --seed {seed} --cases 1{again}", flush=True)
         jax.clear_caches()  # or else the programs of all cases stay
     late, wrong = None, []
     if options.late_operations:
@@ -489,9 +505,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--cases", type=int, help="how many, if the minutes suffice (as many as fit)")
     add("--seed", type=int, default=0, help="of the first case; the next has the next (0)")
     add("--late-operations", type=int, default=0, help="then so many operations with ranks that are late (none)")
-    add("--backend", choices=ep.backends(), help="of jax_ep (cuda where there are GPUs, else reference)")
+    backends = [*ep.backends(), *(["emulated"] if _native.emulated else [])]
+    add("--backend", choices=backends, help="of jax_ep (cuda where there are GPUs, else reference)")
+    add("--sms", type=int, default=2, help="of each emulated GPU (2)")
+    add("--adversary", action="store_true", help="emulated: a case's seed also decides docs/emulator.md's list")
     add("--json", metavar="FILE", help="write the result there")
     options = parser.parse_args(argv)
+    if _native.emulated:
+        _native.emulated.set_num_sms(options.sms)
     options.backend = options.backend or ("cuda" if jax.default_backend() == "gpu" else "reference")
     begun = time.monotonic()
     result = machine() | soak(options) | {"minutes": round((time.monotonic() - begun) / 60, 2)}
@@ -502,7 +523,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Several CPU devices, for want of GPUs. Read when JAX first looks.
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # Several CPU devices, for want of GPUs, and an order of calls that is the same on all. Read when JAX first looks.
+    for flag in ("xla_force_host_platform_device_count=8", "xla_cpu_enable_concurrency_optimized_scheduler=false"):
+        if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+            os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --{flag}"
     sys.exit(main())

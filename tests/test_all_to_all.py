@@ -64,7 +64,29 @@ def test_there_and_back(round_trip, any_mesh, how):
     assert there.scales is None
     assert_same_bits(there.splits, received_splits)
     assert_same_bits(there.x[mask], blocks[mask])
-    assert_same_bits(back[sent(splits)], oracle.all_to_all_back(y, splits)[sent(splits)])
+    assert_same_bits(back, oracle.all_to_all_back(y, splits))
+
+
+@pytest.mark.parametrize("splits_of_rank", [[60], [20, 20, 20], [48, 1], [0, -7, 20, -1, 50]], ids=str)
+def test_splits_that_do_not_fit(round_trip, any_mesh, splits_of_rank):
+    """Experts get rows in order until the rows of x are spent. A negative split counts as zero."""
+    num_ranks = any_mesh.size
+    given = np.zeros((num_ranks, SHAPE.num_experts), np.int32)
+    for rank in range(num_ranks):  # on each rank, another expert is the first with rows
+        given[rank, rank : rank + len(splits_of_rank)] = splits_of_rank
+    given[:, -1] = SHAPE.tokens
+    ends = np.minimum(np.cumsum(np.maximum(given, 0), axis=-1), SHAPE.tokens)
+    splits = np.diff(ends, axis=-1, prepend=0).astype(np.int32)
+    assert (splits.sum(axis=-1) == SHAPE.tokens).all()
+    x = make_inputs(SHAPE, num_ranks).x
+    blocks, received_splits = oracle.all_to_all(x, splits)
+    mask = received(splits)
+    y = random_array(np.random.default_rng(6), blocks.shape, SHAPE.dtype)
+    y[~mask] = np.nan
+    there, back = to_numpy(round_trip(x, y, given))
+    assert_same_bits(there.splits, received_splits)
+    assert_same_bits(there.x[mask], blocks[mask])
+    assert_same_bits(back, oracle.all_to_all_back(y, splits))
 
 
 @pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])

@@ -5,6 +5,7 @@ read.
 """
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,21 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import COMBINE_BOUND, assert_combined, assert_same_bits, make_mesh, random_rows, run_spmd, spmd, to_numpy
+from helpers import (
+    COMBINE_BOUND,
+    assert_combined,
+    assert_each_token_combined,
+    assert_same_bits,
+    make_mesh,
+    order_sensitive_inputs,
+    random_rows,
+    run_spmd,
+    spmd,
+    to_numpy,
+)
 from shapes import ROUTINGS, SMALL, make_inputs, np_dtype, random_array
+
+ORDERED = dataclasses.replace(SMALL, num_experts=32, top_k=8, tokens=32)  # for order_sensitive_inputs
 
 
 def combine_case(shape, mesh, layout, routing="uneven", **options):
@@ -41,6 +55,7 @@ def test_every_routing_at_every_ep_size(small_combine, any_mesh, layout, routing
     out = to_numpy(small_combine(y, *inputs))
     assert out.dtype == y.dtype
     assert_combined(out, y, expected.weights, expected.route, dtype=SMALL.dtype)
+    assert_each_token_combined(out, y, expected.weights, expected.route, dtype=SMALL.dtype)
 
 
 def test_same_bits_on_every_run(small_combine, any_mesh, layout):
@@ -48,23 +63,67 @@ def test_same_bits_on_every_run(small_combine, any_mesh, layout):
     assert_same_bits(small_combine(y, *inputs), small_combine(y, *inputs))
 
 
-def test_order_of_sums(make_group, any_mesh):
-    """In the order of k, then of ranks, bit for bit."""
-    x, topk_idx, topk_weights = make_inputs(SMALL, any_mesh.size)
-    topk_weights = np.exp2(np.round(topk_weights))
-    group = make_group(any_mesh, SMALL)
+def check_order_of_sums(group, mesh, shape):
+    """combine, and the cotangent of dispatch's x, have the bits of sums in the contract's order.
 
-    def there_and_back(*inputs):
-        recv = ep.dispatch(*inputs, group=group, layout="ragged")
-        return ep.combine(recv.x, recv)
+    The experts return their rows. The cotangent of each row is the row times its weight, so that both sums have the
+    same terms.
+    """
+    x, topk_idx, topk_weights = order_sensitive_inputs(shape, mesh.size)
 
-    out = run_spmd(there_and_back, any_mesh, x, topk_idx, topk_weights)
-    parts = oracle.rank_sums(x, topk_idx, topk_weights, SMALL.num_experts)
-    assert_same_bits(out, oracle.sum_over_ranks(parts, node_size=any_mesh.size))
+    def sums(x, topk_idx, topk_weights):
+        def rows(x):
+            recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged", zero_pad=True)
+            return recv.x, recv
+
+        y, transpose, recv = jax.vjp(rows, x, has_aux=True)
+        return ep.combine(y, recv), transpose((y * recv.weights[:, None]).astype(y.dtype))[0]
+
+    parts = oracle.rank_sums(x, topk_idx, topk_weights, shape.num_experts)
+    expected = oracle.sum_over_ranks(parts, node_size=mesh.size)
+    out, dx = run_spmd(sums, mesh, x, topk_idx, topk_weights)
+    assert_same_bits(out, expected, "combine")
+    assert_same_bits(dx, expected, "cotangent of x")
 
 
-def test_order_of_sums_by_node():
-    """The oracle's own: another node's sum is rounded, here from 257 to 256; the own ranks are added one by one."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_order_of_sums(make_group, any_mesh, dtype):
+    """In the order of k, rounded to the dtype of y, then in the order of ranks."""
+    shape = dataclasses.replace(ORDERED, dtype=dtype)
+    check_order_of_sums(make_group(any_mesh, shape), any_mesh, shape)
+
+
+@pytest.mark.parametrize(("tokens", "num_sms"), [(32, 4), (40, None), (260, None)])
+def test_order_of_sums_in_other_kernels(make_group, mesh, tokens, num_sms):
+    """The CUDA backend chooses its kernel by the number of tokens, and by num_sms if that is given."""
+    if tokens > 32 and os.environ.get("JAX_EP_NODE_SIZE"):
+        pytest.skip("sums of many tokens go by node: test_order_of_sums_over_a_network")
+    shape = dataclasses.replace(ORDERED, tokens=tokens)
+    check_order_of_sums(make_group(mesh, shape, num_sms=num_sms), mesh, shape)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_ranks", [1, 4, 8])
+def test_oracle_order_shows_in_order_sensitive_inputs(num_ranks, dtype):
+    """The oracle's sums of these inputs have other bits if the order of the terms is another."""
+    shape = dataclasses.replace(ORDERED, dtype=dtype)
+    x, topk_idx, topk_weights = order_sensitive_inputs(shape, num_ranks)
+
+    def sums(k=slice(None), order_of_ranks=slice(None)):
+        parts = oracle.rank_sums(x, topk_idx[..., k], topk_weights[..., k], shape.num_experts)
+        return oracle.sum_over_ranks(parts[order_of_ranks], node_size=num_ranks)
+
+    def share_of_other_tokens(**options):
+        return np.mean((sums(**options) != sums()).any(axis=-1))
+
+    assert share_of_other_tokens(k=slice(None, None, -1)) > 0.1
+    if num_ranks > 1:
+        assert share_of_other_tokens(order_of_ranks=slice(None, None, -1)) > 0.1
+        assert share_of_other_tokens(order_of_ranks=np.roll(np.arange(num_ranks), 1)) > 0.1
+
+
+def test_oracle_order_of_sums_by_node():
+    """Another node's sum is rounded, here from 257 to 256; the parts of the own node are added one by one."""
     parts = np.array([-256, 0, 256, 1], np_dtype("bfloat16")).reshape(4, 1, 1, 1).repeat(4, axis=1)
     assert oracle.sum_over_ranks(parts, node_size=4).ravel().tolist() == [1, 1, 1, 1]
     assert oracle.sum_over_ranks(parts, node_size=2).ravel().tolist() == [0, 0, 1, 1]
@@ -72,8 +131,8 @@ def test_order_of_sums_by_node():
 
 @pytest.mark.parametrize("dtype", COMBINE_BOUND)
 @pytest.mark.parametrize("node_size", [1, 2, 8])
-def test_error_of_sums_by_node(dtype, node_size):
-    """The oracle's own: rounding once more at each node keeps within the bound."""
+def test_oracle_error_of_sums_by_node(dtype, node_size):
+    """A further rounding at each node keeps the sum within the bound."""
     shape = dataclasses.replace(SMALL, dtype=dtype, top_k=8, tokens=64)
     x, topk_idx, topk_weights = make_inputs(shape, 8)
     topk_weights = np.exp2(np.round(topk_weights))
@@ -121,6 +180,25 @@ def test_sums_are_in_float32(make_group, layout, dtype, large, experts, small):
         return ep.combine(jnp.ones_like(recv.x), recv, out_dtype="float32")
 
     np.testing.assert_array_equal(run_spmd(dispatch_combine, mesh, x, topk_idx, topk_weights), sum(small))
+
+
+@pytest.mark.parametrize(("dtype", "small"), [("bfloat16", 2**-9), ("float16", 2**-12)])
+def test_parts_are_rounded_once(make_group, layout, dtype, small):
+    """A rank rounds its part of a sum to the dtype of y, in which 1 + small is 1; the source adds parts in float32."""
+    mesh = make_mesh((4,))
+    shape = dataclasses.replace(SMALL, dtype=dtype, top_k=2)
+    x, topk_idx, topk_weights = make_inputs(shape, mesh.size)
+    topk_idx[:, ::2], topk_idx[:, 1::2] = [4, 5], [4, 8]  # of one rank, of two ranks
+    topk_weights[:] = [1, small]
+    group = make_group(mesh, shape)
+
+    def dispatch_combine(*inputs):
+        recv = ep.dispatch(*inputs, group=group, layout=layout)
+        return ep.combine(jnp.ones_like(recv.x), recv, out_dtype="float32")
+
+    out = run_spmd(dispatch_combine, mesh, x, topk_idx, topk_weights)
+    np.testing.assert_array_equal(out[:, ::2], 1)
+    np.testing.assert_array_equal(out[:, 1::2], 1 + small)
 
 
 @pytest.mark.parametrize("alignment", [1, 8])

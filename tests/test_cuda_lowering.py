@@ -41,6 +41,11 @@ def calls(text):
     return re.findall(r"custom_call @(jax_ep_\w+)", text)
 
 
+def hashes(text, op):
+    """Of all calls of `op`, in the order of the text."""
+    return re.findall(rf"custom_call @jax_ep_{op}\(.*?hash = (\d+)", text)
+
+
 X = ((TOKENS, HIDDEN), jnp.bfloat16)
 IDS = ((TOKENS, TOP_K), jnp.int32)
 WEIGHTS = ((TOKENS, TOP_K), jnp.float32)
@@ -186,9 +191,59 @@ def test_a_cotangent_that_goes_nowhere_is_not_sent(group, layout):
 
 def test_what_ranks_must_agree_on_is_in_the_hash(group):
     def hash_of(layout, **options):
-        text = lowered(group, partial(layer, group, layout, **options), X, IDS, WEIGHTS)
-        return re.search(r"custom_call @jax_ep_dispatch.*?hash = (\d+)", text, re.DOTALL).group(1)
+        (hash_,) = hashes(lowered(group, partial(layer, group, layout, **options), X, IDS, WEIGHTS), "dispatch")
+        return hash_
 
-    hashes = {hash_of("ragged"), hash_of("expert"), hash_of("ragged", alignment=8), hash_of("ragged", wire="fp8")}
-    assert len(hashes) == 4
-    assert hash_of("ragged") in hashes
+    different = {hash_of("ragged"), hash_of("expert"), hash_of("ragged", alignment=8), hash_of("ragged", wire="fp8")}
+    assert len(different) == 4
+    assert hash_of("ragged") in different
+
+
+def every_operation_twice(group, x, topk_idx, topk_weights, splits):
+    """Each operation twice with equal shapes, and all gradients."""
+
+    def once(x, topk_weights):
+        settings = {"group": group, "layout": "ragged"}
+        recv = ep.dispatch(x, topk_idx, topk_weights, **settings)
+        halves = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, **settings))
+        out = ep.combine(recv.x + ep.dispatch_like(x, recv), recv)
+        out += ep.combine_done(ep.combine_start(halves.x, halves))
+        out += ep.all_to_all_back(ep.all_to_all(x, splits, group=group).x, splits, group=group)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    gradients = [jax.grad(once, (0, 1))(scale * x, topk_weights) for scale in (1, 2)]
+    return jax.tree.map(jnp.add, *gradients)
+
+
+def test_no_two_calls_of_a_program_have_the_same_hash(group):
+    """Or ranks that run them in different order would take the rows of one for those of the other."""
+    body = partial(every_operation_twice, group)
+    text = lowered(group, body, X, IDS, WEIGHTS, ((EXPERTS,), jnp.int32))
+    ops = {op.removeprefix("jax_ep_") for op in calls(text) if not op.endswith(("_done", "_room"))}
+    assert len(ops) == 9
+    found = [hash_ for op in ops for hash_ in hashes(text, op)]
+    assert len(found) == len(set(found)) == 2 * 14
+
+
+def test_a_program_that_is_lowered_again_has_the_same_text(group):
+    """Also in another process, as it was exported or came from the compilation cache."""
+    texts = set()
+    for _ in range(2):
+        jax.clear_caches()
+        body = partial(every_operation_twice, group)
+        texts.add(lowered(group, body, X, IDS, WEIGHTS, ((EXPERTS,), jnp.int32)))
+    assert len(texts) == 1
+
+
+def test_a_call_that_runs_again_for_the_backward_pass_keeps_its_hash(group):
+    def body(x, topk_idx, topk_weights):
+        @jax.checkpoint
+        def loss(x):
+            return jnp.sum(jnp.tanh(layer(group, "ragged", x, topk_idx, topk_weights).astype(jnp.float32)))
+
+        value, gradient = jax.value_and_grad(loss)(x)
+        return value[None], gradient
+
+    for op in ("dispatch", "combine"):
+        first, again = hashes(lowered(group, body, X, IDS, WEIGHTS), op)
+        assert first == again

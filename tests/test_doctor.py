@@ -7,11 +7,12 @@ import sys
 from types import ModuleType
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import jax_ep as ep
+from helpers import open_group
 from jax_ep import _native, doctor
+from shapes import Shape
 
 needs_native = pytest.mark.skipif(_native.cpu is None, reason="the native extensions are not built")
 SIZES = doctor.Sizes()
@@ -142,12 +143,11 @@ def test_memory_is_that_of_docs_design():
         assert doctor._memory_line(memory).startswith(expected)
 
 
-@pytest.mark.gpu
-def test_memory_is_that_of_a_group(largest_mesh):
+@needs_native
+def test_memory_is_that_of_a_group(largest_mesh, kernel_backend):
     sizes = doctor.Sizes(tokens=24, hidden=128, experts=16, top_k=2, dtype="float32", ranks=largest_mesh.size)
-    with ep.Group(
-        largest_mesh, num_experts=16, top_k=2, hidden=128, max_tokens_per_rank=24, dtype=jnp.float32, backend="cuda"
-    ) as group:
+    shape = Shape("sizes", num_experts=16, top_k=2, hidden=128, tokens=24, dtype="float32")
+    with open_group(largest_mesh, shape, backend=kernel_backend) as group:
         assert doctor._memory(sizes, num_devices=1)["bytes_per_device"] == group.memory_bytes
 
 

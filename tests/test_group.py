@@ -1,13 +1,18 @@
 """Group and backends: what a group says about itself, and its life."""
 
 import copy
+import re
+import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_ep as ep
 from helpers import open_group, without_gpus
+from jax_ep import _backends, _native
 from shapes import SMALL
 
 
@@ -77,6 +82,69 @@ def test_auto_takes_the_best_backend(make_group, mesh):
     assert make_group(mesh, SMALL, backend="auto").backend == best
 
 
+def mesh_of_fake_gpus(monkeypatch, **functions):
+    """A mesh of ("data", "ep") over 2 x 2 GPUs that are not there.
+
+    CUDA numbers them from 4, and finds nothing wrong with them but what `functions` say.
+    """
+    gpus = [SimpleNamespace(platform="gpu", process_index=0, id=i, local_hardware_id=4 + i) for i in range(4)]
+    native = {
+        "device_uuid": lambda ordinal: bytes([ordinal]),
+        "find_device": lambda uuid: uuid[0],
+        "unsupported_device": lambda ordinal: "",
+        "unsupported_pair": lambda ordinals: "",
+    }
+    monkeypatch.setattr(_native, "cuda", SimpleNamespace(**native | functions))
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: gpus)
+    return SimpleNamespace(
+        devices=np.array(gpus).reshape(2, 2), shape={"data": 2, "ep": 2}, axis_names=("data", "ep"), local_devices=gpus
+    )
+
+
+def test_auto_takes_cuda_on_gpus_that_run_it(monkeypatch):
+    """Links matter between the ranks of a group, and between no others."""
+    asked = []
+    mesh = mesh_of_fake_gpus(monkeypatch, unsupported_pair=lambda ordinals: asked.append(ordinals) or "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _backends.choose("auto", mesh, "ep") == "cuda"
+    assert asked == [[4, 5], [6, 7]]
+    assert _backends.choose("cuda", mesh, "data") == "cuda"
+    assert asked[2:] == [[4, 6], [5, 7]]
+
+
+def test_links_of_gpus_that_this_process_does_not_see(monkeypatch):
+    asked = []
+    mesh_of_two = mesh_of_fake_gpus(
+        monkeypatch,
+        find_device=lambda uuid: -1 if uuid == bytes([5]) else uuid[0],
+        unsupported_pair=lambda ordinals: asked.append(ordinals) or "",
+    )
+    assert _backends.choose("cuda", mesh_of_two, "ep") == "cuda"
+    assert asked == [[4], [6, 7]]
+
+
+# As ffi/device.h says it.
+UNSUPPORTED = {
+    "shared memory": ("unsupported_device", 6, "NVIDIA GeForce RTX 5090 has 101376 bytes of shared memory"),
+    "machine code": ("unsupported_device", 7, "jax_ep's kernels do not load on NVIDIA X (no kernel image)"),
+    "atomics": ("unsupported_pair", [6, 7], "the link from CUDA device 6 to CUDA device 7 may split a 16-byte store"),
+    "access": ("unsupported_pair", [4, 5], "CUDA device 4 cannot reach the memory of CUDA device 5"),
+}
+
+
+@pytest.mark.parametrize(("function", "subject", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_gpus_that_cannot_run_the_kernels(monkeypatch, function, subject, reason):
+    """Auto falls back, with a warning that says why; cuda is an error that says why."""
+    mesh = mesh_of_fake_gpus(monkeypatch, **{function: lambda asked: reason if asked == subject else ""})
+    with pytest.warns(UserWarning, match=f"^jax_ep uses the slow reference backend on GPUs: {re.escape(reason)}$"):
+        assert _backends.choose("auto", mesh, "ep") == "reference"
+    with pytest.raises(ValueError, match=f"^backend is 'cuda', which cannot be used here: {re.escape(reason)}. Use"):
+        _backends.choose("cuda", mesh, "ep")
+    is_of_device = function == "unsupported_device"
+    assert ep.backends()["cuda"] == ep.BackendStatus(not is_of_device, reason if is_of_device else "")
+
+
 def test_public_names():
     """The contract's names are there, and nothing else is public."""
     assert set(ep.__all__) >= {
@@ -103,7 +171,7 @@ def test_errors_share_a_base():
     ],
 )
 def test_check_raises_what_devices_wrote(monkeypatch, mesh, reason, kind, message):
-    without_gpus(monkeypatch, group_failure=lambda group_id: (reason, 3, 1, 0, 7, 5))
+    without_gpus(monkeypatch, group_failure=lambda group_id: (reason, "combine", 1, 0, 7, 5))
     with open_group(mesh, SMALL) as group:
         for _ in range(2):
             with pytest.raises(kind, match=message) as error:

@@ -1,4 +1,4 @@
-"""The native extensions: how they load, the C++ unit tests, layout arithmetic against Python's, and dispatch_layout."""
+"""The native extensions: how they load, the C++ unit tests, and layout arithmetic against Python's; and scripts/."""
 
 import importlib.util
 import json
@@ -7,26 +7,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from functools import partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-import jax_ep as ep
-from jax_ep import _dispatch_layout, _layouts, _native
+from jax_ep import _layouts, _native
 
 ROOT = Path(__file__).parents[1]
 needs_native = pytest.mark.skipif(_native.cpu is None, reason="the native extensions are not built")
-SIZES = [
-    {"num_experts": 8, "num_ranks": 1, "num_nodes": 1},
-    {"num_experts": 8, "num_ranks": 8, "num_nodes": 2},
-    {"num_experts": 24, "num_ranks": 6, "num_nodes": 3},
-    {"num_experts": 256, "num_ranks": 64, "num_nodes": 8},
-]
 
 
 def script(name):
@@ -86,11 +76,35 @@ def test_results_tell_with_what_each_step_was_run(tmp_path):
     check("layer")
     steps = {path.stem: script("gpu_report").step(path) for path in tmp_path.glob("*.status")}
     assert all(step["ok"] for step in steps.values())
-    for part in ("tests-1", "tests-2"):
+    for part in ("tests-1", "tests-2", "tests-3"):
         assert steps[part]["arguments"] == {"PYTEST_ARGS": "-k 'a or b=c'", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert steps["bench-7-grad"]["arguments"] == {"STEP_TIMEOUT": "60"}
     assert "arguments" not in steps["layer"]
     assert not former.exists()
+
+
+def test_training_curves_that_are_apart_are_found():
+    mismatches = script("compare_training").mismatches
+    curve = np.linspace(6, 1.5, 300).tolist()
+
+    def changed(step, difference):
+        return [loss + difference if number == step else loss for number, loss in enumerate(curve, start=1)]
+
+    assert mismatches(curve, curve) == []
+    assert mismatches(curve, changed(90, 0.9e-4)) == mismatches(curve, changed(91, 0.039)) == []
+    for step, difference in ((1, 2e-4), (90, -2e-4), (91, 0.05), (300, -0.05), (7, np.nan)):
+        (line,) = mismatches(curve, changed(step, difference))
+        assert line.startswith(f"step {step}: ")
+    assert mismatches(curve, curve[:-1]) == ["one run has 300 steps, the other run has 299"]
+
+
+def test_the_comparison_of_training_runs_fails_if_they_are_apart(tmp_path):
+    for name, last in (("one", 2.0), ("same", 2.01), ("apart", 2.1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_moe.json").write_text(json.dumps({"loss": [6.0] * 299 + [last]}))
+    command = [sys.executable, ROOT / "scripts" / "compare_training.py", tmp_path / "one"]
+    for other, status in (("same", 0), ("apart", 1), ("missing", 1)):
+        assert subprocess.run([*command, tmp_path / other], capture_output=True).returncode == status
 
 
 def test_cpp_unit_tests(tmp_path):
@@ -181,183 +195,3 @@ def test_layout_arithmetic_is_that_of_python(layout, alignment):
 def test_unknown_layout_is_named():
     with pytest.raises(ValueError, match="layout is 'jagged', but must be 'expert' or 'ragged'"):
         _native.cpu.place_groups([1], layout="jagged", capacity=8, alignment=1)
-
-
-# dispatch_layout
-
-
-def random_idx(num_experts, shape, seed=0):
-    """Experts, among them some ids just outside [0, num_experts) on both sides and duplicates in a row."""
-    return np.random.default_rng(seed).integers(-2, num_experts + 2, shape).astype(np.int32)
-
-
-def expected_layout(topk_idx, *, num_experts, num_ranks, num_nodes):
-    """The contract's words as plain loops."""
-    per_expert = np.zeros(num_experts, np.int32)
-    in_rank = np.zeros((len(topk_idx), num_ranks), bool)
-    in_node = np.zeros((len(topk_idx), num_nodes), bool)
-    for token, experts in enumerate(topk_idx):
-        for expert in experts:
-            if 0 <= expert < num_experts:
-                per_expert[expert] += 1
-                in_rank[token, expert * num_ranks // num_experts] = True
-                in_node[token, expert * num_nodes // num_experts] = True
-    return ep.DispatchLayout(in_rank.sum(0, dtype=np.int32), in_node.sum(0, dtype=np.int32), per_expert, in_rank)
-
-
-def assert_layout(got, expected):
-    for field in ep.DispatchLayout._fields:
-        assert getattr(got, field).dtype == getattr(expected, field).dtype, field
-        np.testing.assert_array_equal(getattr(got, field), getattr(expected, field), err_msg=field)
-
-
-@pytest.fixture(params=["as installed", "pure JAX"])
-def dispatch_layout(request):
-    """ep.dispatch_layout, and what stands in for it on other platforms and where there are no native extensions."""
-    return ep.dispatch_layout if request.param == "as installed" else _dispatch_layout._pure_jax_layout
-
-
-@needs_native
-def test_native_target_is_what_runs():
-    lowered = jax.jit(partial(ep.dispatch_layout, **SIZES[0])).lower(random_idx(8, (4, 2)))
-    native = _native.cuda if jax.default_backend() == "gpu" else _native.cpu
-    assert ("jax_ep_dispatch_layout" in lowered.compile().as_text()) == (native is not None)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes.values())))
-@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (33, 8), (300, 2), (5, 0)], ids=str)
-def test_counts(dispatch_layout, sizes, shape):
-    topk_idx = random_idx(sizes["num_experts"], shape)
-    expected = expected_layout(topk_idx, **sizes)
-    assert_layout(dispatch_layout(topk_idx, **sizes), expected)
-    assert_layout(jax.jit(lambda idx: dispatch_layout(idx, **sizes))(topk_idx), expected)
-
-
-def test_one_node_by_default():
-    topk_idx = random_idx(8, (20, 3))
-    layout = ep.dispatch_layout(topk_idx, num_experts=8, num_ranks=4)
-    assert_layout(layout, expected_layout(topk_idx, num_experts=8, num_ranks=4, num_nodes=1))
-
-
-def test_dependent_calls_in_one_program(dispatch_layout):
-    """Each call's ids come from the counts before it; on GPUs these are enough calls for XLA to capture in a graph."""
-    sizes = {"num_experts": 8, "num_ranks": 4, "num_nodes": 2}
-
-    @jax.jit
-    def chain(topk_idx):
-        layouts = []
-        for _ in range(8):
-            layouts.append(dispatch_layout(topk_idx, **sizes))
-            topk_idx = (topk_idx + layouts[-1].num_tokens_per_rank[:3]) % 10 - 1
-        return layouts
-
-    topk_idx = random_idx(8, (40, 3))
-    for _ in range(3):
-        for layout in chain(topk_idx):
-            assert_layout(layout, expected_layout(topk_idx, **sizes))
-            topk_idx = (topk_idx + np.asarray(layout.num_tokens_per_rank)[:3]) % 10 - 1
-
-
-def test_vmap(dispatch_layout):
-    sizes = SIZES[2]
-    topk_idx = random_idx(sizes["num_experts"], (2, 3, 17, 4))
-    layouts = jax.vmap(jax.vmap(lambda idx: dispatch_layout(idx, **sizes)))(topk_idx)
-    for i, j in np.ndindex(2, 3):
-        one = jax.tree.map(lambda field, at=(i, j): field[at], layouts)
-        assert_layout(one, expected_layout(topk_idx[i, j], **sizes))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("replicated", [True, False])
-def test_shard_map(dispatch_layout, mesh, check_vma, replicated):
-    """Inside shard_map each device sees its own tokens, and results vary over the mesh exactly if the ids do."""
-    sizes, num_devices = SIZES[1], mesh.devices.size
-    topk_idx = random_idx(8, (num_devices * 5, 3))
-    spec = P() if replicated else P("ep")
-    layouts = jax.shard_map(
-        lambda idx: jax.tree.map(lambda field: field[None], dispatch_layout(idx, **sizes)),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=check_vma,
-    )(topk_idx)
-    parts = topk_idx[None] if replicated else topk_idx.reshape(num_devices, 5, 3)
-    for rank, part in enumerate(parts):
-        assert_layout(jax.tree.map(lambda field, at=rank: field[at], layouts), expected_layout(part, **sizes))
-
-
-def test_inside_scan_and_grad(dispatch_layout):
-    """Counts of a router's choice may stand in a loss: they are integers, so that no gradient goes through them."""
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 8)), jnp.float32)
-
-    def loss(logits):
-        def layer(total, logits):
-            weights, topk_idx = jax.lax.top_k(jax.nn.softmax(logits), 2)
-            counts = dispatch_layout(topk_idx, num_experts=8, num_ranks=4, num_nodes=1).num_tokens_per_expert
-            return total + jnp.sum(weights * counts[topk_idx]), None
-
-        return jax.lax.scan(layer, jnp.float32(0), logits)[0]
-
-    gradient = jax.jit(jax.grad(loss))(logits)
-    assert jnp.all(jnp.isfinite(gradient)) and jnp.any(gradient != 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"topk_idx": jnp.zeros((4,), jnp.int32)}, ValueError, r"topk_idx has shape \(4,\).*\[T, K\]"),
-        ({"topk_idx": jnp.zeros((4, 2), jnp.float32)}, TypeError, "topk_idx has dtype float32.*int32"),
-        ({"topk_idx": [[1, 2]]}, TypeError, "topk_idx is a list.*array"),
-        ({"num_experts": 10}, ValueError, "num_experts is 10.*multiple of num_ranks = 4, e.g. 12"),
-        ({"num_experts": 2**31}, ValueError, "num_experts is 2147483648.*1 to 2147483647"),
-        ({"num_experts": 8.0}, TypeError, r"num_experts is 8\.0, a float.*int"),
-        ({"num_ranks": 0}, ValueError, "num_ranks is 0.*at least 1"),
-        ({"num_ranks": True}, TypeError, "num_ranks is True, a bool.*int"),
-        ({"num_nodes": 3}, ValueError, "num_ranks is 4.*multiple of num_nodes = 3, e.g. 6"),
-        ({"num_nodes": -1}, ValueError, "num_nodes is -1.*at least 1"),
-    ],
-)
-def test_errors_while_tracing(change, error, message):
-    arguments = {"topk_idx": jnp.zeros((4, 2), jnp.int32), "num_experts": 8, "num_ranks": 4} | change
-    with pytest.raises(error, match=f"^dispatch_layout: {message}"):
-        ep.dispatch_layout(arguments.pop("topk_idx"), **arguments)
-
-
-def call_target(topk_idx, shapes, **attributes):
-    """Calls the FFI target as jax_ep itself never would."""
-    results = [
-        jax.ShapeDtypeStruct(shape, jnp.bool_ if name == "is_token_in_rank" else jnp.int32)
-        for name, shape in shapes.items()
-    ]
-    attributes = {name: np.int32(value) for name, value in attributes.items()}
-    return jax.block_until_ready(jax.ffi.ffi_call("jax_ep_dispatch_layout", results)(topk_idx, **attributes))
-
-
-@needs_native
-@pytest.mark.parametrize(
-    ("shapes", "attributes", "message"),
-    [
-        ({"num_tokens_per_rank": (5,)}, {}, r"num_tokens_per_rank has shape \[5\] but must have \[4\]"),
-        ({"num_tokens_per_expert": (7,)}, {}, r"num_tokens_per_expert has shape \[7\] but must have \[8\]"),
-        ({"is_token_in_rank": (6, 5)}, {}, r"is_token_in_rank has shape \[6, 5\] but must have \[6, 4\]"),
-        ({"num_tokens_per_node": (2, 1)}, {}, "rank"),
-        ({}, {"num_nodes": 3}, "num_nodes = 3 must divide num_ranks = 4"),
-        ({}, {"num_ranks": 0}, "num_ranks = 0 must divide num_experts = 8, and both be positive"),
-    ],
-)
-def test_errors_of_the_handler(shapes, attributes, message):
-    shapes = {
-        "num_tokens_per_rank": (4,),
-        "num_tokens_per_node": (2,),
-        "num_tokens_per_expert": (8,),
-        "is_token_in_rank": (6, 4),
-    } | shapes
-    attributes = {"num_experts": 8, "num_ranks": 4, "num_nodes": 2} | attributes
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call_target(jnp.zeros((6, 3), jnp.int32), shapes, **attributes)
-
-
-@pytest.mark.skipif(_native.cuda is None or jax.default_backend() != "gpu", reason="needs a GPU")
-def test_too_many_experts_for_the_cuda_kernel():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="num_experts / num_ranks = 20000 must be at most 12288"):
-        jax.block_until_ready(ep.dispatch_layout(jnp.zeros((1, 1), jnp.int32), num_experts=20000, num_ranks=1))

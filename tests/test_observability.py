@@ -40,7 +40,7 @@ def counted(monkeypatch, mesh):
         peers = [
             [(10 * i + r, 1000, 100 * i + r, 2000, 5 * 10**8 * r) for r in range(mesh.size)] for i in range(mesh.size)
         ]
-        return [([7, 0, 0, i, 0, 0, 0], 2**40 + i, peers[i]) for i in range(mesh.size)]
+        return [({"dispatch": 7, "combine": i}, 2**40 + i, peers[i]) for i in range(mesh.size)]
 
     without_gpus(monkeypatch, group_stats=group_stats)
     with open_group(mesh, SMALL) as group:
@@ -94,13 +94,12 @@ def test_the_reference_backend_counts_nothing(mesh):
 # --- counters of real work ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "num_sms"), [(8, None), (300, None), (40, 1)])
-def test_counts_are_those_of_the_routing_on_cuda(largest_mesh, tokens, num_sms):
+def test_counts_are_those_of_the_routing(largest_mesh, kernel_backend, tokens, num_sms):
     """Every kind of operation once, and a dispatch in halves, with drops, in fp8."""
     mesh, shape = largest_mesh, replace(SMALL, hidden=256, tokens=tokens)
     inputs = make_inputs(shape, mesh.size, "uneven")
-    with open_group(mesh, shape, backend="cuda", num_sms=num_sms, timeout=20.0) as group:
+    with open_group(mesh, shape, backend=kernel_backend, num_sms=num_sms, timeout=20.0) as group:
 
         def train(x, topk_idx, topk_weights):
             def loss(x, topk_weights):
@@ -148,14 +147,13 @@ def test_counts_are_those_of_the_routing_on_cuda(largest_mesh, tokens, num_sms):
     assert stats.seconds_waited.any()
 
 
-@pytest.mark.gpu
-def test_the_rank_that_others_wait_for_on_cuda(largest_mesh):
+def test_the_rank_that_others_wait_for(largest_mesh, kernel_backend):
     """One that computes longer than the others, about a second. They wait for it, and for nobody else."""
     mesh, late_rank = largest_mesh, largest_mesh.size - 1
     is_late = np.arange(mesh.size) == late_rank
     steps = (1.5 * steps_per_second(mesh, is_late) * is_late).astype(np.int32)
     no_steps, steps, *inputs = place([0 * steps, steps, *make_inputs(SMALL, mesh.size)], mesh)
-    with open_group(mesh, SMALL, backend="cuda", timeout=20.0) as group:
+    with open_group(mesh, SMALL, backend=kernel_backend, timeout=20.0) as group:
 
         def late(steps, x, topk_idx, topk_weights):
             return chain(group, x, topk_idx + spin(steps), topk_weights)
@@ -169,14 +167,16 @@ def test_the_rank_that_others_wait_for_on_cuda(largest_mesh):
         after = group.stats()
     waited = after.seconds_waited - before.seconds_waited
     others_here = np.array(after.ranks) != late_rank
+    if kernel_backend == "emulated":  # whose time is slower, by no fixed factor
+        seconds = waited.max()
+        assert seconds > 0
     assert (waited[others_here, late_rank] >= seconds / 2).all()
     waited[others_here, late_rank] = 0
     assert (waited < seconds / 4).all()
 
 
-@pytest.mark.gpu
-def test_a_closed_group_still_tells_on_cuda(largest_mesh):
-    with open_group(largest_mesh, SMALL, backend="cuda") as group:
+def test_a_closed_group_still_tells(largest_mesh, kernel_backend):
+    with open_group(largest_mesh, SMALL, backend=kernel_backend) as group:
         run_spmd(lambda *inputs: chain(group, *inputs), largest_mesh, *make_inputs(SMALL, largest_mesh.size))
         told = group.stats().to_dict()
     assert group.stats().to_dict() == told

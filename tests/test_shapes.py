@@ -4,7 +4,14 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import assert_combined, assert_dispatched, assert_same_bits, random_rows, run_spmd
+from helpers import (
+    assert_combined,
+    assert_dispatched,
+    assert_each_token_combined,
+    assert_same_bits,
+    random_rows,
+    run_spmd,
+)
 from shapes import SHAPES, make_inputs
 
 
@@ -25,3 +32,4 @@ def test_round_trip(make_group, largest_mesh, shape, layout):
     is_token = expected.route.is_token
     assert_same_bits(again[is_token], expected.x[is_token])
     assert_combined(out, y, expected.weights, expected.route, dtype=shape.dtype)
+    assert_each_token_combined(out, y, expected.weights, expected.route, dtype=shape.dtype)

@@ -1,9 +1,11 @@
 """fp8 rows: both wire formats and quantised input, bit for bit, and dequantisation."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from shapes import SMALL, make_inputs, np_dtype
 
 SHAPE = dataclasses.replace(SMALL, hidden=256)
 WIRES = ["fp8", "fp8_pow2"]
+DTYPES = ["bfloat16", "float16", "float32"]
 
 
 def wide_range_inputs(shape, num_ranks):
@@ -26,11 +29,92 @@ def wide_range_inputs(shape, num_ranks):
     blocks[-1, 0] = 0  # below the least amax
     blocks[-1, 1] = np.where(np.arange(128) % 2, -448, 1)  # a largest value whose scale is near a power of two
     blocks[-1, 2] = np.linspace(-1, 1, 128) * 1e-5  # not zero, but below the least amax
-    blocks[-1, 3] = np.linspace(-1, 1, 128) * 2.0**-6  # reaches the subnormal values of fp8 and ties between them
+    blocks[-1, 3] = np.linspace(-1, 1, 128) * 2.0**-6  # small values, whose scale makes them large
+    blocks[-1, 4] = np.linspace(-1, 1, 128) * largest_finite(shape.dtype)  # its scale must stay finite
     return inputs._replace(x=blocks.reshape(inputs.x.shape).astype(np_dtype(shape.dtype)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def largest_finite(dtype):
+    """The largest finite value of a dtype as a float32."""
+    return np.float32(ml_dtypes.finfo(np_dtype(dtype)).max)
+
+
+def dispatch_fp8(make_group, mesh, shape, wire, *inputs):
+    """Returns recv with fp8 rows, these rows after `ep.dequantize`, and recv with rows dequantized on arrival."""
+    group = make_group(mesh, shape)
+    options = {"group": group, "layout": "ragged", "wire": wire, "zero_pad": True}
+
+    def dispatch(*inputs):
+        recv = ep.dispatch(*inputs, **options, dequantize=False)
+        return recv, ep.dequantize(recv)
+
+    def dispatch_and_dequantize(*inputs):
+        return ep.dispatch(*inputs, **options, dequantize=True)
+
+    return *run_spmd(dispatch, mesh, *inputs), run_spmd(dispatch_and_dequantize, mesh, *inputs)
+
+
+def assert_fp8_dispatched(results, pair, inputs, shape):
+    """Compares the results of `dispatch_fp8` with the oracle. `pair` is x of `inputs` after quantization."""
+    recv, later, on_arrival = results
+    options = {"num_experts": shape.num_experts, "layout": "ragged"}
+    quantised = oracle.dispatch(pair, inputs.topk_idx, inputs.topk_weights, **options)
+    dequantised = oracle.dispatch(
+        pair, inputs.topk_idx, inputs.topk_weights, **options, dequantize_to=np_dtype(shape.dtype)
+    )
+    assert_dispatched(recv, quantised, zero_pad=True)
+    assert_dispatched(on_arrival, dequantised, zero_pad=True)
+    assert_same_bits(later, dequantised.x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_nan_or_infinity_makes_its_block_nan(make_group, mesh, wire, dtype):
+    """The value spoils its block from any channel, and leaves all other blocks as they are."""
+    special = itertools.product([np.nan, -np.nan, np.inf, -np.inf], [0, 77, 127])  # value, channel of the block
+    cases = [[case] for case in special] + [[(np.nan, 5), (-np.inf, 6)], [(np.inf, c) for c in range(128)]]
+    shape = dataclasses.replace(SHAPE, hidden=384, tokens=len(cases), dtype=dtype)
+    inputs = make_inputs(shape, mesh.size)
+    pair = oracle.quantize(inputs.x, wire)
+    codes, scales = (part.reshape(mesh.size, shape.tokens, 3, -1) for part in pair)
+    blocks = inputs.x.reshape(codes.shape)
+    for token, case in enumerate(cases):
+        block = token % 3
+        for value, channel in case:
+            blocks[:, token, block, channel] = value
+        codes[:, token, block] = np.uint8(0x7F).view(codes.dtype)
+        scales[:, token, block] = np.uint32(0x7FC00000).view(np.float32)
+    assert_same_bits(oracle.quantize(inputs.x, wire)[0], pair[0])
+    assert_same_bits(oracle.quantize(inputs.x, wire)[1], pair[1])
+    values = oracle.dequantize(*pair, np_dtype(dtype)).reshape(codes.shape)[:, 0, 0]
+    nan = {"bfloat16": 0x7FC0, "float16": 0x7E00, "float32": 0x7FC00000}[dtype]
+    assert_same_bits(values, np.full(values.shape, nan, f"u{values.itemsize}").view(values.dtype))
+    results = dispatch_fp8(make_group, mesh, shape, wire, *inputs)
+    assert_fp8_dispatched(results, pair, inputs, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_subnormal(make_group, mesh, wire, dtype):
+    """One block holds all subnormal fp8 values of either sign, the ties between them and the ties' neighbours."""
+    subnormals = np.arange(9) * 2.0**-9  # zero, all subnormals and the least normal value
+    ties = (subnormals[:-1] + 2.0**-10).astype(np_dtype(dtype))
+    bits = ties.view(f"u{ties.itemsize}")
+    near_ties = np.concatenate([bits - 1, bits + 1]).view(ties.dtype)
+    positive = np.concatenate([subnormals, ties, near_ties])
+    block = np.resize(np.concatenate([[448], positive, -positive]), 128).astype(ties.dtype)  # 448 makes the scale 1
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    inputs = make_inputs(shape, mesh.size)
+    inputs.x[...] = np.concatenate([block, block * 2])
+    pair = oracle.quantize(inputs.x, wire)
+    for sent in np.split(pair[0][0, 0].view(np.uint8), 2):
+        assert set(range(8)) | set(range(0x80, 0x88)) < set(sent.tolist())
+    assert_same_bits(pair[1][0, 0], np.array([1, 2], np.float32))
+    results = dispatch_fp8(make_group, mesh, shape, wire, *inputs)
+    assert_fp8_dispatched(results, pair, inputs, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wire", WIRES)
 def test_wire_and_both_ways_to_dequantize(make_group, mesh, layout, wire, dtype):
     shape = dataclasses.replace(SHAPE, dtype=dtype)
@@ -83,6 +167,20 @@ def test_quantised_input(make_group, mesh, layout):
     assert_dispatched(on_arrival, dequantised)
     is_token = quantised.route.is_token
     assert_same_bits(later[is_token], dequantised.x[is_token])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantised_input_of_all_bytes(make_group, mesh, dtype):
+    """The rows hold every fp8 byte, also NaNs of both signs, and scales of all kinds."""
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    inputs = make_inputs(shape, mesh.size)
+    rng = np.random.default_rng(4)
+    codes = rng.permuted(np.broadcast_to(np.arange(256, dtype=np.uint8), inputs.x.shape), axis=-1)
+    special = [1, 0.75, 2.0**-9, 448, largest_finite(dtype), -1, 0, np.inf, -np.inf, np.nan, -np.nan]
+    scales = np.resize(np.array(special, np.float32), (*inputs.x.shape[:-1], 2))
+    pair = (codes.view(ml_dtypes.float8_e4m3fn), scales)
+    results = dispatch_fp8(make_group, mesh, shape, None, pair, *inputs[1:])
+    assert_fp8_dispatched(results, pair, inputs, shape)
 
 
 def test_quantised_rows_stay_close():

@@ -8,6 +8,17 @@
 
 using namespace jax_ep;
 
+constexpr int32_t kDeviceSms = 132;  // of an H100 SXM or H200
+
+// Plans for a device of kDeviceSms.
+LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks, int32_t num_sms,
+                        bool team_in_block) {
+  return plan_scatter(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms, team_in_block);
+}
+LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks, int32_t num_sms) {
+  return plan_gather(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms);
+}
+
 // Every warp of the row blocks has one place in one team, and every team that takes rows is complete.
 void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps, bool by_block) {
   const int32_t num_teams = Team(plan, 0, num_blocks, 0, log_warps, by_block).num_teams;
@@ -22,9 +33,9 @@ void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps,
   EXPECT_EQ(static_cast<size_t>(std::count(taken.begin(), taken.end(), 1)), taken.size());
 }
 
-void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
-  const int32_t most_warps = (num_sms > 0 ? num_sms : kDefaultSms) * kMaxBlockWarps;
-  EXPECT_EQ(plan.num_blocks * plan.block_warps() <= most_warps, true);
+void expect_sound(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
+  const int32_t most_sms = num_sms == 0 || num_sms > device_sms ? device_sms : num_sms;
+  EXPECT_EQ(plan.num_blocks <= most_sms * kMaxBlockWarps / plan.block_warps(), true);
   EXPECT_EQ(plan.block_threads() <= most_threads(plan.form), true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
@@ -43,23 +54,120 @@ void expect_sound(const LaunchPlan& plan, int32_t num_sms) {
   }
 }
 
-void test_plans() {
+void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_sms) {
   for (int64_t tokens : {0, 1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 128, 129, 132, 512, 4096, 8192}) {
     for (int32_t ranks : {1, 2, 4, 8, 32}) {
-      for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132, 1000}) {
+      for (int32_t num_sms : choices_of_num_sms) {
         for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
           for (int32_t top_k : {1, 8}) {
             for (bool team_in_block : {false, true}) {
-              const LaunchPlan plan = plan_scatter(tokens, ranks, top_k, chunks, num_sms, team_in_block);
-              expect_sound(plan, num_sms);
+              const LaunchPlan plan = plan_scatter(tokens, ranks, top_k, chunks, num_sms, device_sms, team_in_block);
+              expect_sound(plan, num_sms, device_sms);
               if (!team_in_block && has_few_rows(plan.form)) continue;
               EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
             }
           }
-          for (int32_t top_k : {0, 1, 2, 8}) expect_sound(plan_gather(tokens, ranks, top_k, chunks, num_sms), num_sms);
+          for (int32_t top_k : {0, 1, 2, 8}) {
+            const LaunchPlan plan = plan_gather(tokens, ranks, top_k, chunks, num_sms, device_sms);
+            expect_sound(plan, num_sms, device_sms);
+          }
         }
       }
     }
+  }
+}
+
+// On the few SMs of an emulated device, for every number of ranks and experts per token.
+void test_plans_on_few_sms() {
+  for (int32_t device_sms : {1, 2, 4}) {
+    for (int64_t tokens = 1; tokens <= 4096; tokens += 1 + tokens / 2) {
+      for (int32_t ranks = 1; ranks <= kMaxRanks; ++ranks) {
+        for (int32_t top_k = 0; top_k <= kMaxTopK; ++top_k) {
+          for (int32_t num_sms : {0, 3}) {
+            for (bool team_in_block : {false, true}) {
+              expect_sound(plan_scatter(tokens, ranks, top_k, 3, num_sms, device_sms, team_in_block), num_sms,
+                           device_sms);
+            }
+            expect_sound(plan_gather(tokens, ranks, top_k, 28, num_sms, device_sms), num_sms, device_sms);
+          }
+        }
+      }
+    }
+  }
+}
+
+// A launch never takes more SMs than the device has, whatever the user asks for.
+void test_num_sms_is_at_most_the_devices() {
+  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 1000, 78, false).num_blocks, 78);
+  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 1000, 78).num_blocks, 78);
+  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, 148, false).num_blocks, 148);
+  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 0, 148).num_blocks, 148);
+  // Two blocks share an SM if there are more blocks than SMs.
+  EXPECT_EQ(plan_scatter(8, 4, 8, 28, 0, 78, false).form == Form::kFewRowsDense, true);
+  EXPECT_EQ(plan_scatter(32, 4, 8, 14, 0, 164, false).form == Form::kFewRows, true);
+}
+
+// A done leaves half of the device's SMs to other kernels.
+void test_sms_beside_others() {
+  EXPECT_EQ(usable_sms_beside_others(0, 132), 32);
+  EXPECT_EQ(usable_sms_beside_others(5, 132), 5);
+  EXPECT_EQ(usable_sms_beside_others(100, 132), 64);
+  EXPECT_EQ(usable_sms_beside_others(0, 78), 32);
+  EXPECT_EQ(usable_sms_beside_others(100, 78), 39);
+  EXPECT_EQ(usable_sms_beside_others(0, 4), 2);
+  EXPECT_EQ(usable_sms_beside_others(3, 1), 1);
+}
+
+// The plans for 132 SMs, on which every choice in plan.h was measured. Whoever changes a plan measures it again.
+std::vector<int32_t> numbers(const LaunchPlan& plan) {
+  return {static_cast<int32_t>(plan.form), plan.num_senders, plan.num_blocks, plan.log_block_warps, plan.log_send_warps,
+          plan.log_receive_warps};
+}
+void test_plans_on_132_sms() {
+  constexpr int32_t kFew = 0, kDense = 1, kUsual = 2, kMany = 3;  // enum Form
+  const struct {
+    int32_t tokens, ranks, top_k, chunks, num_sms;
+    bool team_in_block;
+    std::vector<int32_t> expected;
+  } scatters[] = {
+      {1, 4, 8, 28, 0, false, {kFew, 3, 20, 3, 4, 5}},       {8, 2, 8, 28, 0, false, {kFew, 17, 82, 3, 4, 5}},
+      {8, 4, 8, 28, 0, false, {kFew, 17, 82, 3, 4, 4}},      {32, 4, 8, 14, 0, false, {kDense, 33, 162, 3, 3, 3}},
+      {32, 8, 8, 28, 0, true, {kDense, 33, 264, 3, 3, 3}},   {64, 2, 8, 14, 0, false, {kUsual, 65, 130, 4, 4, 3}},
+      {128, 4, 8, 4, 0, false, {kUsual, 33, 98, 4, 2, 1}},   {128, 4, 8, 14, 0, false, {kUsual, 44, 132, 4, 4, 2}},
+      {128, 4, 1, 14, 0, false, {kUsual, 65, 132, 4, 3, 2}}, {128, 8, 8, 28, 0, true, {kMany, 65, 132, 4, 3, 2}},
+      {256, 8, 8, 28, 0, false, {kUsual, 44, 132, 4, 4, 2}}, {512, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 2}},
+      {4096, 2, 8, 14, 0, false, {kMany, 52, 132, 4, 2, 2}}, {4096, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 1}},
+      {4096, 4, 8, 28, 0, false, {kMany, 67, 132, 4, 2, 2}}, {4096, 32, 8, 14, 0, true, {kMany, 66, 132, 4, 2, 2}},
+      {32, 4, 8, 28, 24, false, {kMany, 9, 18, 4, 2, 0}},    {128, 4, 8, 28, 24, false, {kMany, 9, 24, 4, 0, 0}},
+      {4096, 8, 8, 28, 24, true, {kMany, 12, 24, 4, 0, 0}},  {4096, 4, 8, 28, 2, false, {kMany, 1, 2, 4, 0, 0}},
+      {4096, 4, 8, 28, 1, false, {kMany, 1, 1, 4, 0, 0}},
+  };
+  for (const auto& call : scatters) {
+    const LaunchPlan plan =
+        plan_scatter(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms, call.team_in_block);
+    EXPECT_EQ(numbers(plan), call.expected);
+  }
+  const struct {
+    int32_t tokens, ranks, top_k, chunks, num_sms;
+    bool sums_own;
+    std::vector<int32_t> expected;
+  } gathers[] = {
+      {1, 4, 8, 28, 0, false, {kFew, 17, 26, 2, 4, 5}},      {8, 4, 8, 28, 0, false, {kFew, 65, 98, 3, 4, 5}},
+      {32, 4, 8, 28, 0, false, {kDense, 135, 264, 3, 4, 5}}, {32, 8, 0, 14, 0, false, {kDense, 199, 264, 3, 3, 4}},
+      {64, 2, 8, 28, 0, false, {kUsual, 67, 132, 4, 4, 5}},  {128, 1, 8, 28, 0, true, {kUsual, 45, 132, 4, 4, 5}},
+      {128, 2, 8, 16, 0, false, {kUsual, 67, 132, 4, 3, 4}}, {128, 4, 1, 28, 0, true, {kUsual, 67, 132, 4, 2, 3}},
+      {128, 4, 8, 16, 0, false, {kUsual, 67, 132, 4, 3, 4}}, {128, 4, 8, 28, 0, true, {kUsual, 45, 132, 4, 4, 5}},
+      {128, 4, 16, 28, 0, true, {kUsual, 67, 132, 4, 4, 5}}, {128, 8, 0, 28, 0, false, {kUsual, 67, 132, 4, 4, 5}},
+      {512, 4, 8, 4, 0, true, {kMany, 97, 130, 4, 0, 0}},    {1024, 2, 8, 28, 0, true, {kMany, 65, 130, 4, 0, 0}},
+      {1024, 4, 8, 28, 0, true, {kUsual, 67, 132, 4, 4, 5}}, {4096, 2, 8, 28, 0, true, {kMany, 45, 132, 4, 0, 0}},
+      {4096, 4, 8, 28, 0, true, {kMany, 67, 132, 4, 0, 0}},  {4096, 32, 8, 28, 0, true, {kMany, 67, 132, 4, 0, 0}},
+      {32, 2, 8, 28, 24, true, {kMany, 15, 24, 4, 3, 3}},    {4096, 4, 8, 28, 24, true, {kMany, 12, 24, 4, 0, 0}},
+      {4096, 4, 8, 28, 2, true, {kMany, 1, 2, 4, 0, 0}},     {4096, 4, 8, 28, 1, true, {kMany, 1, 1, 4, 0, 0}},
+  };
+  for (const auto& call : gathers) {
+    const LaunchPlan plan = plan_gather(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms);
+    EXPECT_EQ(numbers(plan), call.expected);
+    EXPECT_EQ(plan.sums_own, call.sums_own);
   }
 }
 
@@ -96,7 +204,7 @@ void test_few_tokens_take_few_blocks() {
   EXPECT_EQ(plan_scatter(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
   EXPECT_EQ(plan_scatter(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // no chunk waits for another
   EXPECT_EQ(plan_scatter(8, 4, 8, 28, 0, false).log_receive_warps, 4);
-  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, false).num_blocks, kDefaultSms);
+  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, false).num_blocks, kDeviceSms);
   EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_blocks, 24);
 }
 
@@ -146,7 +254,7 @@ void test_rows_that_come_one_after_the_other() {
   const LaunchPlan usual = plan_scatter(128, 4, 8, 14, 0, false), thin = plan_scatter(128, 4, 1, 14, 0, false);
   EXPECT_EQ(usual.log_send_warps, 4);
   EXPECT_EQ(usual.num_senders, 1 + 43);  // three turns
-  EXPECT_EQ(usual.num_blocks, kDefaultSms);
+  EXPECT_EQ(usual.num_blocks, kDeviceSms);
   EXPECT_EQ(thin.log_send_warps, 3);
   EXPECT_EQ(plan_scatter(128, 4, 8, 8, 0, false).log_send_warps, 3);
   EXPECT_EQ(plan_scatter(128, 2, 8, 14, 0, false).log_send_warps, 3);
@@ -238,7 +346,12 @@ void test_divisor() {
 }
 
 int main() {
-  test_plans();
+  test_plans(kDeviceSms, {0, 1, 2, 3, 5, 24, 132, 1000});
+  for (int32_t device_sms : {1, 2, 4, 78, 114, 148}) test_plans(device_sms, {0, 1000});
+  test_plans_on_few_sms();
+  test_num_sms_is_at_most_the_devices();
+  test_sms_beside_others();
+  test_plans_on_132_sms();
   test_blocks_that_pass_on();
   test_few_rows_go_straight();
   test_few_tokens_take_few_blocks();

@@ -1,0 +1,435 @@
+// A group of 1 to 8 ranks, the buffers of their operations, and what results must be: for exchange_test.cu, which runs
+// them on a GPU, or emulated.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <type_traits>
+#include <vector>
+
+#include "check.h"
+#include "ffi/cuda/gather.h"
+#include "ffi/cuda/group.h"
+#include "ffi/cuda/launch.cuh"
+#include "ffi/cuda/scatter.h"
+
+using namespace jax_ep;
+
+namespace {
+
+// A row is more than two pieces of y in shared memory (gather.cu), and the last one is not whole.
+constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 1152, kAlignment = 4;
+constexpr int64_t kRowBytes = kHidden * sizeof(float);
+int32_t experts_per_rank = 3;
+
+// The ranks share GPU 0; an emulated rank has a device of its own.
+#ifdef JAX_EP_EMULATOR
+constexpr bool kOneDevice = false;
+#else
+constexpr bool kOneDevice = true;
+#endif
+int32_t device_of(int32_t rank) { return kOneDevice ? 0 : rank; }
+
+void must(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  std::cerr << cudaGetErrorString(status) << "\n";
+  std::exit(1);
+}
+
+// Waits for all that the ranks' devices have to do.
+void synchronize(int32_t num_ranks) {
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    must(cudaSetDevice(device_of(rank)));
+    must(cudaDeviceSynchronize());
+  }
+}
+
+// Device memory with a host copy.
+template <typename T>
+struct Array {
+  std::vector<T> host;
+  T* device = nullptr;
+
+  explicit Array(size_t size) : host(size) { must(cudaMalloc(&device, size * sizeof(T))); }
+  Array(const Array&) = delete;
+  ~Array() { cudaFree(device); }
+  void upload() { must(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice)); }
+  const std::vector<T>& download() {
+    must(cudaMemcpy(host.data(), device, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
+    return host;
+  }
+};
+
+// The buffers of one rank.
+struct Rank {
+  int32_t ranks, experts = ranks * experts_per_rank;
+  int64_t capacity = align_up(int64_t{ranks} * kTokens * kTopK + experts_per_rank * (kAlignment - 1), kAlignment);
+  cudaStream_t stream;
+  Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
+      rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
+      group_sizes{size_t(experts_per_rank)}, num_dropped{1};
+  Array<Ticket> dispatch_ticket{1}, combine_ticket{1};
+  Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
+      weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
+      cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
+      topk_cotangent{kTokens * kTopK};
+
+  Rank(int32_t ranks, int32_t rank) : ranks(ranks) {
+    must(cudaSetDevice(device_of(rank)));
+    must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    axis_index.host[0] = rank;
+    axis_index.upload();
+  }
+  ~Rank() { cudaStreamDestroy(stream); }
+
+  void randomize(std::mt19937& random) {
+    for (float& value : x.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
+    for (float& value : topk_weights.host) value = std::uniform_real_distribution<float>(0, 1)(random);
+    for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
+    x.upload(), topk_weights.upload(), ids.upload();
+  }
+
+  // Makes some units look like ones that have not arrived, and like their stand-ins (units.cuh).
+  void look_empty(std::mt19937& random) {
+    uint8_t bytes[kUnitBytes];
+    std::memset(bytes, kEmptyByte, sizeof(bytes));
+    for (int32_t unit = 0; unit < kTokens * kHidden / 4; ++unit) {
+      const uint32_t choice = random() % 16;
+      if (choice > 2) continue;
+      bytes[12] = choice == 0 ? kEmptyByte : kEmptyByte ^ 1;
+      if (choice == 2) bytes[15] ^= 1;
+      std::memcpy(&x.host[unit * 4], bytes, sizeof(bytes));
+      bytes[15] = kEmptyByte;
+    }
+    x.upload();
+  }
+
+  ScatterArgs scatter(OpKind op) {
+    ScatterArgs args = {};
+    args.op = op;
+    args.hash = static_cast<uint32_t>(op);
+    args.axis_index = axis_index.device;
+    args.num_tokens = kTokens, args.top_k = kTopK;
+    args.x = x.device, args.row_bytes = args.out_row_bytes = kRowBytes;
+    args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = kAlignment;
+    args.zero_pad = true;
+    return args;
+  }
+  ScatterArgs dispatch(int32_t cast) {
+    ScatterArgs args = scatter(OpKind::kDispatch);
+    args.cast = cast, args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
+    args.arrival = cast ? Arrival::kDequantize : Arrival::kCopy;
+    args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.place = place.device;
+    args.out = recv.device, args.weights = weights.device, args.counts = counts.device;
+    args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.rows = rows.device;
+    args.num_arrived = num_arrived.device;
+    return args;
+  }
+  ScatterArgs dispatch_in_halves(int32_t cast) {
+    ScatterArgs args = dispatch(cast);
+    args.half = Half::kDone, args.ticket = dispatch_ticket.device;
+    return args;
+  }
+  ScatterArgs along_route(OpKind op, Array<float>& result) {
+    ScatterArgs args = scatter(op);
+    args.known_place = place.device, args.known_rows = rows.device, args.known_num_arrived = num_arrived.device;
+    args.known_counts = counts.device, args.known_group_sizes = group_sizes.device, args.out = result.device;
+    return args;
+  }
+  ScatterArgs combine_back() {
+    ScatterArgs args = along_route(OpKind::kCombineBack, cotangent);
+    args.arrival = Arrival::kCombineBack;
+    args.row_weights = weights.device, args.y = recv.device, args.weights_cotangent = weights_cotangent.device;
+    return args;
+  }
+  GatherArgs gather(OpKind op, Array<float>& result) {
+    GatherArgs args = {};
+    args.op = op;
+    args.hash = static_cast<uint32_t>(op);
+    args.axis_index = axis_index.device;
+    args.num_tokens = kTokens, args.top_k = kTopK;
+    args.y = recv.device, args.row_bytes = kRowBytes;
+    args.rows = rows.device, args.num_arrived = num_arrived.device, args.place = place.device;
+    args.out = result.device, args.out_type = ElementType::kFloat32;
+    return args;
+  }
+  GatherArgs combine() {
+    GatherArgs args = gather(OpKind::kCombine, out);
+    args.row_weights = weights.device;
+    return args;
+  }
+  GatherArgs combine_in_halves() {
+    GatherArgs args = combine();
+    args.half = Half::kDone, args.ticket = combine_ticket.device;
+    return args;
+  }
+  GatherArgs dispatch_back() {
+    GatherArgs args = gather(OpKind::kDispatchBack, x_cotangent);
+    args.weights_to_send = weights.device, args.topk_weights = topk_cotangent.device;
+    return args;
+  }
+};
+
+// Some of what a start and its done must have in common.
+Buffers buffers_of(const ScatterArgs& args) { return {args.x, args.out, args.ticket}; }
+Buffers buffers_of(const GatherArgs& args) { return {args.y, args.out, args.ticket}; }
+
+// Whether |got - expected| is small against the values' size.
+void expect_near(const std::vector<float>& got, const std::vector<float>& expected, float tolerance, const char* what) {
+  float worst = 0;
+  for (size_t i = 0; i < got.size(); ++i) worst = std::fmax(worst, std::fabs(got[i] - expected[i]));
+  if (worst <= tolerance) return;  // false for NaN, too
+  ++check::failures;
+  std::cerr << what << " is off by " << worst << "\n";
+}
+
+bool same_bits(const float* a, const float* b) { return std::memcmp(a, b, kRowBytes) == 0; }
+
+// Whether every row arrived as it was sent, and came back so where it was alone.
+void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
+  for (auto& rank : ranks) rank->place.download(), rank->rows.download(), rank->recv.download();
+  for (size_t s = 0; s < ranks.size(); ++s) {
+    Rank& source = *ranks[s];
+    source.x_cotangent.download();
+    for (int32_t token = 0; token < kTokens; ++token) {
+      const float* x = &source.x.host[token * kHidden];
+      int32_t num_rows = 0;
+      for (int32_t k = 0; k < kTopK; ++k) {
+        const int32_t expert = source.ids.host[token * kTopK + k];
+        if (!is_expert(expert, source.experts)) continue;
+        Rank& target = *ranks[rank_of_expert(expert, experts_per_rank)];
+        const int32_t index = source.place.host[token * ranks.size() + rank_of_expert(expert, experts_per_rank)];
+        const int32_t row = target.rows.host[(s * kTokens + index) * kTopK + k];
+        EXPECT_EQ(same_bits(&target.recv.host[int64_t{row} * kHidden], x), true);
+        ++num_rows;
+      }
+      if (num_rows == 1) EXPECT_EQ(same_bits(&source.x_cotangent.host[token * kHidden], x), true);
+    }
+  }
+}
+
+void check_rank(Rank& rank, float tolerance) {
+  std::vector<float> combined(kTokens * kHidden), summed(kTokens * kHidden), returned(kTokens * kTopK);
+  for (int32_t token = 0; token < kTokens; ++token) {
+    for (int32_t k = 0; k < kTopK; ++k) {
+      const int32_t entry = token * kTopK + k;
+      if (!is_expert(rank.ids.host[entry], rank.experts)) continue;
+      returned[entry] = rank.topk_weights.host[entry];
+      for (int32_t h = 0; h < kHidden; ++h) {
+        combined[token * kHidden + h] += rank.topk_weights.host[entry] * rank.x.host[token * kHidden + h];
+        summed[token * kHidden + h] += rank.x.host[token * kHidden + h];
+      }
+    }
+  }
+  expect_near(rank.out.download(), combined, tolerance, "combine");
+  expect_near(rank.x_cotangent.download(), summed, tolerance, "dispatch (backward), x");
+  expect_near(rank.topk_cotangent.download(), returned, 0, "dispatch (backward), topk_weights");
+  rank.recv.download(), rank.weights.download();
+  expect_near(rank.like.download(), rank.recv.host, tolerance, "dispatch_like");
+  std::vector<float> weighted(rank.recv.host.size()), products(rank.weights.host.size());
+  for (size_t i = 0; i < weighted.size(); ++i) {
+    weighted[i] = rank.weights.host[i / kHidden] * rank.like.host[i];
+    products[i / kHidden] += rank.recv.host[i] * rank.like.host[i];
+  }
+  expect_near(rank.cotangent.download(), weighted, tolerance, "combine (backward), y");
+  expect_near(rank.weights_cotangent.download(), products, 1e-3f, "combine (backward), weights");
+  EXPECT_EQ(rank.num_dropped.download()[0], 0);
+}
+
+// Whether the group's counters are those of one operation of each kind that exchange() begins with.
+void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& ranks, int32_t cast) {
+  const auto tokens_to = [&](size_t source, size_t target) {
+    uint64_t tokens = 0;
+    for (int32_t token = 0; token < kTokens; ++token) {
+      bool is_sent = false;
+      for (int32_t k = 0; k < kTopK; ++k) {
+        const int32_t expert = ranks[source]->ids.host[token * kTopK + k];
+        is_sent |= is_expert(expert, ranks[source]->experts) &&
+                   rank_of_expert(expert, experts_per_rank) == static_cast<int32_t>(target);
+      }
+      tokens += is_sent;
+    }
+    return tokens;
+  };
+  constexpr uint64_t kHeader = kTopK * kUnitBytes;
+  const uint64_t dispatched = kHeader + (cast ? kHidden + kUnitBytes * num_chunks(kHidden) : kRowBytes);
+  const uint64_t bytes_out = dispatched + 2 * kRowBytes, bytes_back = 2 * kRowBytes + kHeader;
+  const std::vector<uint64_t> one_each = {1, 1, 1, 1, 1, 0, 0};  // no all_to_all
+  const std::vector<RankStats> stats = group.stats();
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    EXPECT_EQ(stats[rank].operations, one_each);
+    EXPECT_EQ(stats[rank].dropped, uint64_t{0});
+    for (size_t peer = 0; peer < ranks.size(); ++peer) {
+      const uint64_t out = tokens_to(rank, peer), back = tokens_to(peer, rank);
+      const PeerStats& with_peer = stats[rank].peers[peer];
+      EXPECT_EQ(with_peer.sent.rows, 3 * out + 2 * back);
+      EXPECT_EQ(with_peer.sent.bytes, bytes_out * out + bytes_back * back);
+      EXPECT_EQ(with_peer.received.rows, 3 * back + 2 * out);
+      EXPECT_EQ(with_peer.received.bytes, bytes_out * back + bytes_back * out);
+      EXPECT_EQ(with_peer.waited_ns < uint64_t{60'000'000'000}, true);
+    }
+  }
+}
+
+// Thread blocks of each rank, few enough for all ranks to be on the GPU at once, and the kernels' form; 0 for what
+// plan.h likes. And whether own rows may be summed where other ranks' sums come.
+struct Blocks {
+  int32_t number;
+  Form form;
+  bool sums_own = true;
+
+  LaunchPlan adjust(LaunchPlan plan) const {
+    if (number == 0 && form != Form::kFewRowsDense) return plan;
+    plan.form = form;
+    plan.sums_own &= sums_own;
+    if (form == Form::kFewRowsDense) plan.log_send_warps = plan.log_receive_warps = 0;  // a warp has all of a row
+    return plan;
+  }
+};
+
+// The ranks of a group, and launches on all of them.
+class Session {
+ public:
+  Session(int32_t num_ranks, int32_t cast, Blocks blocks, double timeout_seconds = 60.0, uint32_t newest_epoch = 0)
+      : num_ranks_(num_ranks),
+        cast_(cast),
+        blocks_(blocks),
+        group_({num_ranks * experts_per_rank,
+                kTopK,
+                kTokens,
+                kRowBytes,
+                blocks.number,
+                timeout_seconds,
+                {devices(num_ranks)}}) {
+    for (const Member& member : group_.members()) {
+      Control control = initial_control(member.peers.layout.num_slots, newest_epoch);
+      for (auto& words : control.claimed) std::fill(std::begin(words), std::end(words), uint64_t{newest_epoch} << 32);
+      must(cudaMemcpy(member.peers.control, &control, sizeof(control), cudaMemcpyHostToDevice));
+    }
+    for (int32_t rank = 0; rank < num_ranks; ++rank) ranks_.push_back(std::make_unique<Rank>(num_ranks, rank));
+  }
+
+  int32_t num_ranks() const { return num_ranks_; }
+  Group& group() { return group_; }
+  std::vector<std::unique_ptr<Rank>>& ranks() { return ranks_; }
+  void wait() const { synchronize(num_ranks_); }
+
+  // `args` gives a rank's arguments of the operation.
+  template <typename Args>
+  void whole(Args args, int32_t missing_rank = -1) {
+    for (int32_t r = 0; r < num_ranks_; ++r) {
+      if (r == missing_rank) continue;
+      must(body_of(group_.members()[r], args(*ranks_[r])).launch(ranks_[r]->stream));
+    }
+  }
+  template <typename Args>
+  void start(Args args) {
+    for (int32_t r = 0; r < num_ranks_; ++r) {
+      const Member& member = group_.members()[r];
+      const auto call = args(*ranks_[r]);
+      member.halves->start(call, buffers_of(call), body_of(member, call), ranks_[r]->stream);
+    }
+  }
+  template <typename Args>
+  void done(Args args) {
+    for (int32_t r = 0; r < num_ranks_; ++r) {
+      group_.members()[r].halves->done(buffers_of(args(*ranks_[r])), ranks_[r]->stream);
+    }
+  }
+
+  // Other inputs on all ranks.
+  void randomize(std::mt19937& random) {
+    for (auto& rank : ranks_) rank->randomize(random);
+    wait();
+  }
+
+  // Every operation once, and a check of its results.
+  void run_whole() {
+    whole([&](Rank& rank) { return rank.dispatch(cast_); });
+    whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    whole([&](Rank& rank) { return rank.combine_back(); });
+    whole([&](Rank& rank) { return rank.combine(); });
+    whole([&](Rank& rank) { return rank.dispatch_back(); });
+    check_results();
+  }
+
+  // Dispatch and combine in halves, with another operation between a start and its done, and two starts under way. (The
+  // other results are those of run_whole().)
+  void run_halves() {
+    for (auto& rank : ranks_) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));
+    const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(cast_); };
+    const auto combine = [&](Rank& rank) { return rank.combine_in_halves(); };
+    start(dispatch);
+    whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    done(dispatch);
+    start(combine);
+    start(dispatch);
+    done(combine);
+    done(dispatch);
+    check_results();
+  }
+
+  // Rows of which parts look as if they had not arrived.
+  void run_look_empty(std::mt19937& random) {
+    for (auto& rank : ranks_) rank->look_empty(random);
+    wait();
+    whole([&](Rank& rank) { return rank.dispatch(0); });
+    whole([&](Rank& rank) { return rank.dispatch_back(); });
+    wait();
+    expect_no_failure();
+    check_bits(ranks_);
+  }
+
+  void check_results() {
+    wait();
+    expect_no_failure();
+    for (auto& rank : ranks_) check_rank(*rank, cast_ ? 0.3f : 1e-5f);
+  }
+  void expect_no_failure() const {
+    const std::optional<FailureRecord> failure = group_.failure();
+    EXPECT_EQ(failure ? summary(*failure) : "", std::string());
+  }
+
+ private:
+  static std::vector<int32_t> devices(int32_t num_ranks) {
+    std::vector<int32_t> devices;
+    for (int32_t rank = 0; rank < num_ranks; ++rank) devices.push_back(device_of(rank));
+    return devices;
+  }
+
+  template <typename Args>
+  Halves::Body body_of(const Member& member, const Args& call) const {
+    const Peers& peers = member.peers;
+    if constexpr (std::is_same_v<Args, ScatterArgs>) {
+      const LaunchPlan plan =
+          blocks_.adjust(plan_scatter(kTokens, num_ranks_, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                                      blocks_.number, member.num_sms, call.arrival == Arrival::kCombineBack));
+      const auto launch = [&peers, call, plan](cudaStream_t stream) {
+        return launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
+      };
+      return {launch, plan.num_blocks};
+    } else {
+      const LaunchPlan plan = blocks_.adjust(
+          plan_gather(kTokens, num_ranks_, kTopK, num_chunks(kRowBytes), blocks_.number, member.num_sms));
+      const auto launch = [&peers, call, plan](cudaStream_t stream) {
+        return launch_gather(peers, call, ElementType::kFloat32, plan, stream);
+      };
+      return {launch, plan.num_blocks};
+    }
+  }
+
+  const int32_t num_ranks_, cast_;
+  const Blocks blocks_;
+  Group group_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+};
+
+}  // namespace

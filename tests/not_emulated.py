@@ -1,0 +1,49 @@
+"""The tests of kernels that do not run on emulated GPUs, each with the reason."""
+
+GRAPHS = "CUDA graphs are XLA:GPU's; to kernels they are launches like others"
+PROCESSES = "it is about several processes, each of which would have emulated GPUs, and a time, of its own"
+
+ORDER = "XLA:CPU starts independent calls of a program in an order of its own on each device"
+PROGRAMS = "it runs a program for users, which offers users' backends only"
+
+# "file::test", or "file::test[value]" for those of its cases whose name has this value -> the reason.
+NOT_EMULATED = {
+    "test_bench.py::test_floor_of_the_link": "it measures NVLink",
+    "test_bench.py::test_rows_of_the_report": PROGRAMS,
+    "test_moe_step.py::test_all_variants_give_the_same_loss_and_gradients": PROGRAMS,
+    "test_overlap.py::test_all_tokens_come_back": PROGRAMS,
+    "test_split.py::test_halves_make_the_whole": ORDER,
+    "test_transforms.py::test_check_vma_changes_nothing": ORDER,
+    "test_wires.py::test_wire_and_both_ways_to_dequantize": ORDER,
+    "test_cuda.py::test_closed_groups_give_their_memory_back": "it asks nvidia-smi",
+    "test_cuda.py::test_graphs_give_the_same_bits": GRAPHS,
+    "test_cuda.py::test_operands_are_waited_for": "XLA:CPU waits for operands before it calls a handler",
+    "test_cuda.py::test_training_gives_the_curve_of_the_reference": "examples offer users' backends only",
+    "test_cuda.py::test_xla_adds_nothing_around_the_calls": "it reads the HLO of XLA:GPU",
+    "test_doctor.py::test_every_link_is_measured": "it measures NVLink",
+    "test_faults.py::test_a_failed_group_returns_poison_and_refuses_work[in_graphs]": GRAPHS,
+    "test_faults.py::test_a_program_outlives_its_group[in_graphs]": GRAPHS,
+    "test_faults.py::test_more_starts_than_slots": "XLA:CPU drops optimization barriers: halves end in order",
+    "test_faults.py::test_nothing_waits_twice[in_graphs]": GRAPHS,
+    "test_multiprocess.py::test_a_layer_on_gpus": PROCESSES,
+    "test_multiprocess.py::test_a_layer_over_a_network": PROCESSES,
+    "test_multiprocess.py::test_a_network_gives_the_same_bits": PROCESSES,
+    "test_multiprocess.py::test_a_process_that_dies": PROCESSES,
+    "test_multiprocess.py::test_a_process_that_dies_over_a_network": PROCESSES,
+    "test_multiprocess.py::test_bench": PROCESSES,
+    "test_multiprocess.py::test_doctor_on_gpus": PROCESSES,
+    "test_multiprocess.py::test_each_rank_on_a_host_of_its_own": PROCESSES,
+    "test_multiprocess.py::test_groups_are_made_again_and_again": PROCESSES,
+    "test_multiprocess.py::test_groups_over_a_network_again_and_again": PROCESSES,
+    "test_multiprocess.py::test_order_of_sums_over_a_network": PROCESSES,
+    "test_multiprocess.py::test_processes_of_two_gpus": PROCESSES,
+    "test_multiprocess.py::test_traffic": PROCESSES,
+    "test_overlap.py::test_gemms_are_those_that_were_asked_for": "it reads the names of XLA:GPU's kernels",
+}
+
+
+def reason_not_emulated(file: str, name: str) -> str | None:
+    """Why this test does not run emulated, or None. `name` has pytest's values in brackets behind it."""
+    function, _, values = name.partition("[")
+    entries = [f"{file}::{function}", *(f"{file}::{function}[{value}]" for value in values.rstrip("]").split("-"))]
+    return next((NOT_EMULATED[entry] for entry in entries if entry in NOT_EMULATED), None)
