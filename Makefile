@@ -27,7 +27,8 @@ endif
 else
 RUN := .venv/bin/python
 demo: .venv/installed-examples
-test fuzz: .venv/installed-test
+test fuzz: .venv/emulator .venv/installed-test
+test fuzz: export CMAKE_ARGS += -DJAX_EP_EMULATOR=ON
 lint docs: .venv/installed-dev
 endif
 
@@ -64,6 +65,12 @@ clean:
 # The installation is editable: an edit of Python code counts at once, one of native code makes the next run build.
 .venv/installed: .venv/of-$(notdir $(PYTHON)) $(BUILD_INPUTS)
 	.venv/bin/python -m pip install --disable-pip-version-check --editable '.$(if $(CUDA),[$(CUDA)])'
+	@touch $@
+
+# Tests run the kernels emulated. A first `make test` builds all at once; behind `make demo` it builds once more.
+.venv/emulator: .venv/installed
+	.venv/bin/python -P -c 'import jax_ep._emulated' 2>/dev/null || \
+	  .venv/bin/python -m pip install --disable-pip-version-check --editable '.$(if $(CUDA),[$(CUDA)])'
 	@touch $@
 
 # By name, as it is installed: from its folder it would be built once more for each of its extras.

@@ -4,9 +4,9 @@
 #   scripts/gpu_check.sh [build native sanitizer tests train processes bench layer overlap]    # no names: all steps
 #   scripts/gpu_check.sh processes-2-nvlink bench-7-grad                                       # parts of them
 #
-# Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses), Hopper or newer, two or more and a power of two; native and
-# sanitizer use the first one only. Nothing is fetched: the environment of $PYTHON (python3) must hold what the extras
-# cuda13 and test bring, without jax_ep itself; besides that
+# Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses), Hopper or newer, two or more and a power of two; native,
+# sanitizer and tests-3 use the first one only. Nothing is fetched: the environment of $PYTHON (python3) must hold what
+# the extras cuda13 and test bring, without jax_ep itself; besides that
 #
 #   build       wants nvcc, CMake and Ninja on the PATH, pip, scikit-build-core and nanobind; where nvidia-nvshmem-cu13
 #               is installed, it builds the network transport, too
@@ -18,9 +18,9 @@
 # JAX_EP_COMMIT names the commit.
 #
 # GPUS_PER_HOST is how many GPUs processes over NVSHMEM take for a host (half of them). PYTEST_ARGS goes to pytest ("-m
-# gpu" leaves out what needs none; where only one part of tests has what it selects, name that part), BENCH_ARGS to the
-# bench; a part may take STEP_TIMEOUT (540) seconds. Logs are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps
-# that have run there are in the report.
+# gpu" leaves out what needs none; where only one part of tests has what it selects, name that part). tests-3 takes no
+# PYTEST_ARGS: its tests have no marks, and all of them run. BENCH_ARGS goes to the bench. A part may take STEP_TIMEOUT
+# (540) seconds. Logs are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -63,19 +63,29 @@ sanitizer racecheck 8
 # Each warp has four barriers of its own (ring.cuh). With room for as many, synccheck is slow: so with two ranks only.
 # (With more, teams have other sizes; the barriers are the same.)
 sanitizer synccheck 2 --num-cuda-barriers 32768
-# In two parts, which may run at the same time.
+# Parts 1 and 2 may run at the same time.
 some_tests=(tests/test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
 run_tests() {  # run_tests NUMBER ARGUMENT...
   step "tests-$1" "$python" -P -m pytest "${@:2}" -q -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" \
     ${PYTEST_ARGS:-}
 }
 run_tests 1 "${some_tests[@]}"
-run_tests 2 tests "${some_tests[@]/#/--ignore=}"
-# In float32 throughout: in TF32, the backends' order of summation would soon be amplified.
+run_tests 2 tests "${some_tests[@]/#/--ignore=}" --ignore=tests/test_dispatch_layout.py
+# The CUDA kernel of dispatch_layout. Without a GPU or the CUDA extension, these tests would run other code and pass.
+layout_tests() {
+  "$python" -P -c 'import jax; from jax_ep import _native; jax.devices("gpu"); assert _native.cuda, _native.cuda_reason()' &&
+    "$python" -P -m pytest tests/test_dispatch_layout.py -q -p no:cacheprovider --junit-xml="$logs/tests-3.xml"
+}
+export -f layout_tests
+export python logs
+step tests-3 bash -c layout_tests
+# In float32 throughout: in TF32, the backends' order of summation would soon be amplified. Then the loss curves of the
+# two backends are compared.
 for backend in cuda reference; do
   step "train-$backend" env JAX_DEFAULT_MATMUL_PRECISION=highest "$python" examples/train_moe.py \
     --backend=$backend --steps=300 --dtype=float32 --out="$logs/$backend"
 done
+step train-curves "$python" scripts/compare_training.py "$logs/cuda" "$logs/reference"
 # With a process for each GPU: what is particular to that; then the contract's tests, over NVLink, and over NVSHMEM between
 # two halves of the GPUs, for which nvidia-nvshmem-cu13 must be there; then what operations cost in these two ways.
 step processes-1 "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
