@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_ep import _checks, _compat
 from jax_ep._group import Group, check_usable
-from jax_ep._types import AllToAll, AllToAllCall
+from jax_ep._types import AllToAll
 
 
 @_compat.named
@@ -35,8 +35,7 @@ def all_to_all(x: jax.Array, splits: jax.Array, *, group: Group, wire: str | Non
     _checks.num_rows("all_to_all", "M", x.shape[0], group)
     _checks.array("all_to_all", "splits", splits, {"E": group.num_experts}, jnp.int32)
     _checks.wire("all_to_all", wire, group)
-    call = AllToAllCall(group, wire, group._next_call())
-    return _all_to_all(call, *_compat.vary((x, splits), [group.axis_name]))
+    return _all_to_all((group, wire), *_compat.vary((x, splits), [group.axis_name]))
 
 
 @_compat.named
@@ -60,45 +59,45 @@ def all_to_all_back(y: jax.Array, splits: jax.Array, *, group: Group) -> jax.Arr
     _checks.array("all_to_all_back", "y", y, {"R": group.num_ranks, "M": None, "H": group.hidden}, group.dtype)
     _checks.num_rows("all_to_all_back", "M", y.shape[1], group)
     _checks.array("all_to_all_back", "splits", splits, {"E": group.num_experts}, jnp.int32)
-    call = AllToAllCall(group, None, group._next_call())
-    return _all_to_all_back(call, *_compat.vary((y, splits), [group.axis_name]))
+    return _all_to_all_back(group, *_compat.vary((y, splits), [group.axis_name]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_to_all(call: AllToAllCall, x: jax.Array, splits: jax.Array) -> AllToAll:
-    backend = call.group._backend_for(x.shape[0])
-    return backend.all_to_all(x, splits, call.wire, zero_pad=False, call_number=call.number)
+def _all_to_all(static: tuple[Group, str | None], x: jax.Array, splits: jax.Array) -> AllToAll:
+    group, wire = static
+    return group._backend_for(x.shape[0]).all_to_all(x, splits, wire, zero_pad=False)
 
 
-def _all_to_all_fwd(call: AllToAllCall, x: jax.Array, splits: jax.Array) -> tuple[AllToAll, jax.Array]:
-    if call.wire is not None:
+def _all_to_all_fwd(static: tuple[Group, str | None], x: jax.Array, splits: jax.Array) -> tuple[AllToAll, jax.Array]:
+    _, wire = static
+    if wire is not None:
         raise TypeError(
-            f"all_to_all: wire is {call.wire!r} and fp8 rows cannot be differentiated; use wire=None, or dispatch with "
+            f"all_to_all: wire is {wire!r} and fp8 rows cannot be differentiated; use wire=None, or dispatch with "
             "dequantize=True"
         )
-    return _all_to_all(call, x, splits), splits
+    return _all_to_all(static, x, splits), splits
 
 
-def _all_to_all_bwd(call: AllToAllCall, splits: jax.Array, g: AllToAll) -> tuple[jax.Array, None]:
-    return _all_to_all_back(call, g.x, splits), None
+def _all_to_all_bwd(static: tuple[Group, str | None], splits: jax.Array, g: AllToAll) -> tuple[jax.Array, None]:
+    group, _ = static
+    return _all_to_all_back(group, g.x, splits), None
 
 
 _all_to_all.defvjp(_all_to_all_fwd, _all_to_all_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_to_all_back(call: AllToAllCall, y: jax.Array, splits: jax.Array) -> jax.Array:
-    return call.group._backend_for(y.shape[1]).all_to_all_back(y, splits, call_number=call.number)
+def _all_to_all_back(group: Group, y: jax.Array, splits: jax.Array) -> jax.Array:
+    return group._backend_for(y.shape[1]).all_to_all_back(y, splits)
 
 
-def _all_to_all_back_fwd(call: AllToAllCall, y: jax.Array, splits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _all_to_all_back(call, y, splits), splits
+def _all_to_all_back_fwd(group: Group, y: jax.Array, splits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _all_to_all_back(group, y, splits), splits
 
 
-def _all_to_all_back_bwd(call: AllToAllCall, splits: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+def _all_to_all_back_bwd(group: Group, splits: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
     # What lies beyond the splits was never read: its cotangent is zero.
-    backend = call.group._backend_for(g.shape[0])
-    return backend.all_to_all(g, splits, None, zero_pad=True, call_number=call.number).x, None
+    return group._backend_for(g.shape[0]).all_to_all(g, splits, None, zero_pad=True).x, None
 
 
 _all_to_all_back.defvjp(_all_to_all_back_fwd, _all_to_all_back_bwd)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jax import lax
 
 from jax_ep import _checks, _compat
 from jax_ep._group import check_usable
-from jax_ep._types import CombineCall, Dispatched, Pending, Route
+from jax_ep._types import Dispatched, Pending, Route
 
 
 @_compat.named
@@ -34,8 +33,8 @@ def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike |
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
         jax_ep.Error: an operation of the group failed on a device before.
     """
-    call, *operands = _prepare("combine", y, recv, out_dtype)
-    return _combine(call, *operands, None)
+    out_dtype, *operands = _prepare("combine", y, recv, out_dtype)
+    return _combine(out_dtype, *operands, None)
 
 
 @_compat.named
@@ -45,12 +44,12 @@ def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DType
     Returns:
         What `combine_done` turns into the result, once; opaque.
     """
-    call, *operands = _prepare("combine_start", y, recv, out_dtype)
+    out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
     operands = _compat.in_one_place(operands)
     # The gradient takes the way of the operands, which the done is given again.
     y, weights, route = jax.tree.map(lax.stop_gradient, operands)
-    started = route.backend.combine_start(route, y, weights, call.out_dtype, call_number=call.number)
-    return Pending((*operands, started), "combine", recv.group, replace(call, number=0))
+    started = route.backend.combine_start(route, y, weights, out_dtype)
+    return Pending((*operands, started), "combine", recv.group, out_dtype)
 
 
 @_compat.named
@@ -64,10 +63,10 @@ def combine_done(pending: Pending) -> jax.Array:
     """
     _checks.pending("combine", pending)
     check_usable("combine_done", pending.group)
-    return _combine(*pending.take())
+    return _combine(pending.static, *pending.take())
 
 
-def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[CombineCall, jax.Array, jax.Array, Route]:
+def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array, jax.Array, Route]:
     """Checks the arguments of a combine; returns its static part and its operands."""
     route = _checks.received(op, recv)
     group = route.group
@@ -78,26 +77,23 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[CombineCall, j
     _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype, no_cast)
     _checks.array(op, "recv.weights", recv.weights, rows, jnp.float32)
     out_dtype = _checks.dtype(f"{op}: out_dtype", y.dtype if out_dtype is None else out_dtype)
-    call = CombineCall(out_dtype, group._next_call())
-    return call, *_compat.vary((y, recv.weights, route), [group.axis_name])
+    return out_dtype, *_compat.vary((y, recv.weights, route), [group.axis_name])
 
 
-def _combine_rows(call: CombineCall, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:
-    return route.backend.combine(route, y, weights, started, call.out_dtype, call_number=call.number)
+def _combine_rows(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:
+    return route.backend.combine(route, y, weights, started, out_dtype)
 
 
-def _combine_fwd(call: CombineCall, y: Any, weights: Any, route: Any, started: Any) -> tuple[jax.Array, Any]:
+def _combine_fwd(out_dtype: Any, y: Any, weights: Any, route: Any, started: Any) -> tuple[jax.Array, Any]:
     needs_y = weights.perturbed
     y, weights, route, started = _compat.values((y, weights, route, started))
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
-    return _combine_rows(call, y, weights, route, started), (y if needs_y else None, weights, route)
+    return _combine_rows(out_dtype, y, weights, route, started), (y if needs_y else None, weights, route)
 
 
-def _combine_bwd(call: CombineCall, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
+def _combine_bwd(out_dtype: Any, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     y, weights, route = saved
-    y_cotangent, weights_cotangent = route.backend.combine_back(
-        route, g.astype(route.group.dtype), y, weights, call_number=call.number
-    )
+    y_cotangent, weights_cotangent = route.backend.combine_back(route, g.astype(route.group.dtype), y, weights)
     return y_cotangent, weights_cotangent, None, None
 
 

@@ -1,4 +1,7 @@
-"""Every use of JAX that is private or differs between the supported releases (0.10 to 0.12). Nothing else may be."""
+"""Every use of JAX that is private or differs between the supported releases (0.10 to 0.12).
+
+Nothing else may be, but for the primitive of `_ordered_calls`.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,6 @@ from jax.extend import core as jex_core
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-
-# Foreign calls with side effects are refused by remat before this release.
-FFI_EFFECTS_ARE_ALLOWED = jax.__version_info__ >= (0, 11, 1)
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
@@ -118,29 +118,25 @@ def current_trace() -> Any:
     return jex_core.get_opaque_trace_state()
 
 
-def function_trace() -> Any:
-    """The trace of the innermost function that JAX traces on its own: of jit, shard_map, scan, cond or checkpoint, say.
-
-    vmap and grad put traces of their own on top of it, but run their function as a part of the one that calls them. The
-    trace can be a key of a WeakKeyDictionary.
-    """
-    trace = core.trace_ctx.trace
-    while not isinstance(trace, partial_eval.DynamicJaxprTrace):
-        parent = getattr(trace, "parent_trace", None)
-        if parent is None:  # of a shard_map that runs eagerly
-            break
-        trace = parent
-    return trace
-
-
 def differentiable(function: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """`function(static, *operands)` with a gradient rule; forward and backward see which operands and cotangents count.
 
-    It is inlined by jit everywhere but in an eager shard_map, which takes such rules from compiled functions only.
+    An eager shard_map takes such rules from compiled functions only. Elsewhere it is not compiled by itself, as its
+    calls would then be in another function than the caller's (see `_ordered_calls`).
     """
     rule = jax.custom_vjp(function, nondiff_argnums=(0,))
     rule.defvjp(forward, backward, symbolic_zeros=True)
-    return partial(jax.jit, static_argnums=(0,), inline=True)(rule)
+    compiled = partial(jax.jit, static_argnums=(0,))(rule)
+    return lambda static, *operands: (rule if _is_tracing() else compiled)(static, *operands)
+
+
+def _is_tracing() -> bool:
+    """Whether JAX traces a function here, rather than running it at once; vmap and grad do either."""
+    trace = core.trace_ctx.trace
+    while not isinstance(trace, partial_eval.DynamicJaxprTrace):
+        if (trace := getattr(trace, "parent_trace", None)) is None:
+            return False
+    return True
 
 
 def values(operands: Any) -> Any:

@@ -6,8 +6,6 @@ the gradient; the group's backend moves the rows. What combine and the backward 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -96,7 +94,7 @@ def dispatch_start(
         "dispatch_start", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
     )
     operands = _compat.in_one_place(operands)
-    return Pending((*operands, _start(call, *operands)), "dispatch", group, replace(call, number=0))
+    return Pending((*operands, _start(call, *operands)), "dispatch", group, call)
 
 
 @_compat.named
@@ -110,7 +108,7 @@ def dispatch_done(pending: Pending) -> Dispatched:
     """
     _checks.pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
-    return _dispatch(*pending.take())
+    return _dispatch(pending.static, *pending.take())
 
 
 @_compat.named
@@ -144,7 +142,7 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
             f"dispatch_like: x has H' = {x.shape[1]} channels of {x.dtype}; a row of the group holds {limit} bytes, so "
             f"1 to {limit // x.dtype.itemsize} channels"
         )
-    return _dispatch_like(group._next_call(), *_compat.vary((x, route), [group.axis_name]))
+    return _dispatch_like(*_compat.vary((x, route), [group.axis_name]))
 
 
 @_compat.named
@@ -206,7 +204,6 @@ def _prepare(
         quantized=quantized,
         dequantize=dequantize,
         zero_pad=zero_pad,
-        number=group._next_call(),
     )
     operands = _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), [group.axis_name])
     return call, *operands
@@ -303,24 +300,24 @@ def _dispatch_bwd(call: DispatchCall, route: Route, g: Dispatched) -> tuple[Any,
         rows = None  # x and its scales are constants: the forward rule has seen to that
     if rows is None and weights is None:
         return None, None, None, None
-    x, topk_weights = call.backend.dispatch_back(route, rows, weights, call_number=call.number)
+    x, topk_weights = call.backend.dispatch_back(route, rows, weights)
     return x, None, topk_weights, None
 
 
 _dispatch = _compat.differentiable(_dispatch_rows, _dispatch_fwd, _dispatch_bwd)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch_like(number: int, x: jax.Array, route: Route) -> jax.Array:
-    return route.backend.dispatch_like(route, x, call_number=number)
+@jax.custom_vjp
+def _dispatch_like(x: jax.Array, route: Route) -> jax.Array:
+    return route.backend.dispatch_like(route, x)
 
 
-def _dispatch_like_fwd(number: int, x: jax.Array, route: Route) -> tuple[jax.Array, Route]:
-    return _dispatch_like(number, x, route), route
+def _dispatch_like_fwd(x: jax.Array, route: Route) -> tuple[jax.Array, Route]:
+    return _dispatch_like(x, route), route
 
 
-def _dispatch_like_bwd(number: int, route: Route, g: jax.Array) -> tuple[jax.Array | None, None]:
-    x, _ = route.backend.dispatch_back(route, g, None, call_number=number)
+def _dispatch_like_bwd(route: Route, g: jax.Array) -> tuple[jax.Array | None, None]:
+    x, _ = route.backend.dispatch_back(route, g, None)
     return x, None
 
 

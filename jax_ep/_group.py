@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import threading
-import weakref
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _backends, _checks, _compat, _processes
+from jax_ep import _backends, _checks, _processes
 from jax_ep._stats import GroupStats
 
 MAX_TOP_K = 32  # kMaxTopK in ffi/arena.h
@@ -97,8 +95,6 @@ class Group:
         self.backend = _backends.choose(backend, mesh, axis_name, self.timeout)
         """Name of the backend in use."""
         self._impl = _backends.open_backend(self.backend, self)
-        self._num_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._num_calls_lock = threading.Lock()
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -152,19 +148,6 @@ class Group:
     def _backend_for(self, num_tokens: int) -> _backends.Backend:
         """What moves `num_tokens` tokens per rank. Where there are none, no rank need wait for another."""
         return self._impl if num_tokens else _backends.open_backend("reference", self)
-
-    def _next_call(self) -> int:
-        """The number of a call of the group: 0, 1, 2, ... in the order of the calls of the function that JAX traces.
-
-        Ranks compare the number, so that calls with equal shapes do not meet. So the number may only depend on the
-        function, not on what was traced before. JAX keeps the traces of inner functions (of scan, checkpoint, jit) and
-        uses them at several places, so that their calls are numbered from 0 again.
-        """
-        trace = _compat.function_trace()
-        with self._num_calls_lock:
-            number = self._num_calls.get(trace, 0)
-            self._num_calls[trace] = number + 1
-        return number
 
     def __enter__(self) -> Group:
         return self

@@ -92,7 +92,6 @@ class DispatchCall:
     quantized: bool  # x comes as a pair (float8_e4m3fn, scales)
     dequantize: bool
     zero_pad: bool | None
-    number: int = 0  # of `Group._next_call`; it is not in the result's route, whose type is the same for all calls
 
     @property
     def returns_fp8(self) -> bool:
@@ -104,23 +103,6 @@ class DispatchCall:
 
     def route(self, arrays: Any) -> Route:
         return Route(arrays, self.group, self.layout, self.capacity, self.alignment, self.num_tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class CombineCall:
-    """What is static in one call of combine."""
-
-    out_dtype: Any
-    number: int  # of `Group._next_call`
-
-
-@dataclasses.dataclass(frozen=True)
-class AllToAllCall:
-    """What is static in one call of all_to_all or all_to_all_back."""
-
-    group: Group
-    wire: str | None
-    number: int  # of `Group._next_call`
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "splits", "scales"], meta_fields=["group"])
@@ -150,14 +132,12 @@ class Pending:
     operands: Any
     op: str
     group: Group
-    static: DispatchCall | CombineCall  # without the start's number, so that loops and branches can carry any start
+    static: Any
     _trace: Any = dataclasses.field(default_factory=_compat.current_trace, init=False, repr=False)
     _done: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
 
-    def take(self) -> tuple[Any, ...]:
-        """The call, numbered as the done, and its operands.
-
-        It is an error where it shows while tracing that a start is done more than once.
+    def take(self) -> Any:
+        """The operands; an error where it shows while tracing that a start is done more than once.
 
         An inner function (of a scan, say) may run any number of times, and is traced once. So it may not end what it
         closes over, but what it is given as an argument, which is a new object in its trace.
@@ -170,5 +150,4 @@ class Pending:
                 "than once; give it to that function as an argument"
             )
         self._done.append(self.op)
-        # The done sends no number to other ranks, but the calls of its gradient do.
-        return dataclasses.replace(self.static, number=self.group._next_call()), *self.operands
+        return self.operands

@@ -9,11 +9,6 @@ import os
 # Only the CPU platform reads this, so it does no harm where GPUs are used; it must be there before JAX starts.
 if "JAX_COORDINATOR_ADDRESS" not in os.environ and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-# XLA:CPU may start independent calls of a program in another order on each device, which a group's ranks must not do.
-if "concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    )
 
 import contextlib
 import re

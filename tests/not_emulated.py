@@ -3,7 +3,6 @@
 GRAPHS = "CUDA graphs are XLA:GPU's; to kernels they are launches like others"
 PROCESSES = "it is about several processes, each of which would have emulated GPUs, and a time, of its own"
 
-ORDER = "XLA:CPU starts independent calls of a program in an order of its own on each device"
 PROGRAMS = "it runs a program for users, which offers users' backends only"
 
 # "file::test", or "file::test[value]" for those of its cases whose name has this value -> the reason.
@@ -12,9 +11,6 @@ NOT_EMULATED = {
     "test_bench.py::test_rows_of_the_report": PROGRAMS,
     "test_moe_step.py::test_all_variants_give_the_same_loss_and_gradients": PROGRAMS,
     "test_overlap.py::test_all_tokens_come_back": PROGRAMS,
-    "test_split.py::test_halves_make_the_whole": ORDER,
-    "test_transforms.py::test_check_vma_changes_nothing": ORDER,
-    "test_wires.py::test_wire_and_both_ways_to_dequantize": ORDER,
     "test_cuda.py::test_closed_groups_give_their_memory_back": "it asks nvidia-smi",
     "test_cuda.py::test_graphs_give_the_same_bits": GRAPHS,
     "test_cuda.py::test_operands_are_waited_for": "XLA:CPU waits for operands before it calls a handler",

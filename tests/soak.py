@@ -523,8 +523,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Several CPU devices, for want of GPUs, and an order of calls that is the same on all. Read when JAX first looks.
-    for flag in ("xla_force_host_platform_device_count=8", "xla_cpu_enable_concurrency_optimized_scheduler=false"):
-        if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-            os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --{flag}"
+    # Several CPU devices, for want of GPUs. Read when JAX first looks.
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     sys.exit(main())

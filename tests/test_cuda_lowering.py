@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep as ep
 from helpers import without_gpus
-from jax_ep import _compat
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 
@@ -105,7 +104,7 @@ def test_halves_are_calls_of_their_own(group, layout):
     halves = [f"jax_ep_{op}_{half}" for op in ("dispatch", "combine") for half in ("start", "done")]
     assert [call for call in calls(text) if call != "jax_ep_room"] == halves
     has_effect = [name for line in text.splitlines() if "has_side_effect = true" in line for name in calls(line)]
-    assert has_effect == (halves if _compat.FFI_EFFECTS_ARE_ALLOWED else [])
+    assert has_effect == halves
 
 
 def test_a_done_returns_the_memory_that_its_start_was_given(group, layout):
@@ -119,8 +118,74 @@ def test_a_done_returns_the_memory_that_its_start_was_given(group, layout):
     for op, operands, results in ("dispatch", 4, 9), ("combine", 5, 1):
         (done,) = (line for line in lines if f"@jax_ep_{op}_done" in line)
         aliases = re.findall(r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)", done)
-        indices = [""] if results == 1 else [str(i) for i in range(results)]
-        assert aliases == [(i, str(operands + int(i or 0))) for i in indices]
+        # The first operand and the first result are those of the program's order.
+        assert aliases == [(str(1 + i), str(1 + operands + i)) for i in range(results)]
+
+
+def chains(text):
+    """The calls of a program, each with the call that it comes after, or None if it comes after a constant."""
+    found, defined = [], {}  # name -> line: the newest, as functions use the same names
+    for line in text.splitlines():
+        if call := re.search(r"custom_call @(jax_ep_(?!room)\w+)\((%\w+)(#0)?", line):
+            op, before, is_first_result = call.groups()
+            assert is_first_result or "constant" in defined[before]
+            found.append((op, calls(defined[before])[0] if is_first_result else None))
+        if definition := re.match(r"\s*(%\w+)(?::\d+)? =", line):
+            defined[definition[1]] = line
+    return found
+
+
+def test_calls_are_ordered_by_data(group, layout):
+    """XLA keeps the order of those calls only of which one needs a result of the other."""
+
+    def body(x, topk_idx, topk_weights):
+        def loss(x):
+            recvs = [ep.dispatch(scale * x, topk_idx, group=group, layout=layout) for scale in (1, 2)]
+            pending = [ep.combine_start(recv.x, recv) for recv in recvs]
+            return sum(jnp.sum(ep.combine_done(each).astype(jnp.float32)) for each in pending)
+
+        return jax.grad(loss)(x)
+
+    found = chains(lowered(group, body, X, IDS, WEIGHTS))
+    ops = ["dispatch"] * 2 + ["combine_start"] * 2 + ["combine_done"] * 2 + ["combine_back", "dispatch_back"] * 2
+    assert sorted(call for call, _ in found) == sorted(f"jax_ep_{op}" for op in ops)
+    assert [before for _, before in found] == [None, *(op for op, _ in found[:-1])]
+
+
+def test_inner_functions_are_ordered_by_themselves(group, layout):
+    """Whose calls may run any number of times, or never."""
+
+    def body(x, topk_idx, topk_weights):
+        def twice(x, _=None):
+            for scale in (1, 2):
+                x += ep.dispatch(scale * x, topk_idx, group=group, layout=layout).x.sum()
+            return x, None
+
+        x, _ = twice(x)
+        x, _ = jax.lax.scan(twice, x, length=3)
+        return twice(x)[0] + jax.vmap(lambda scale: twice(scale * x)[0])(jnp.ones(2, x.dtype)).sum(0)
+
+    found = [before for _, before in chains(lowered(group, body, X, IDS, WEIGHTS, check_vma=False))]
+    outer, in_scan, in_vmap = 4, 2, 2  # calls; vmap makes a loop of each call
+    assert len(found) == outer + in_scan + in_vmap
+    assert found.count(None) == 1 + 1 + in_vmap
+
+
+def test_what_nobody_needs_is_not_run_for_the_order(group, layout):
+    """A checkpoint's backward pass runs the dispatch again, for its rows, and not the combine before it."""
+
+    def body(x, topk_idx, topk_weights):
+        @jax.checkpoint
+        def loss(x):
+            recv = ep.dispatch(x, topk_idx, group=group, layout=layout)
+            linear = jnp.sum(ep.combine(recv.x, recv).astype(jnp.float32))
+            other = ep.dispatch(2 * x, topk_idx, group=group, layout=layout)
+            return linear + jnp.sum(other.x.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)(x)
+
+    found = calls(lowered(group, body, X, IDS, WEIGHTS))
+    assert found.count("jax_ep_combine") <= 1
 
 
 def test_gradients_of_halves(group, layout):
@@ -225,6 +290,22 @@ def test_no_two_calls_of_a_program_have_the_same_hash(group):
     assert len(found) == len(set(found)) == 2 * 14
 
 
+def test_calls_of_loops_have_hashes_of_their_own(group):
+    """The loops do not need one another's results: XLA may run either first."""
+
+    def body(x, topk_idx):
+        def loop(scale):
+            def step(x, _):
+                return x + ep.dispatch(scale * x, topk_idx, group=group, layout="ragged").x.sum(), None
+
+            return jax.lax.scan(step, x, length=3)[0]
+
+        return loop(1) + loop(2)
+
+    first, second = hashes(lowered(group, body, X, IDS), "dispatch")
+    assert first != second
+
+
 def test_a_program_that_is_lowered_again_has_the_same_text(group):
     """Also in another process, as it was exported or came from the compilation cache."""
     texts = set()
@@ -233,17 +314,3 @@ def test_a_program_that_is_lowered_again_has_the_same_text(group):
         body = partial(every_operation_twice, group)
         texts.add(lowered(group, body, X, IDS, WEIGHTS, ((EXPERTS,), jnp.int32)))
     assert len(texts) == 1
-
-
-def test_a_call_that_runs_again_for_the_backward_pass_keeps_its_hash(group):
-    def body(x, topk_idx, topk_weights):
-        @jax.checkpoint
-        def loss(x):
-            return jnp.sum(jnp.tanh(layer(group, "ragged", x, topk_idx, topk_weights).astype(jnp.float32)))
-
-        value, gradient = jax.value_and_grad(loss)(x)
-        return value[None], gradient
-
-    for op in ("dispatch", "combine"):
-        first, again = hashes(lowered(group, body, X, IDS, WEIGHTS), op)
-        assert first == again

@@ -38,7 +38,6 @@ from helpers import (
     steps_per_second,
     to_numpy,
 )
-from jax_ep import _compat
 from jax_ep._types import DispatchCall
 from shapes import SMALL, make_inputs
 
@@ -481,7 +480,6 @@ def test_halves_in_programs_of_their_own(make_group, mesh, inputs):
         group.check()
 
 
-@pytest.mark.skipif(not _compat.FFI_EFFECTS_ARE_ALLOWED, reason="XLA takes two equal dones for one")
 def test_a_start_is_done_twice(make_group, mesh, inputs):
     """It shows while tracing, but not where inner functions are given what is pending."""
 

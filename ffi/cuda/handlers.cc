@@ -184,7 +184,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
 }
 
 // Memory that a start will need: XLA has allocated it, which is all.
-ffi::Error room(int64_t, ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
+ffi::Error room(ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
 
 template <typename... Buffer>
 Buffers addresses(const Buffer&... buffers) {
@@ -420,10 +420,24 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
   return gather("all_to_all_back", stream, ordinal, attrs.group, element_type(y), args);
 }
 
+// Each call has an operand and a result that nobody reads or writes: XLA keeps calls in order for their sake
+// (jax_ep/_ordered_calls.py). This is the handler with them.
+template <typename Attrs, typename... Buffers>
+auto in_order(ffi::Error (*handler)(cudaStream_t, int32_t, Attrs, Buffers...)) {
+  return [handler](cudaStream_t stream, int32_t ordinal, Attrs attrs, Operand, Result, Buffers... buffers) {
+    return handler(stream, ordinal, attrs, buffers...);
+  };
+}
+
 // A binding of `operands` buffers in and `results` out, behind what every handler takes.
 template <typename Attrs>
 auto bind_call() {
-  return ffi::Ffi::Bind().Ctx<CallStream>().Ctx<ffi::DeviceOrdinal>().Attrs<Attrs>();
+  return ffi::Ffi::Bind()
+      .Ctx<CallStream>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Attrs<Attrs>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>();
 }
 template <int operands, int results, typename Binding>
 auto with_buffers(Binding binding) {
@@ -441,25 +455,27 @@ auto bind_done() {
       .Ctx<CallStream>()
       .Ctx<ffi::DeviceOrdinal>()
       .Attr<int64_t>("group")
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
       .RemainingArgs()
       .RemainingRets();
 }
 
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
-JAX_EP_DEFINE_HANDLER(kDispatch, dispatch, (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kDispatchLike, dispatch_like, (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kCombineBack, combine_back, (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kAllToAll, all_to_all, (with_buffers<4, 3>(bind_call<AllToAllAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kCombine, combine, (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kDispatchBack, dispatch_back, (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kAllToAllBack, all_to_all_back, (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatch, in_order(dispatch), (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatchLike, in_order(dispatch_like), (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kCombineBack, in_order(combine_back), (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kAllToAll, in_order(all_to_all), (with_buffers<4, 3>(bind_call<AllToAllAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kCombine, in_order(combine), (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatchBack, in_order(dispatch_back), (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kAllToAllBack, in_order(all_to_all_back), (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
 
 // Halves are not for CUDA graphs: their handlers are asked each time.
-XLA_FFI_DEFINE_HANDLER(kRoom, room, ffi::Ffi::Bind().Attr<int64_t>("group").RemainingArgs().RemainingRets());
-JAX_EP_DEFINE_HANDLER(kDispatchStart, dispatch_start, (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
-JAX_EP_DEFINE_HANDLER(kDispatchDone, dispatch_done, bind_done());
-JAX_EP_DEFINE_HANDLER(kCombineStart, combine_start, (with_buffers<7, 1>(bind_call<CallAttrs>())));
-JAX_EP_DEFINE_HANDLER(kCombineDone, combine_done, bind_done());
+XLA_FFI_DEFINE_HANDLER(kRoom, room, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+JAX_EP_DEFINE_HANDLER(kDispatchStart, in_order(dispatch_start), (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
+JAX_EP_DEFINE_HANDLER(kDispatchDone, in_order(dispatch_done), bind_done());
+JAX_EP_DEFINE_HANDLER(kCombineStart, in_order(combine_start), (with_buffers<7, 1>(bind_call<CallAttrs>())));
+JAX_EP_DEFINE_HANDLER(kCombineDone, in_order(combine_done), bind_done());
 
 }  // namespace
 

@@ -141,27 +141,18 @@ cudaStream_t stream_of_device(int ordinal) {
   return stream;
 }
 
-int num_streams_of_devices() {
-  const Lock lock;
-  return static_cast<int>(host().streams.size());
-}
-
-void wait_for(cudaStream_t stream) {
-  auto is_done = std::make_shared<bool>(false);
-  {
-    const Lock lock;
-    Work work;
-    work.sets = is_done;
-    add_work(*stream, std::move(work));
-  }
-  run_until([=] { return *is_done; });
-}
-
 void when_done(cudaStream_t stream, std::function<void()> then) {
   const Lock lock;
   Work work;
   // XLA goes on in the thread that tells it, and may wait for another device there.
-  work.call = [then = std::move(then)] { std::thread(then).detach(); };
+  work.call = [then = std::move(then)] {
+    constexpr uint32_t kMicroseconds = 30'000;
+    const std::chrono::microseconds delay(adversary.delays_launches ? adversary.random.below(kMicroseconds) : 0);
+    std::thread([=] {
+      std::this_thread::sleep_for(delay);
+      then();
+    }).detach();
+  };
   add_work(*stream, std::move(work));
 }
 

@@ -23,9 +23,6 @@ void set_patience(double patience_seconds);
 
 // A stream of the device on which XLA's calls run one after the other.
 cudaStream_t stream_of_device(int ordinal);
-int num_streams_of_devices();
-// Waits for all that is in the stream now.
-void wait_for(cudaStream_t stream);
 // Calls `then` on a thread of its own when all that is in the stream now has run.
 void when_done(cudaStream_t stream, std::function<void()> then);
 

@@ -15,25 +15,18 @@ struct CallStream {};
 
 namespace emulator {
 
-inline constexpr int kMostWaitingDevices = 8;
-
-// A handler that enqueues a call on a device's stream, and tells XLA when the stream has come to its end.
-//
-// XLA:CPU goes on with what does not need the call's results, in an order that depends on when calls end: it may differ
-// from device to device, as the order of a GPU's stream does not. So the handler waits, which gives XLA's own order. It
-// cannot where a process has more devices than XLA has threads that may wait: there, programs have to order their
-// calls.
-template <typename... Args>
-auto on_stream(xla::ffi::Error (*handler)(cudaStream_t, Args...)) {
-  return [handler](cudaStream_t stream, Args... args) -> xla::ffi::Future {
+// A handler that enqueues a call on a device's stream, and tells XLA when the stream has come to its end. It does not
+// wait, for XLA may have fewer threads than there are devices.
+template <typename Handler>
+auto on_stream(Handler handler) {
+  return [handler](cudaStream_t stream, auto&&... args) -> xla::ffi::Future {
     auto promise = std::make_shared<xla::ffi::Promise>();
     xla::ffi::Future future(*promise);
-    const xla::ffi::Error error = handler(stream, std::move(args)...);
+    const xla::ffi::Error error = handler(stream, std::forward<decltype(args)>(args)...);
     if (error.failure()) {
       promise->SetError(error);
     } else {
       when_done(stream, [promise] { promise->SetAvailable(); });
-      if (num_streams_of_devices() <= kMostWaitingDevices) wait_for(stream);
     }
     return future;
   };

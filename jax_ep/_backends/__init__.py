@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """How one group moves its rows. R ranks, T tokens, K = top_k, H = hidden; `rows` are `Route.rows_shape`.
-
-    `call_number`, or `call.number`, is the number of the public operation's call in its program (`Group._next_call`). A
-    backend whose ranks could take a call for another one of equal shapes compares it.
-    """
+    """How one group moves its rows. R ranks, T tokens, K = top_k, H = hidden; `rows` are `Route.rows_shape`."""
 
     memory_bytes: int  # device memory held per rank, outside XLA's
     closed: bool
@@ -62,36 +58,30 @@ class Backend(Protocol):
         With what a `dispatch_start` of the same operands returned, it ends that; with None it is a whole operation.
         """
 
-    def dispatch_like(self, route: Route, x: jax.Array, *, call_number: int = 0) -> jax.Array:
+    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
         """Sends x [T, H'] along `route`; rows that hold no token are zero."""
 
     def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, *, call_number: int = 0
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None."""
 
-    def combine_start(
-        self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, *, call_number: int = 0
-    ) -> Any:
+    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> Any:
         """As dispatch_start, for `combine`."""
 
-    def combine(
-        self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any, *, call_number: int = 0
-    ) -> jax.Array:
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
         """Sums y [rows, H] times weights [rows] to [T, H]; ends a `combine_start` if given what that returned."""
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, *, call_number: int = 0
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result."""
         ...
 
-    def all_to_all(
-        self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool, call_number: int = 0
-    ) -> AllToAll:
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
         """Sends x [M, H], sorted by expert, split by splits [E]."""
 
-    def all_to_all_back(self, y: jax.Array, splits: jax.Array, *, call_number: int = 0) -> jax.Array:
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         """Returns y [R, M, H] to where all_to_all took it from: [M, H], zero beyond the splits."""
 
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import warnings
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
@@ -23,6 +22,7 @@ from jax import lax
 
 from jax_ep import _compat, _layouts, _network, _processes, _wires
 from jax_ep._errors import Error, PeerTimeoutError
+from jax_ep._ordered_calls import ordered_call
 from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class CudaBackend:
     ) -> _Started:
         operands = (*_parts(call, x), topk_idx, topk_weights)
         attrs = self._dispatch_attrs(call, zero_pad=zero_pad)
-        return self._start("dispatch", operands, self._dispatch_results(call), call_number=call.number, **attrs)
+        return self._start("dispatch", operands, self._dispatch_results(call), **attrs)
 
     def dispatch(
         self,
@@ -214,7 +214,7 @@ class CudaBackend:
         operands = (*_parts(call, x), topk_idx, topk_weights)
         if started is None:
             attrs = self._dispatch_attrs(call, zero_pad=zero_pad)
-            results = self._call("dispatch", operands, self._dispatch_results(call), call_number=call.number, **attrs)
+            results = self._call("dispatch", operands, self._dispatch_results(call), **attrs)
         else:
             results = self._done("dispatch", operands, started)
         rows, scales, weights, counts, group_sizes, num_dropped, place, arrived_rows, num_arrived = results
@@ -228,20 +228,19 @@ class CudaBackend:
             route=call.route(RouteArrays(place, arrived_rows, num_arrived, counts, group_sizes)),
         )
 
-    def dispatch_like(self, route: Route, x: jax.Array, *, call_number: int = 0) -> jax.Array:
+    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
         channels = x.shape[1]
         x = jnp.pad(x, ((0, 0), (0, -channels % (16 // x.dtype.itemsize))))
         (rows,) = self._call(
             "dispatch_like",
             (x, *route.arrays),
             [((*route.rows_shape, x.shape[1]), x.dtype)],
-            call_number=call_number,
             **_route_attrs(route),
         )
         return rows[..., :channels]
 
     def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, *, call_number: int = 0
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         channels = 0
         if rows is not None:
@@ -255,28 +254,23 @@ class CudaBackend:
                 _NONE if rows is None else ((route.num_tokens, rows.shape[1]), rows.dtype),
                 _NONE if weights is None else ((route.num_tokens, self._group.top_k), jnp.float32),
             ],
-            call_number=call_number,
         )
         return (None if rows is None else x[:, :channels]), (None if weights is None else topk_weights)
 
-    def combine_start(
-        self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, *, call_number: int = 0
-    ) -> _Started:
+    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> _Started:
         operands = (y, weights, *route.arrays[:3])
-        return self._start("combine", operands, [_sums(route, y, out_dtype)], call_number=call_number)
+        return self._start("combine", operands, [_sums(route, y, out_dtype)])
 
-    def combine(
-        self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any, *, call_number: int = 0
-    ) -> jax.Array:
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
         operands = (y, weights, *route.arrays[:3])
         if started is None:
-            (out,) = self._call("combine", operands, [_sums(route, y, out_dtype)], call_number=call_number)
+            (out,) = self._call("combine", operands, [_sums(route, y, out_dtype)])
         else:
             (out,) = self._done("combine", operands, started)
         return out
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, *, call_number: int = 0
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         y_cotangent, weights_cotangent = self._call(
             "combine_back",
@@ -285,14 +279,11 @@ class CudaBackend:
                 ((*route.rows_shape, g.shape[1]), g.dtype),
                 _NONE if y is None else (route.rows_shape, jnp.float32),
             ],
-            call_number=call_number,
             **_route_attrs(route),
         )
         return y_cotangent, None if y is None else weights_cotangent
 
-    def all_to_all(
-        self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool, call_number: int = 0
-    ) -> AllToAll:
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
         group = self._group
         num_rows = x.shape[0]
         shape = (group.num_ranks, num_rows)
@@ -305,21 +296,19 @@ class CudaBackend:
                 _NONE if wire is None else ((*shape, group.hidden // _wires.CHANNELS_PER_SCALE), jnp.float32),
                 ((group.num_ranks, group.experts_per_rank), jnp.int32),
             ],
-            call_number=call_number,
             agreed=(wire,),
             cast=_CAST_CODES[wire],
             zero_pad=zero_pad,
         )
         return AllToAll(rows, out_splits, None if wire is None else scales, group)
 
-    def all_to_all_back(self, y: jax.Array, splits: jax.Array, *, call_number: int = 0) -> jax.Array:
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows = y.shape[1]
         blocks = _layouts.split_blocks(splits, num_rows, self._group.num_ranks)
         (out,) = self._call(
             "all_to_all_back",
             (y, blocks.sizes, _places(blocks, num_rows)),
             [((num_rows, y.shape[2]), y.dtype)],
-            call_number=call_number,
         )
         return out
 
@@ -355,19 +344,13 @@ class CudaBackend:
         operands: tuple[Any, ...],
         results: list[_Result],
         *,
-        call_number: int,
         agreed: tuple[Any, ...] = (),
         **attrs: Any,
     ) -> Sequence[jax.Array]:
-        """One FFI call: a whole operation, or a start. The kernels compare its hash, of what ranks must agree on.
-
-        The call's number in its program tells two calls apart that have all else in common. A call of the backward pass
-        has the number of its forward call, and another `op`.
-        """
-        types = [None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands]
-        call_hash = zlib.crc32(repr((op.removesuffix("_start"), types, agreed, call_number)).encode())
+        """One FFI call: a whole operation, or a start. The kernels compare its hash, of what ranks must agree on."""
+        types = tuple(None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands)
         operands = (lax.axis_index(self._group.axis_name), *operands)
-        return self._ffi_call(op, operands, results, hash=call_hash, **attrs)
+        return self._ffi_call(op, operands, results, agreed=(op.removesuffix("_start"), types, agreed), **attrs)
 
     def _start(self, op: str, operands: tuple[Any, ...], results: list[_Result], **attrs: Any) -> _Started:
         """Starts `op`; gives the memory that its done will return as the results, and the ticket.
@@ -375,8 +358,9 @@ class CudaBackend:
         The memory comes from a pure call of its own: what jax.checkpoint runs again in a backward pass, as it does with
         barriers that stand behind a start, then has other memory, and XLA need not copy.
         """
-        room = self._ffi_call("room", operands, results)
-        (ticket,) = self._call(f"{op}_start", (*operands, *room), [_TICKET], **attrs)
+        operands = self._arrays(operands)
+        room = jax.ffi.ffi_call("jax_ep_room", _types(operands, results), vmap_method="sequential")(*operands)
+        (ticket,) = self._call(f"{op}_start", (*operands, *lax.optimization_barrier(room)), [_TICKET], **attrs)
         # An array of no elements, as the argument of a program or of shard_map, is too much for XLA of jax 0.11.
         return *(None if result is _NONE else array for array, result in zip(room, results, strict=True)), ticket
 
@@ -392,21 +376,27 @@ class CudaBackend:
         operands: tuple[Any, ...],
         results: list[_Result],
         aliases: dict[int, int] | None = None,  # operand -> result in the same memory
+        agreed: tuple[Any, ...] | None = None,
         **attrs: Any,
     ) -> Sequence[jax.Array]:
-        operands = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
-        operands = _compat.vary(operands, [self._group.axis_name])
+        operands = self._arrays(operands)
         attrs = {name: value if isinstance(value, bool) else np.int64(value) for name, value in attrs.items()}
-        ffi_call = jax.ffi.ffi_call(
+        call = ordered_call(
             f"jax_ep_{op}",
-            [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results],
-            vmap_method="sequential",
-            has_side_effect=op.endswith(("_start", "_done")) and _compat.FFI_EFFECTS_ARE_ALLOWED,
-            input_output_aliases=aliases,
+            operands,
+            _types(operands, results),
+            attributes={"group": np.int64(self._id), **attrs},
+            agreed=agreed,
+            aliases=aliases,
+            has_side_effect=op.endswith(("_start", "_done")),
         )
+        return lax.optimization_barrier(call)
+
+    def _arrays(self, operands: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        """The operands of a foreign call."""
+        operands = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
         # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
-        operands = lax.optimization_barrier(operands)
-        return lax.optimization_barrier(ffi_call(*operands, group=np.int64(self._id), **attrs))
+        return lax.optimization_barrier(_compat.vary(operands, [self._group.axis_name]))
 
 
 def choose_sharing(devices: np.ndarray, native: ModuleType) -> str:
@@ -455,6 +445,11 @@ def expect_own_gpus(told: dict[int, Any]) -> None:
 def _parts(call: DispatchCall, x: Any) -> tuple[jax.Array, jax.Array | None]:
     """The rows, and their scales if x is quantised."""
     return x if call.quantized else (x, None)
+
+
+def _types(operands: tuple[jax.Array, ...], results: list[_Result]) -> list[Any]:
+    """Of a foreign call's results: they vary over the mesh axes that its operands vary over."""
+    return [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results]
 
 
 def _sums(route: Route, y: jax.Array, out_dtype: Any) -> _Result:

@@ -30,8 +30,6 @@ class RouteArrays(NamedTuple):
 
 
 class ReferenceBackend:
-    """It ignores `call_number`: XLA matches collectives by their place in the program."""
-
     memory_bytes = 0
 
     def __init__(self, group: Group) -> None:
@@ -83,12 +81,12 @@ class ReferenceBackend:
             route=route,
         )
 
-    def dispatch_like(self, route: Route, x: jax.Array, *, call_number: int = 0) -> jax.Array:
+    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
         tokens = self._gather(x).reshape(-1, *x.shape[1:])
         return _take(tokens, route.arrays.source).reshape(*route.rows_shape, *x.shape[1:])
 
     def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, *, call_number: int = 0
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         x = topk_weights = None
         if rows is not None:
@@ -98,17 +96,15 @@ class ReferenceBackend:
             topk_weights = self._sum_over_ranks(_take(weights.reshape(-1), route.arrays.row), weights.dtype)
         return x, topk_weights
 
-    def combine_start(self, route: Route, *operands: Any, call_number: int = 0) -> None:
+    def combine_start(self, route: Route, *operands: Any) -> None:
         """The whole operation runs in its done."""
 
-    def combine(
-        self, route: Route, y: jax.Array, weights: jax.Array, started: None, out_dtype: Any, *, call_number: int = 0
-    ) -> jax.Array:
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: None, out_dtype: Any) -> jax.Array:
         del started
         return self._sum_over_ranks(_partial_sums(route, y, weights).astype(y.dtype), out_dtype)
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, *, call_number: int = 0
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         rows = self.dispatch_like(route, g).astype(jnp.float32)
         holds_token = (route.arrays.source < self._group.num_ranks * route.num_tokens).reshape(route.rows_shape)
@@ -118,9 +114,7 @@ class ReferenceBackend:
         products = jnp.sum(rows * y.astype(jnp.float32), axis=-1)
         return y_cotangent, jnp.where(holds_token, products, 0)
 
-    def all_to_all(
-        self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool, call_number: int = 0
-    ) -> AllToAll:
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
         del zero_pad  # always zero here
         blocks = _layouts.split_blocks(splits, x.shape[0], self._group.num_ranks)
         rows = _rows_of_blocks(blocks, x.shape[0])
@@ -130,7 +124,7 @@ class ReferenceBackend:
             scales = self._exchange(_take(scales, rows))
         return AllToAll(self._exchange(_take(x, rows)), self._exchange(blocks.splits), scales, self._group)
 
-    def all_to_all_back(self, y: jax.Array, splits: jax.Array, *, call_number: int = 0) -> jax.Array:
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows, hidden = y.shape[1:]
         rows = _rows_of_blocks(_layouts.split_blocks(splits, num_rows, self._group.num_ranks), num_rows)
         back = self._exchange(y).reshape(-1, hidden)
