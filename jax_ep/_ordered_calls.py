@@ -118,7 +118,7 @@ def _lower(
         operand_output_aliases={1 + operand: 1 + result for operand, result in aliases},
     )
     chain = _call_p, ir.InsertionPoint.current.block
-    before = mlir.ir_constant(np.int32(0))
+    before = program[chain] if chain in program else mlir.ir_constant(np.int32(0))
     ctx = ctx.replace(avals_in=[_LINK, *ctx.avals_in], avals_out=[_LINK, *ctx.avals_out])
     program[chain], *results = rule(ctx, before, *operands, **attrs)
     return results

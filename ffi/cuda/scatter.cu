@@ -670,7 +670,8 @@ struct Scatter {
     Arriving arriving = {};
     find_candidate(item, arriving);
     arriving.is_own = is_own(arriving.source);
-    arriving.comes = arriving.is_own || arriving.index < rows_from(arriving.source);
+    // Of lanes that give up one by one, some may have heard how many come.
+    arriving.comes = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
     if (!arriving.comes) return arriving;
     arriving.place = place_here(arriving.source, arriving.index);
     if (!new_route() && !args.blocks) {

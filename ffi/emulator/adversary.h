@@ -30,8 +30,10 @@ struct Adversary {
   bool shuffles_warps = false;   // any ready warp and lane runs next; threads lose the processor between accesses
   bool shuffles_blocks = false;  // the blocks of a launch start in any order
   bool delays_launches = false;  // ranks are late
+  bool stalls_blocks = false;    // a block does nothing for a while, at any access to memory
   int resident_blocks = 0;       // a device holds no more at a time; 0: as many as its SMs hold
   double settle_share = 0.05;    // of the pending stores, at each turn of the scheduler
+  double held_share = 0;         // of the stores: those that become visible as late as they may
   double switch_share = 0.05;    // of the accesses to memory
   Random random;
 };

@@ -230,6 +230,11 @@ void poll_pause() {
 
 void may_switch() {
   scheduler().note_access();
+  if (adversary.stalls_blocks && adversary.random.happens(0.0005)) {
+    constexpr uint32_t kStallNs[] = {2'000, 50'000, 2'000'000};
+    current->warp->block->stalled_until_ns = now_ns() + adversary.random.below(kStallNs[adversary.random.below(3)]);
+    switch_away(true);
+  }
   if (adversary.shuffles_warps && adversary.random.happens(adversary.switch_share)) {
     switch_away(adversary.random.happens(0.5));
   }

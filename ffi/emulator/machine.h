@@ -87,6 +87,7 @@ struct Block {
   std::vector<std::pair<const void*, void*>> shared_variables;  // by the tag of the place in the code
   std::vector<BulkCopy> bulk_copies;
   std::shared_ptr<BlockStores> stores;
+  uint64_t stalled_until_ns = 0;  // as an adversary has it
 };
 
 extern Thread* current;  // the thread that runs
@@ -167,6 +168,7 @@ struct Launch {
   uint64_t not_before_ns = 0;
   std::vector<uint32_t> order;  // in which blocks start
   uint32_t num_started = 0, num_ended = 0;
+  std::vector<std::shared_ptr<BlockStores>> stores;  // of blocks that have ended
   std::vector<int> cluster_arrived;
   std::vector<std::vector<Thread*>> cluster_waiting;
 };

@@ -129,7 +129,7 @@ void run_in_background() {
 void run_for(uint64_t ns) {
   const Lock lock;
   for (const uint64_t end = scheduler().now_ns() + ns; scheduler().now_ns() < end;) {
-    constexpr uint64_t kStepNs = 10'000'000;
+    constexpr uint64_t kStepNs = 20'000'000;
     if (!scheduler().step()) scheduler().let_time_pass(std::min(kStepNs, end - scheduler().now_ns()));
   }
 }

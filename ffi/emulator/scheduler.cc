@@ -148,12 +148,14 @@ void Scheduler::start_block(Device& device, Sm& sm, Launch& launch, uint32_t ind
 
 void Scheduler::end_block(Block* block) {
   if (!block->bulk_copies.empty()) stop("a block ends before its bulk copies have landed");
-  settle_all(*block->stores);
   Launch& launch = *block->launch;
+  launch.stores.push_back(block->stores);
   block->sm->threads_left += static_cast<int>(launch.block_threads);
   block->sm->shared_left += static_cast<int64_t>(launch.shared_bytes) + kStaticSharedBytes;
   --block->device->resident_blocks;
-  ++launch.num_ended;
+  if (++launch.num_ended == launch.num_blocks) {
+    for (const auto& stores : launch.stores) settle_all(*stores);
+  }
   streams_may_advance_ = true;
   note_progress();
   blocks_.erase(std::find(blocks_.begin(), blocks_.end(), block));
@@ -203,8 +205,26 @@ void Scheduler::run(std::deque<Warp*>& from) {
   }
   Warp* const warp = from.front();
   from.pop_front();
+  if (warp->block->stalled_until_ns > now_ns_) {
+    stalled_.emplace_back(warp, &from);
+    return;
+  }
   (&from == &ready_ ? warp->is_queued : warp->is_polling_queued) = false;
   run_warp(*warp);
+}
+
+// Warps whose block's stall is over go on; `at_once`: time passes until there is one. Whether there is.
+bool Scheduler::end_stalls(bool at_once) {
+  if (stalled_.empty()) return false;
+  const auto end_of = [](const auto& stalled) { return stalled.first->block->stalled_until_ns; };
+  const auto sooner = [=](const auto& a, const auto& b) { return end_of(a) < end_of(b); };
+  if (at_once) now_ns_ = std::max(now_ns_, end_of(*std::min_element(stalled_.begin(), stalled_.end(), sooner)));
+  const auto is_over = [=](const auto& stalled) { return end_of(stalled) <= now_ns_; };
+  const auto over = std::stable_partition(stalled_.begin(), stalled_.end(), std::not_fn(is_over));
+  const bool any = over != stalled_.end();
+  for (auto stalled = over; stalled != stalled_.end(); ++stalled) stalled->second->push_back(stalled->first);
+  stalled_.erase(over, stalled_.end());
+  return any;
 }
 
 bool Scheduler::step() {
@@ -214,26 +234,21 @@ bool Scheduler::step() {
   const uint64_t before = progress_;
   if (streams_may_advance_ || turn_ % 64 == 0) advance_streams();
   if (!copying_.empty()) land_some(0.1);
+  if (!stalled_.empty()) end_stalls(false);
   if (adversary.delays_stores) settle_some(adversary.settle_share);
   const bool polls = adversary.shuffles_warps ? adversary.random.happens(0.2) : turn_ % 8 == 0;
-  if (!ready_.empty() && (!polls || polling_.empty())) {
-    run(ready_);
-    return true;
-  }
-  if (!polling_.empty() && (!ready_.empty() || polls_without_progress_ <= 2 * polling_.size() + 2)) {
-    ++polls_without_progress_;
-    run(polling_);
+  // A thread that polls may lose the processor while it looks: it is ready then, too, and gets nowhere.
+  const size_t patience = ready_.empty() ? 2 * polling_.size() + 2 : 64 * (ready_.size() + polling_.size()) + 2000;
+  if (ready_.size() + polling_.size() > 0 && ++turns_without_progress_ <= patience) {
+    run(ready_.empty() || (polls && !polling_.empty()) ? polling_ : ready_);
     return true;
   }
   // Everybody waits.
   if (land_some(1)) return true;
-  if (has_pending_stores()) {
-    settle_some(0.5);
-    settle_some(1.0 / 64);
-    return true;
-  }
+  if (settle_some(0.5) || settle_some(1)) return true;
   advance_streams();
-  return progress_ != before || !ready_.empty();
+  if (progress_ != before) return true;
+  return end_stalls(true) || settle_held();
 }
 
 // When the next launch or SM is free that an adversary holds back.
@@ -287,13 +302,13 @@ std::string Scheduler::report() const {
 
 void Scheduler::skip_time() {
   const uint64_t next = end_of_delay();
-  polls_without_progress_ = 0;
+  turns_without_progress_ = 0;
   if (next != UINT64_MAX) {
     now_ns_ = next;
     streams_may_advance_ = true;
     return;
   }
-  if (polling_.empty()) stop("deadlock: nothing can go on" + report());
+  if (ready_.empty() && polling_.empty()) stop("deadlock: nothing can go on" + report());
   // Each skip is twice as long as the last one, until something happens.
   next_skip_ns_ =
       progress_ == progress_at_skip_ && next_skip_ns_ != 0 ? std::min(2 * next_skip_ns_, kLongestSkipNs) : kFirstSkipNs;

@@ -60,7 +60,7 @@ class Scheduler {
   bool step();
   void let_time_pass(uint64_t ns) {
     now_ns_ += ns;
-    polls_without_progress_ = 0;
+    turns_without_progress_ = 0;
   }
   // Lets the time pass: to when a launch that is late begins, or by a part of a time-out.
   void skip_time();
@@ -73,7 +73,7 @@ class Scheduler {
   void end_block(Block* block);
   // Something has happened that others may wait for.
   void note_progress() {
-    polls_without_progress_ = 0;
+    turns_without_progress_ = 0;
     ++progress_;
   }
   void note_access() { now_ns_ += 2; }
@@ -90,14 +90,16 @@ class Scheduler {
   uint64_t end_of_delay() const;
   bool land_some(double share);
   void run(std::deque<Warp*>& from);
+  bool end_stalls(bool at_once);
   std::string report() const;
 
   int num_sms_ = 2;
   std::vector<std::unique_ptr<Device>> devices_;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::deque<Warp*> ready_, polling_;
+  std::vector<std::pair<Warp*, std::deque<Warp*>*>> stalled_;  // and where they are to go
   std::vector<Block*> blocks_, copying_, ended_;  // on a device; with copies under way; to be freed
-  size_t polls_without_progress_ = 0;
+  size_t turns_without_progress_ = 0;
   uint64_t progress_ = 0, progress_at_skip_ = 0;
   uint32_t turn_ = 0;
   uint64_t now_ns_ = 1'000'000, next_skip_ns_ = 0;

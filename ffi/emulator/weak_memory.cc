@@ -19,6 +19,7 @@ struct PendingStore {
   std::shared_ptr<BlockStores> block;
   int warp, lane;
   uint32_t number;  // among the stores of the warp
+  bool is_held;     // settles when it must, and not by chance
   std::shared_ptr<Release> release;
   size_t index_in_all;
 
@@ -129,6 +130,7 @@ void add_pending(uintptr_t address, const uint8_t* value, uint32_t bytes, const 
   store->warp = warp.number;
   store->lane = current->lane;
   store->number = warp.num_stores++;
+  store->is_held = adversary.random.happens(adversary.held_share);
   store->release = release;
   store->index_in_all = all_pending.size();
   all_pending.push_back(store);
@@ -185,7 +187,7 @@ void load_bytes(const void* p, void* value, uint32_t bytes, Order order) {
   for (bool again = true; again;) {
     again = false;
     for (PendingStore* store : at->stores) {
-      if (store->block.get() == own || !adversary.random.happens(0.25)) continue;
+      if (store->block.get() == own || store->is_held || !adversary.random.happens(0.25)) continue;
       settle(store);
       again = !at->stores.empty();
       break;
@@ -237,23 +239,34 @@ void fence() {
   current->fence = release_here();
 }
 
-void settle_some(double share) {
+bool settle_some(double share) {
   if (all_pending.empty()) {
     granules.clear();  // releases that order nothing any more
-    return;
+    return false;
   }
   const double wanted = share * static_cast<double>(all_pending.size());
   auto count = static_cast<size_t>(wanted);
   if (adversary.random.happens(wanted - static_cast<double>(count))) ++count;
+  bool any = false;
   for (; count > 0 && !all_pending.empty(); --count) {
+    PendingStore* const store = all_pending[adversary.random.below(static_cast<uint32_t>(all_pending.size()))];
+    if (store->is_held) continue;
+    settle(store);
+    any = true;
+  }
+  return any;
+}
+
+bool settle_held() {
+  const bool any = !all_pending.empty();
+  for (size_t count = (all_pending.size() + 3) / 4; count > 0 && !all_pending.empty(); --count) {
     settle(all_pending[adversary.random.below(static_cast<uint32_t>(all_pending.size()))]);
   }
+  return any;
 }
 
 void settle_all(BlockStores& block) {
   while (!block.pending.empty()) settle(block.pending.back());
 }
-
-bool has_pending_stores() { return !all_pending.empty(); }
 
 }  // namespace jax_ep::emulator

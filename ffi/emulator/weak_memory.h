@@ -57,9 +57,10 @@ T atomic(T* p, Next next, Order order = Order::kRelaxed) {
   return before;
 }
 
-// For the scheduler: settles about `share` of all pending stores, or those of one block.
-void settle_some(double share);
+// For the scheduler: settles about `share` of the pending stores, but for those that an adversary holds back as long as
+// anything else can go on; whether there was one. Or some that are held back; or all of a block.
+bool settle_some(double share);
+bool settle_held();
 void settle_all(BlockStores& block);
-bool has_pending_stores();
 
 }  // namespace jax_ep::emulator

@@ -72,7 +72,7 @@ struct Array {
 struct Rank {
   int32_t ranks, experts = ranks * experts_per_rank;
   int64_t capacity = align_up(int64_t{ranks} * kTokens * kTopK + experts_per_rank * (kAlignment - 1), kAlignment);
-  cudaStream_t stream;
+  cudaStream_t stream, other_stream;
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
       rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
@@ -84,11 +84,11 @@ struct Rank {
 
   Rank(int32_t ranks, int32_t rank) : ranks(ranks) {
     must(cudaSetDevice(device_of(rank)));
-    must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (cudaStream_t* each : {&stream, &other_stream}) must(cudaStreamCreateWithFlags(each, cudaStreamNonBlocking));
     axis_index.host[0] = rank;
     axis_index.upload();
   }
-  ~Rank() { cudaStreamDestroy(stream); }
+  ~Rank() { cudaStreamDestroy(stream), cudaStreamDestroy(other_stream); }
 
   void randomize(std::mt19937& random) {
     for (float& value : x.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
@@ -244,8 +244,13 @@ void check_rank(Rank& rank, float tolerance) {
   EXPECT_EQ(rank.num_dropped.download()[0], 0);
 }
 
-// Whether the group's counters are those of one operation of each kind that exchange() begins with.
-void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& ranks, int32_t cast) {
+// How often each operation has run: in the order of OpKind.
+using Times = std::vector<uint64_t>;
+const Times kOneEach = {1, 1, 1, 1, 1, 0, 0};  // no all_to_all
+
+// Whether the group's counters are those of so many operations.
+void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& ranks, int32_t cast,
+                 const Times& times = kOneEach) {
   const auto tokens_to = [&](size_t source, size_t target) {
     uint64_t tokens = 0;
     for (int32_t token = 0; token < kTokens; ++token) {
@@ -261,18 +266,22 @@ void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& r
   };
   constexpr uint64_t kHeader = kTopK * kUnitBytes;
   const uint64_t dispatched = kHeader + (cast ? kHidden + kUnitBytes * num_chunks(kHidden) : kRowBytes);
-  const uint64_t bytes_out = dispatched + 2 * kRowBytes, bytes_back = 2 * kRowBytes + kHeader;
-  const std::vector<uint64_t> one_each = {1, 1, 1, 1, 1, 0, 0};  // no all_to_all
+  const auto times_of = [&](OpKind op) { return times[static_cast<size_t>(op)]; };
+  const uint64_t dispatches = times_of(OpKind::kDispatch), backs = times_of(OpKind::kDispatchBack);
+  const uint64_t rows_out = dispatches + times_of(OpKind::kDispatchLike) + times_of(OpKind::kCombineBack);
+  const uint64_t rows_back = backs + times_of(OpKind::kCombine);
+  const uint64_t bytes_out = dispatched * dispatches + kRowBytes * (rows_out - dispatches);
+  const uint64_t bytes_back = kRowBytes * rows_back + kHeader * backs;
   const std::vector<RankStats> stats = group.stats();
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    EXPECT_EQ(stats[rank].operations, one_each);
+    EXPECT_EQ(stats[rank].operations, times);
     EXPECT_EQ(stats[rank].dropped, uint64_t{0});
     for (size_t peer = 0; peer < ranks.size(); ++peer) {
       const uint64_t out = tokens_to(rank, peer), back = tokens_to(peer, rank);
       const PeerStats& with_peer = stats[rank].peers[peer];
-      EXPECT_EQ(with_peer.sent.rows, 3 * out + 2 * back);
+      EXPECT_EQ(with_peer.sent.rows, rows_out * out + rows_back * back);
       EXPECT_EQ(with_peer.sent.bytes, bytes_out * out + bytes_back * back);
-      EXPECT_EQ(with_peer.received.rows, 3 * back + 2 * out);
+      EXPECT_EQ(with_peer.received.rows, rows_out * back + rows_back * out);
       EXPECT_EQ(with_peer.received.bytes, bytes_out * back + bytes_back * out);
       EXPECT_EQ(with_peer.waited_ns < uint64_t{60'000'000'000}, true);
     }
@@ -324,10 +333,10 @@ class Session {
 
   // `args` gives a rank's arguments of the operation.
   template <typename Args>
-  void whole(Args args, int32_t missing_rank = -1) {
+  void whole(Args args, int32_t missing_rank = -1, cudaStream_t Rank::* on = &Rank::stream) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       if (r == missing_rank) continue;
-      must(body_of(group_.members()[r], args(*ranks_[r])).launch(ranks_[r]->stream));
+      must(body_of(group_.members()[r], args(*ranks_[r])).launch((*ranks_[r]).*on));
     }
   }
   template <typename Args>

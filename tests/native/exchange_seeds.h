@@ -85,6 +85,88 @@ void run_weights_back(Session& session) {
   session.check_results();
 }
 
+// Whole operations and halves, all launched before any is looked at. Between a start and its done are up to three
+// operations, as many as slots allow.
+void run_far_ahead(Session& session, std::mt19937& random, int32_t cast) {
+  const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(cast); };
+  const auto combine = [](Rank& rank) { return rank.combine_in_halves(); };
+  int32_t dispatch_age = -1, combine_age = -1;  // operations behind the start that is under way
+  for (int32_t steps_left = 16; steps_left > 0 || dispatch_age >= 0 || combine_age >= 0; --steps_left) {
+    const bool is_end = steps_left <= 0;
+    if (dispatch_age == 3 || (dispatch_age >= 0 && (is_end || random() % 4 == 0))) {
+      session.done(dispatch);
+      dispatch_age = -1;
+    } else if (combine_age == 3 || (combine_age >= 0 && (is_end || random() % 4 == 0))) {
+      session.done(combine);
+      combine_age = -1;
+    } else {
+      if (dispatch_age >= 0) ++dispatch_age;
+      if (combine_age >= 0) ++combine_age;
+      const auto choice = random() % 6;
+      if (choice == 0 && dispatch_age < 0) {
+        session.start(dispatch);
+        dispatch_age = 0;
+      } else if (choice == 1 && combine_age < 0) {
+        session.start(combine);
+        combine_age = 0;
+      } else if (choice % 3 == 0) {
+        session.whole([](Rank& rank) { return rank.dispatch_back(); });
+      } else if (choice % 3 == 1) {
+        session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+      } else {
+        session.whole([](Rank& rank) { return rank.combine_back(); });
+      }
+    }
+  }
+  session.check_results();
+}
+
+// Launches of one group on two streams, which run at once: they take turns.
+void run_two_streams(Session& session, std::mt19937& random, int32_t cast) {
+  Times times = kOneEach;
+  std::vector<uint32_t> epochs;
+  for (const Member& member : session.group().members()) epochs.push_back(member.peers.control->newest_epoch);
+  for (int32_t i = 0; i < 10; ++i) {
+    cudaStream_t Rank::* const stream = i % 2 ? &Rank::other_stream : &Rank::stream;
+    const bool goes_out = random() % 2;
+    // The results are others than those of the launch that still runs.
+    if (i % 2 == 0 && goes_out) {
+      session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); }, -1, stream);
+    } else if (i % 2 == 0) {
+      session.whole([](Rank& rank) { return rank.combine(); }, -1, stream);
+    } else if (goes_out) {
+      session.whole([](Rank& rank) { return rank.combine_back(); }, -1, stream);
+    } else {
+      session.whole([](Rank& rank) { return rank.dispatch_back(); }, -1, stream);
+    }
+    const OpKind ops[] = {OpKind::kCombine, OpKind::kDispatchLike, OpKind::kDispatchBack, OpKind::kCombineBack};
+    ++times[static_cast<size_t>(ops[2 * (i % 2) + goes_out])];
+    // The next one comes when this one has its turn, everywhere: their order is the same on all ranks.
+    for (size_t r = 0; r < epochs.size(); ++r) {
+      const Control& control = *session.group().members()[r].peers.control;
+      const uint32_t epoch = epochs[r] + i + 1;
+      while (control.newest_epoch != epoch && (control.newest_epoch != epoch - 1 || control.owner == 0)) {
+        emulator::run_for(200);
+      }
+    }
+  }
+  session.check_results();
+  check_stats(session.group(), session.ranks(), cast, times);
+}
+
+// More rows than there is room for: the places of those that are dropped are empty for later operations, too.
+void run_dropped(Session& session, std::mt19937& random, int32_t cast) {
+  for (int32_t i = 0; i < 5; ++i) {
+    session.whole([&](Rank& rank) {
+      ScatterArgs args = rank.dispatch(cast);
+      args.capacity = args.num_rows = kAlignment;
+      return args;
+    });
+  }
+  session.randomize(random);
+  session.run_whole();
+}
+
 // Ranks in different operations: an error by name.
 void run_other_operation(Session& session, std::mt19937& random) {
   const auto other = static_cast<int32_t>(random() % session.num_ranks());
@@ -114,14 +196,15 @@ std::string run_seed(uint64_t seed) {
                                               {2, Form::kManyRows},
                                               {3, Form::kUsual, false},
                                               {3, Form::kManyRows}});
-  // Epochs that wrap: epoch 0 is that of an operation behind others that have written every word that it waits for.
-  const uint32_t newest_epoch = random() % 4 == 0 ? -(7 + random() % 4) : 0;
-  const auto num_sms = pick<int32_t>(random, {1, 2, 3, 4});
+  const auto scenario = random() % 16;
+  // Epochs that wrap, where epoch 0 is behind operations that have written every word that it waits for.
+  const bool has_other_order = scenario >= 7 && scenario <= 10;
+  const uint32_t newest_epoch = random() % 4 == 0 && !has_other_order ? -(7 + random() % 4) : 0;
+  const auto num_sms = scenario == 9 ? 4 : pick<int32_t>(random, {1, 2, 3, 4});
   emulator::set_num_sms(num_sms);
   Session session(num_ranks, cast, blocks, 60.0, newest_epoch);
   session.randomize(random);
   session.run_whole();
-  const auto scenario = random() % 10;
   switch (scenario) {
     case 0:
       // The bodies of two halves, and a block of a whole operation: plan.h leaves SMs for as many.
@@ -145,6 +228,19 @@ std::string run_seed(uint64_t seed) {
       break;
     case 6:
       run_late_twice(cast, blocks);
+      break;
+    case 7:
+    case 8:
+      if (emulator::adversary.resident_blocks != 0) emulator::adversary.resident_blocks = 2 * kMostBlocks + 1;
+      run_far_ahead(session, random, cast);
+      break;
+    case 9:
+      emulator::adversary.resident_blocks = 0;  // all blocks of both launches are on the device at once
+      emulator::adversary.delays_launches = false;
+      run_two_streams(session, random, cast);
+      break;
+    case 10:
+      run_dropped(session, random, cast);
       break;
     default:  // slots are used again
       session.randomize(random);
