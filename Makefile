@@ -1,6 +1,7 @@
 # make demo    train the example on this machine
 # make test    run every test that this machine can run; ARGS goes to pytest: make test ARGS='-k combine'
 # make fuzz    run random cases against the oracle, for two minutes: make fuzz ARGS='--minutes 8 --seed 1234'
+# make mutants break the sources in one place at a time: each time a test must fail
 # make lint    check style, types and formatting, and that the documents' site builds
 # make docs    build the documents' site, in build/site
 # make clean   remove what make and builds left behind
@@ -14,7 +15,7 @@ ARGS ?=
 CUDA := $(if $(wildcard /proc/driver/nvidia/version),cuda13)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find ffi -type f)
 
-.PHONY: help demo test fuzz lint docs clean
+.PHONY: help demo test fuzz mutants lint docs clean
 help:
 	@sed -n '/^#/!q; s/^# \?//p' Makefile
 
@@ -27,8 +28,8 @@ endif
 else
 RUN := .venv/bin/python
 demo: .venv/installed-examples
-test fuzz: .venv/emulator .venv/installed-test
-test fuzz: export CMAKE_ARGS += -DJAX_EP_EMULATOR=ON
+test fuzz mutants: .venv/emulator .venv/installed-test
+test fuzz mutants: export CMAKE_ARGS += -DJAX_EP_EMULATOR=ON
 lint docs: .venv/installed-dev
 endif
 
@@ -42,6 +43,9 @@ test:
 # Run as a file, for the reason above.
 fuzz:
 	$(RUN) tests/soak.py --minutes 2 $(ARGS)
+
+mutants:
+	$(RUN) -P tests/mutants.py $(ARGS)
 
 lint: docs
 	$(RUN) -m ruff check

@@ -2,14 +2,15 @@
 
     python tests/mutants.py                           # every mutant
     python tests/mutants.py tell-finished-relaxed     # some mutants
-    python tests/mutants.py --sample 8 --seed 1234    # some mutants, which the seed chooses
+    python tests/mutants.py --sample 8 --seed 1234    # 8 more mutants, which the seed chooses
     python tests/mutants.py --list                    # the mutants, and the orders that no mutant can show
 
 A mutant is a wrong version of the sources, such as one without one of the orders in docs/design.md, section 5.
 tests/mutants.txt has all of them, and says how they are written. There are two sorts:
 
 - Mutants of ffi/ run random exchanges between emulated GPUs (tests/native/exchange_seeds.h). One program has all of
-  these mutants, and an environment variable chooses one. A mutant is caught if one of the seeds 1 to 200 fails.
+  these mutants, and an environment variable chooses one. A mutant is caught if one of the seeds 1 to 200 fails. First
+  of all, the seeds 1 to 100 must pass without a mutant.
 - Mutants of jax_ep/ run tests of pytest. The environment must have jax_ep with the emulated backend (cmake's
   JAX_EP_EMULATOR=ON).
 
@@ -214,10 +215,11 @@ def run(command: Sequence[str | Path], seconds: float, **environment: str) -> st
     return output.decode(errors="replace") or f"ends with status {process.returncode}"
 
 
-def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int) -> str | None:
-    """How mutant `number` fails first, or None."""
-    for first in range(1, seeds + 1, SEEDS_OF_A_PROCESS):
-        count = min(SEEDS_OF_A_PROCESS, seeds + 1 - first)
+def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int, begin: int = 1) -> str | None:
+    """How mutant `number` fails first, or None. `seeds`: how many, from `begin` on."""
+    end = begin + seeds
+    for first in range(begin, end, SEEDS_OF_A_PROCESS):
+        count = min(SEEDS_OF_A_PROCESS, end - first)
         command = [program, "seeds", str(first), str(count), *settings]
         output = run(command, PROCESS_SECONDS, JAX_EP_MUTANT=str(number))
         if output is not None:
@@ -259,9 +261,13 @@ def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argpa
         if any(mutant.is_native for mutant in mutants):
             begun = time.monotonic()
             program = build(arguments.build or folder / "build", natives, arguments.jobs)
-            if failure := run_seeds(program, 0, [], SEEDS_OF_A_PROCESS):
-                raise SystemExit(f"without a mutant, exchange_test fails {failure}")
             print(f"built in {time.monotonic() - begun:.0f} s", flush=True)
+            begun = time.monotonic()
+            firsts = range(1, 101, SEEDS_OF_A_PROCESS)
+            for failure in pool.map(lambda first: run_seeds(program, 0, [], SEEDS_OF_A_PROCESS, first), firsts):
+                if failure is not None:
+                    raise SystemExit(f"without a mutant, exchange_test fails {failure}")
+            print(f"100 seeds pass without a mutant ({time.monotonic() - begun:.0f} s)", flush=True)
 
         def catch_one(mutant: Mutant) -> None:
             begun = time.monotonic()
@@ -282,7 +288,7 @@ def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argpa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="mutants; all if no name is given")
-    parser.add_argument("--sample", type=int, metavar="N", help="run N of them, which --seed chooses")
+    parser.add_argument("--sample", type=int, metavar="N", help="run N more, which --seed chooses")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds a mutant may survive")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -300,9 +306,12 @@ def main() -> int:
     by_name = {mutant.name: mutant for mutant in mutants}
     if unknown := [name for name in arguments.names if name not in by_name]:
         parser.error(f"there are no mutants {', '.join(unknown)}; --list tells their names")
-    chosen = [by_name[name] for name in arguments.names] or mutants
+    chosen = [by_name[name] for name in arguments.names]
+    others = [mutant for mutant in mutants if mutant not in chosen]
     if arguments.sample is not None:
-        chosen = random.Random(arguments.seed).sample(chosen, min(arguments.sample, len(chosen)))
+        chosen += random.Random(arguments.seed).sample(others, min(arguments.sample, len(others)))
+    elif not chosen:
+        chosen = mutants
     survivors = catch(chosen, [mutant for mutant in mutants if mutant.is_native], arguments)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants are caught")
     return 1 if survivors else 0

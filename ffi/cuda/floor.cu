@@ -109,19 +109,6 @@ __global__ void __launch_bounds__(kStoreThreads) store_kernel(const __grid_const
   }
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ bool has_landed(uint64_t* landed, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done)
-               : "r"(shared_address(landed)), "r"(parity)
-               : "memory");
-  return done;
-}
-
 // Whole rows through shared memory, one at a time per warp.
 __global__ void bulk_kernel(const __grid_constant__ Push push, uint32_t* failed) {
   extern __shared__ __align__(128) uint8_t buffers[];
@@ -129,12 +116,12 @@ __global__ void bulk_kernel(const __grid_constant__ Push push, uint32_t* failed)
   if (threadIdx.x % warpSize != 0) return;
   const int32_t warp = threadIdx.x / warpSize;
   const int32_t num_warps = blockDim.x / warpSize;
-  uint64_t* landed = &landed_of_warp[warp];
+  const uint32_t landed = shared_address(&landed_of_warp[warp]);
   const uint32_t buffer = shared_address(buffers + warp * push.row_bytes);
   const auto row_bytes = static_cast<uint32_t>(push.row_bytes);
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(landed)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  uint32_t parity = 0;
+  init_landed(landed);
+  publish_landed();
+  uint32_t phase = 0;
   // The peers take turns, so that a device's rows come from all the others at once.
   const int64_t turns = static_cast<int64_t>(push.max_rows) * push.num_peers;
   for (int64_t turn = blockIdx.x * num_warps + warp; turn < turns;
@@ -142,29 +129,21 @@ __global__ void bulk_kernel(const __grid_constant__ Push push, uint32_t* failed)
     const auto peer = static_cast<int32_t>(turn % push.num_peers);
     const int64_t row = turn / push.num_peers;
     if (row >= push.rows[peer]) continue;
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the buffer's last row has left it
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(landed)), "r"(row_bytes)
-                 : "memory");
+    await_bulk_reads();  // the buffer's last row has left it
     int64_t source_row = row;
     for (int32_t before = 0; before < peer; ++before) source_row += push.rows[before];
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(buffer),
-        "l"(push.source + source_row * row_bytes), "r"(row_bytes), "r"(shared_address(landed))
-        : "memory");
+    copy_bulk<false>(buffer, push.source + source_row * row_bytes, row_bytes, landed);
     Deadline deadline;
-    while (!has_landed(landed, parity)) {
+    while (!has_landed(landed, phase)) {
       if (deadline.has_passed()) {
         *failed = 1;
         return;
       }
     }
-    parity ^= 1;
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(push.to[peer] + row * row_bytes),
-                 "r"(buffer), "r"(row_bytes)
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    phase ^= 1;
+    copy_bulk_out(push.to[peer] + row * row_bytes, buffer, row_bytes);
   }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  await_bulk_stores();
 }
 
 void check(cudaError_t status, const char* what) {

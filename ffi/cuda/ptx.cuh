@@ -101,10 +101,17 @@ __device__ __forceinline__ void init_landed(uint32_t landed) {
 }
 // What this thread has initialized, bulk copies see.
 __device__ __forceinline__ void publish_landed() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// `from` and `bytes`: multiples of 16. Nobody may still read what was there. What is read is the first to leave the L2
-// cache: it is read once.
+// `from` and `bytes`: multiples of 16. Nobody may still read what was there. With kLeavesCache, what is read is the first
+// to leave the L2 cache: it is read once.
+template <bool kLeavesCache = true>
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t landed) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(landed), "r"(bytes) : "memory");
+  if constexpr (!kLeavesCache) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(landed)
+                 : "memory");
+    return;
+  }
   asm volatile(
       "{\n"
       ".reg .b64 once;\n"
@@ -113,6 +120,19 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_
       "}" ::"r"(to),
       "l"(from), "r"(bytes), "r"(landed)
       : "memory");
+}
+__device__ __forceinline__ bool has_landed(uint32_t landed, uint32_t phase) {
+  uint32_t is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n"
+      "}"
+      : "=r"(is_over)
+      : "r"(landed), "r"(phase)
+      : "memory");
+  return is_over;
 }
 // Waits, with a whole warp, until a phase is over.
 __device__ __forceinline__ void await_landed(uint32_t landed, uint32_t phase) {
@@ -134,6 +154,16 @@ __device__ __forceinline__ uint4 load_shared_unit(uint32_t from) {
 __device__ __forceinline__ void store_shared_unit(uint32_t to, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
+
+// Bulk copies from shared memory: `to` and `bytes` are multiples of 16. await_bulk_reads(): what this thread has so
+// copied may be overwritten; await_bulk_stores(): it is there, too.
+__device__ __forceinline__ void copy_bulk_out(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void await_bulk_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ __forceinline__ uint32_t load_acquire_here(const uint32_t* p) {
   uint32_t v;

@@ -21,7 +21,7 @@ struct PendingStore {
   uint32_t number;  // among the stores of the warp
   bool is_held;     // settles when it must, and not by chance
   std::shared_ptr<Release> release;
-  size_t index_in_all;
+  size_t index_in_all, index_in_block;  // of the lists of pending stores
 
   bool overlaps(const PendingStore& other) const {
     return first < other.first + other.bytes && other.first < first + bytes;
@@ -54,10 +54,11 @@ void forget_if_empty(uintptr_t granule) {
   if (found != granules.end() && found->second.stores.empty() && found->second.releases.empty()) granules.erase(found);
 }
 
-template <typename T>
-void erase_one(std::vector<T>& from, const T& what) {
-  const auto found = std::find(from.begin(), from.end(), what);
-  *found = std::move(from.back());
+// Takes a store out of a list, in which it has this index.
+void take_out(std::vector<PendingStore*>& from, size_t PendingStore::* index, const PendingStore* store) {
+  PendingStore* const last = from.back();
+  from[store->*index] = last;
+  last->*index = store->*index;
   from.pop_back();
 }
 
@@ -79,10 +80,8 @@ void settle(PendingStore* store) {
   std::memcpy(reinterpret_cast<void*>(granule + store->first), store->value, store->bytes);
   at.stores.erase(std::find(at.stores.begin(), at.stores.end(), store));
   if (store->release && !store->release->is_settled()) at.releases.push_back(store->release);
-  erase_one(store->block->pending, store);
-  all_pending[store->index_in_all] = all_pending.back();
-  all_pending[store->index_in_all]->index_in_all = store->index_in_all;
-  all_pending.pop_back();
+  take_out(store->block->pending, &PendingStore::index_in_block, store);
+  take_out(all_pending, &PendingStore::index_in_all, store);
   delete store;
   scheduler().note_progress();
 }
@@ -133,6 +132,7 @@ void add_pending(uintptr_t address, const uint8_t* value, uint32_t bytes, const 
   store->is_held = adversary.random.happens(adversary.held_share);
   store->release = release;
   store->index_in_all = all_pending.size();
+  store->index_in_block = store->block->pending.size();
   all_pending.push_back(store);
   store->block->pending.push_back(store);
   granules[store->granule].stores.push_back(store);
@@ -241,7 +241,7 @@ void fence() {
 
 bool settle_some(double share) {
   if (all_pending.empty()) {
-    granules.clear();  // releases that order nothing any more
+    while (!granules.empty()) granules.erase(granules.begin());  // releases that order nothing any more
     return false;
   }
   const double wanted = share * static_cast<double>(all_pending.size());
