@@ -1,10 +1,11 @@
-# make demo    train the example on this machine
-# make test    run every test that this machine can run; ARGS goes to pytest: make test ARGS='-k combine'
-# make fuzz    run random cases against the oracle, for two minutes: make fuzz ARGS='--minutes 8 --seed 1234'
-# make mutants break the sources in one place at a time: each time a test must fail
-# make lint    check style, types and formatting, and that the documents' site builds
-# make docs    build the documents' site, in build/site
-# make clean   remove what make and builds left behind
+# make demo      train the example on this machine
+# make test      run every test that this machine can run; ARGS goes to pytest: make test ARGS='-k combine'
+# make fuzz      run random cases against the oracle, for two minutes: make fuzz ARGS='--minutes 8 --seed 1234'
+# make mutants   break the sources in one place at a time: each time a test must fail
+# make coverage  tell which lines of ffi/cuda the emulated tests run
+# make lint      check style, types and formatting, and that the documents' site builds
+# make docs      build the documents' site, in build/site
+# make clean     remove what make and builds left behind
 #
 # Where NVIDIA's driver is, .venv has JAX for CUDA 13, too; CUDA= leaves that out.
 # PYTHON=python3.13 chooses the interpreter that .venv is made from. NO_VENV=1 uses PYTHON's own environment as it is,
@@ -15,7 +16,7 @@ ARGS ?=
 CUDA := $(if $(wildcard /proc/driver/nvidia/version),cuda13)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find ffi -type f)
 
-.PHONY: help demo test fuzz mutants lint docs clean
+.PHONY: help demo test fuzz mutants coverage lint docs clean
 help:
 	@sed -n '/^#/!q; s/^# \?//p' Makefile
 
@@ -46,6 +47,15 @@ fuzz:
 
 mutants:
 	$(RUN) -P tests/mutants.py $(ARGS)
+
+# In an environment of its own, as the extension is another.
+coverage:
+	$(PYTHON) -m venv build/coverage
+	CMAKE_ARGS="-DJAX_EP_CUDA=OFF -DJAX_EP_EMULATOR=ON -DJAX_EP_COVERAGE=ON" build/coverage/bin/python -m pip install \
+	  --disable-pip-version-check -q -Cbuild-dir=build/coverage/native '.[test]'
+	find build/coverage/native -name '*.gcda' -delete
+	build/coverage/bin/python -P -m pytest -k 'emulated or seed' --numprocesses auto --dist loadfile $(ARGS)
+	python3 scripts/native_coverage.py build/coverage/native --at-least 90 --lines
 
 lint: docs
 	$(RUN) -m ruff check

@@ -152,6 +152,18 @@ def test_calls_are_ordered_by_data(group, layout):
     assert [before for _, before in found] == [None, *(op for op, _ in found[:-1])]
 
 
+def test_calls_of_two_groups_are_ordered(group, mesh):
+    """Each may take all SMs: in another order on another GPU, they would wait for each other."""
+    shape = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
+    with ep.Group(mesh, **shape) as other:
+
+        def body(x, topk_idx):
+            return [ep.dispatch(x, topk_idx, group=of, layout="ragged").x for of in (group, other, group)]
+
+        found = chains(lowered(group, body, X, IDS))
+    assert [before for _, before in found] == [None, "jax_ep_dispatch", "jax_ep_dispatch"]
+
+
 def test_inner_functions_are_ordered_by_themselves(group, layout):
     """Whose calls may run any number of times, or never."""
 
