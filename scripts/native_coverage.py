@@ -50,7 +50,7 @@ def main() -> int:
             for line, count in counts.items():
                 total[source][line] += count
     if not total:
-        raise SystemExit(f"{arguments.build} holds no counts of ffi/cuda; build with -DJAX_EP_COVERAGE=ON, and run tests")
+        raise SystemExit(f"{arguments.build} has no counts of ffi/cuda; build with -DJAX_EP_COVERAGE=ON and run tests")
     num_run = num_lines = 0
     for source, counts in sorted(total.items()):
         not_run = sorted(line for line, count in counts.items() if count == 0)

@@ -83,6 +83,7 @@ class Mutant:
     breaks: str  # the heading
     command: list[str] = dataclasses.field(default_factory=lambda: ["seeds"])
     edits: list[Edit] = dataclasses.field(default_factory=list)
+    survives: str = ""  # why no test catches it yet
 
     @property
     def is_native(self) -> bool:
@@ -102,6 +103,8 @@ def read_list() -> tuple[list[Mutant], dict[str, str]]:
             reasons[heading] = f"{reasons.get(heading, '')} {rest}".strip()
         elif mark == "$ ":
             mutants[-1].command = shlex.split(rest)
+        elif mark == "? ":
+            mutants[-1].survives = f"{mutants[-1].survives} {rest}".strip()
         elif mark == "@ ":
             mutants[-1].edits.append(Edit(rest))
         elif mark in ("- ", "  "):
@@ -288,7 +291,7 @@ def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argpa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="mutants; all if no name is given")
-    parser.add_argument("--sample", type=int, metavar="N", help="run N more, which --seed chooses")
+    parser.add_argument("--sample", type=int, metavar="N", help="run N more that tests catch, by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds a mutant may survive")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -298,7 +301,7 @@ def main() -> int:
     mutants, reasons = read_list()
     if arguments.list:
         for mutant in mutants:
-            print(f"{mutant.name}: {mutant.breaks}")
+            print(f"{mutant.name}: {mutant.breaks}{' (survives)' if mutant.survives else ''}")
         print("\nNo mutant can show:")
         for order, reason in reasons.items():
             print(f"{order}: {reason}")
@@ -307,7 +310,7 @@ def main() -> int:
     if unknown := [name for name in arguments.names if name not in by_name]:
         parser.error(f"there are no mutants {', '.join(unknown)}; --list tells their names")
     chosen = [by_name[name] for name in arguments.names]
-    others = [mutant for mutant in mutants if mutant not in chosen]
+    others = [mutant for mutant in mutants if mutant not in chosen and not mutant.survives]
     if arguments.sample is not None:
         chosen += random.Random(arguments.seed).sample(others, min(arguments.sample, len(others)))
     elif not chosen:

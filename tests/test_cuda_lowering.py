@@ -267,13 +267,27 @@ def test_a_cotangent_that_goes_nowhere_is_not_sent(group, layout):
 
 
 def test_what_ranks_must_agree_on_is_in_the_hash(group):
-    def hash_of(layout, **options):
-        (hash_,) = hashes(lowered(group, partial(layer, group, layout, **options), X, IDS, WEIGHTS), "dispatch")
+    def hash_of(x=X, ids=IDS, **options):
+        def body(x, topk_idx):
+            options_here = {"layout": "ragged", "capacity": 64} | options
+            return ep.dispatch(x, topk_idx, group=group, **options_here).counts
+
+        (hash_,) = hashes(lowered(group, body, x, ids), "dispatch")
         return hash_
 
-    different = {hash_of("ragged"), hash_of("expert"), hash_of("ragged", alignment=8), hash_of("ragged", wire="fp8")}
-    assert len(different) == 4
-    assert hash_of("ragged") in different
+    def hash_of_all_to_all(wire):
+        def body(x, splits):
+            return ep.all_to_all(x, splits, group=group, wire=wire).splits
+
+        (hash_,) = hashes(lowered(group, body, X, ((EXPERTS,), jnp.int32)), "all_to_all")
+        return hash_
+
+    usual = hash_of()
+    assert hash_of() == usual
+    different = [{"layout": "expert"}, {"capacity": 72}, {"alignment": 8}, {"wire": "fp8", "dequantize": True}]
+    assert len({usual, *(hash_of(**options) for options in different)}) == 1 + len(different)
+    assert hash_of(((TOKENS - 1, HIDDEN), jnp.bfloat16), ((TOKENS - 1, TOP_K), jnp.int32)) != usual
+    assert len({hash_of_all_to_all(wire) for wire in (None, "fp8", "fp8_pow2")}) == 3
 
 
 def every_operation_twice(group, x, topk_idx, topk_weights, splits):

@@ -238,15 +238,22 @@ def test_dispatch_like(make_group, mesh, layout, dtype, hidden):
     group = make_group(mesh, shape)
     inputs = make_inputs(shape, mesh.size, "uneven")
     other = make_inputs(dataclasses.replace(shape, dtype=dtype, hidden=hidden), mesh.size, seed=1).x
-    capacity = oracle.needed_capacity(inputs.topk_idx, shape.num_experts, layout) - 1
-    route = oracle.route(inputs.topk_idx, num_experts=shape.num_experts, layout=layout, capacity=capacity)
+    capacity = oracle.needed_capacity(inputs.topk_idx, shape.num_experts, layout) // 2 * 2 - 2
+    settings = {"layout": layout, "capacity": capacity, "alignment": 2}
+    route = oracle.route(inputs.topk_idx, num_experts=shape.num_experts, **settings)
 
     def dispatch_like(other, *inputs):
-        return ep.dispatch_like(other, ep.dispatch(*inputs, group=group, layout=layout, capacity=capacity))
+        return ep.dispatch_like(other, ep.dispatch(*inputs, group=group, **settings))
 
     rows = run_spmd(dispatch_like, mesh, other, *inputs)
     assert rows.shape == (*route.is_token.shape, hidden)
     assert_same_bits(rows[route.is_token], route.gather(other)[route.is_token])
+
+    def differentiated(other, *inputs):
+        return jax.vjp(lambda other: dispatch_like(other, *inputs), other)[0]
+
+    # Zeros where there is no token.
+    assert_same_bits(run_spmd(differentiated, mesh, other, *inputs), route.gather(other))
 
 
 def test_two_groups_in_one_program(make_group, mesh, layout):

@@ -101,8 +101,8 @@ __device__ __forceinline__ void init_landed(uint32_t landed) {
 }
 // What this thread has initialized, bulk copies see.
 __device__ __forceinline__ void publish_landed() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// `from` and `bytes`: multiples of 16. Nobody may still read what was there. With kLeavesCache, what is read is the first
-// to leave the L2 cache: it is read once.
+// `from` and `bytes`: multiples of 16. Nobody may still read what was there. With kLeavesCache, what is read is the
+// first to leave the L2 cache: it is read once.
 template <bool kLeavesCache = true>
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t landed) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(landed), "r"(bytes) : "memory");

@@ -350,7 +350,7 @@ class CudaBackend:
         """One FFI call: a whole operation, or a start. The kernels compare its hash, of what ranks must agree on."""
         types = tuple(None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands)
         operands = (lax.axis_index(self._group.axis_name), *operands)
-        return self._ffi_call(op, operands, results, agreed=(op.removesuffix("_start"), types, agreed), **attrs)
+        return self._ffi_call(op, operands, results, agreed=(op, types, agreed), **attrs)
 
     def _start(self, op: str, operands: tuple[Any, ...], results: list[_Result], **attrs: Any) -> _Started:
         """Starts `op`; gives the memory that its done will return as the results, and the ticket.
