@@ -1,22 +1,26 @@
-"""Foreign calls that XLA keeps in the order of the program, and that know their place in it.
+"""FFI calls that XLA runs in program order, and that are numbered.
 
-Ranks that run a group's calls in different order wait for one another. XLA keeps the order of two calls only where one
-needs a result of the other. So each call has one operand and one result more, int32 scalars that nobody reads or
-writes: what a call has as its result, the next one has as its operand.
+If ranks run a group's calls in different orders, they wait for each other forever. XLA keeps the order of two calls
+only if one uses a result of the other. So each call has one more operand and one more result, an int32 token that
+nobody reads or writes. Each call takes the token of the call before it.
 
-Where ranks nevertheless meet in different calls, they must notice. So the kernels compare a hash, of what ranks must
-agree on and of the call's number in the program: calls with equal shapes differ by it.
+If ranks still run different calls at the same time, the kernels detect it: they compare a hash of the call's shapes and
+settings, and of its number in the program.
 
-Both are added when JAX lowers a program, after it has derived, repeated and dropped calls: an operand that gradients
-and `jax.checkpoint` saw would make them run calls only for the order. All calls of a program are numbered. Those of one
-function (the program's own, a loop's body, a branch) are one chain; a function inside it has a chain of its own.
+Tokens and numbers are added when JAX lowers a program: after it has differentiated the program, repeated calls for
+jax.checkpoint, and removed calls whose results nobody uses. If gradients and jax.checkpoint saw the token, they would
+run calls again only to produce it. (XLA cannot remove a call whose token another call takes.)
 
-This is a primitive like that of jax.ffi.ffi_call. With `_compat`, this is the only file that uses what is private in
-JAX.
+The calls of one function are one chain. A loop body, a branch, a nested jit and a jax.checkpoint are functions of their
+own: XLA may reorder two of them if neither uses a result of the other. What JAX lowers once and uses at several places,
+such as two equal jax.checkpoints, has the same numbers at each.
+
+This is a primitive like that of jax.ffi.ffi_call. Only this file and `_compat` use what is private in JAX.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,8 +35,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 
+@dataclasses.dataclass(frozen=True)  # jax.export compares effects
 class _MustRun(effects.Effect):
-    """Of a call that runs once for each time that the program says so, whoever uses its results."""
+    """Marks a call that must run even if nobody uses its results."""
 
 
 _MUST_RUN = _MustRun()
@@ -41,7 +46,7 @@ effects.control_flow_allowed_effects.add_type(_MustRun)
 effects.custom_derivatives_allowed_effects.add_type(_MustRun)
 effects.remat_allowed_effects.add_type(_MustRun)
 
-_LINK = jax.core.ShapedArray((), jnp.dtype(jnp.int32))
+_TOKEN = jax.core.ShapedArray((), jnp.dtype(jnp.int32))
 _call_p = Primitive("jax_ep_call")
 _call_p.multiple_results = True
 
@@ -56,15 +61,15 @@ def ordered_call(
     aliases: Mapping[int, int] | None = None,
     has_side_effect: bool = False,
 ) -> Sequence[jax.Array]:
-    """Calls the FFI target `target` after all calls before it in the function that JAX traces.
+    """Calls the FFI target `target` after all calls before it in the same function.
 
     Args:
-        target: its handler has one operand and one result before the others: those of the order.
+        target: its handler takes the token first, as an operand and as a result.
         operands: arrays.
         result_types: abstract values, as jax.typeof returns them.
         attributes: name -> a value for `jax.ffi.ffi_call`, hashable.
-        agreed: what all ranks must agree on, hashable, with a repr that is the same in all processes. Not None: the
-            handler has one more attribute, `hash`.
+        agreed: what all ranks must agree on, hashable, with a repr that is the same in all processes. If it is not
+            None, the call is numbered, and the handler also gets the attribute `hash`.
         aliases: index of an operand -> index of the result in the same memory.
         has_side_effect: whether the call runs even if nobody uses its results.
     """
@@ -84,7 +89,7 @@ def _abstract_results(*_: Any, result_types: tuple[Any, ...], has_side_effect: b
     return list(result_types), {_MUST_RUN} if has_side_effect else effects.no_effects
 
 
-def _one_after_the_other(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _batch_by_loop(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     """The rule for vmap."""
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
 
@@ -107,10 +112,10 @@ def _lower(
     has_side_effect: bool,
     **_: Any,
 ) -> Sequence[Any]:
-    program = ctx.module_context.cached_primitive_lowerings  # a dict that primitives may use while a program is lowered
+    state = ctx.module_context.cached_primitive_lowerings  # private: a dict that lives while a program is lowered
     attrs = dict(attributes)
     if agreed is not None:
-        number = program[_call_p] = program.get(_call_p, -1) + 1
+        number = state[_call_p] = state.get(_call_p, -1) + 1
         attrs["hash"] = np.int64(zlib.crc32(repr((agreed, number)).encode()))
     rule = jax.ffi.ffi_lowering(
         target,
@@ -118,12 +123,12 @@ def _lower(
         operand_output_aliases={1 + operand: 1 + result for operand, result in aliases},
     )
     chain = _call_p, ir.InsertionPoint.current.block
-    before = program[chain] if chain in program else mlir.ir_constant(np.int32(0))
-    ctx = ctx.replace(avals_in=[_LINK, *ctx.avals_in], avals_out=[_LINK, *ctx.avals_out])
-    program[chain], *results = rule(ctx, before, *operands, **attrs)
+    token = state[chain] if chain in state else mlir.ir_constant(np.int32(0))
+    ctx = ctx.replace(avals_in=[_TOKEN, *ctx.avals_in], avals_out=[_TOKEN, *ctx.avals_out])
+    state[chain], *results = rule(ctx, token, *operands, **attrs)
     return results
 
 
 dispatch.simple_impl(_call_p)
-batching.primitive_batchers[_call_p] = _one_after_the_other
+batching.primitive_batchers[_call_p] = _batch_by_loop
 mlir.register_lowering(_call_p, _lower, cacheable=False)

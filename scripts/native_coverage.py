@@ -2,8 +2,8 @@
 
     python scripts/native_coverage.py build/coverage --at-least 90
 
-The folder holds what a build with -DJAX_EP_COVERAGE=ON, and the programs that ran with it, have left there. It is an
-error if they have run fewer lines than so many of a hundred.
+The folder is that of a build with -DJAX_EP_COVERAGE=ON, with which tests have run. The exit status is 1 if less than
+that part of the lines ran.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def counts_of(data: Path) -> dict[str, dict[int, int]]:
-    """Of what one object file has run: source -> line -> how often."""
+    """Line counts of one object file: source -> line -> how often it ran."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["gcov", "--json-format", "--stdout", data.resolve()]
         output = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
     counts: dict[str, dict[int, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
-    for file in json.loads(output)["files"]:
+    found = json.loads(output)
+    for file in found["files"]:
         path = Path(file["file"])
-        path = path if path.is_absolute() else data.parent / path
+        path = path if path.is_absolute() else Path(found["current_working_directory"]) / path
         try:
             source = path.resolve().relative_to(ROOT).as_posix()
         except ValueError:  # the compiler's own headers
@@ -40,12 +41,12 @@ def counts_of(data: Path) -> dict[str, dict[int, int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("build", type=Path)
-    parser.add_argument("--at-least", type=float, default=0.0, metavar="PERCENT")
+    parser.add_argument("build", type=Path, help="the folder of the build")
+    parser.add_argument("--at-least", type=float, default=0.0, metavar="PERCENT", help="of the lines that must run")
     parser.add_argument("--lines", action="store_true", help="print the lines that did not run")
     arguments = parser.parse_args()
     total: dict[str, dict[int, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
-    for data in sorted(arguments.build.rglob("*.gcda")):
+    for data in sorted(arguments.build.rglob("*.gcno")):
         for source, counts in counts_of(data).items():
             for line, count in counts.items():
                 total[source][line] += count

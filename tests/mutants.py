@@ -1,16 +1,16 @@
 """Breaks the sources in one place at a time, and checks that a test fails each time.
 
-    python tests/mutants.py                           # every mutant
+    python tests/mutants.py                           # all mutants but those that are marked: no test catches them yet
     python tests/mutants.py tell-finished-relaxed     # some mutants
-    python tests/mutants.py --sample 8 --seed 1234    # 8 more mutants, which the seed chooses
+    python tests/mutants.py --sample 8 --seed 1234    # 8 random mutants, beside those that are named
     python tests/mutants.py --list                    # the mutants, and the orders that no mutant can show
 
 A mutant is a wrong version of the sources, such as one without one of the orders in docs/design.md, section 5.
 tests/mutants.txt has all of them, and says how they are written. There are two sorts:
 
 - Mutants of ffi/ run random exchanges between emulated GPUs (tests/native/exchange_seeds.h). One program has all of
-  these mutants, and an environment variable chooses one. A mutant is caught if one of the seeds 1 to 200 fails. First
-  of all, the seeds 1 to 100 must pass without a mutant.
+  these mutants, and an environment variable chooses one. A mutant is caught if one of the seeds 1 to 200 fails, which
+  passes without a mutant. First of all, the seeds 1 to 100 must pass without a mutant.
 - Mutants of jax_ep/ run tests of pytest. The environment must have jax_ep with the emulated backend (cmake's
   JAX_EP_EMULATOR=ON).
 
@@ -27,6 +27,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -35,6 +36,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.txt"
@@ -195,64 +197,75 @@ def build(folder: Path, mutants: Sequence[Mutant], jobs: int) -> Path:
     write(folder / "Makefile", MAKEFILE.format(objects=objects))
     made = run(["make", "-s", f"-j{jobs}", "-C", folder], seconds=1200)
     if made is not None:
-        raise SystemExit(f"{made}\nthe sources do not compile with all mutants")
+        raise SystemExit(f"{made.output}\nthe sources do not compile with all mutants")
     return folder / "exchange_test"
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def run(command: Sequence[str | Path], seconds: float, **environment: str) -> str | None:
-    """None if the command succeeds, else its output. A command that takes longer than `seconds` has failed."""
+class Failure(NamedTuple):
+    status: int  # of the process; below 0 a signal
+    output: str
+
+
+def run(command: Sequence[str | Path], seconds: float, **environment: str) -> Failure | None:
+    """How the command fails, or None. A command that takes longer than `seconds` has failed."""
     environment = os.environ | environment
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT) as process:
+    pipe, to_pipe = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=pipe, stderr=to_pipe, start_new_session=True
+    ) as it:
         try:
-            output, _ = process.communicate(timeout=seconds)
+            output, _ = it.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
+            os.killpg(it.pid, signal.SIGKILL)  # also what it has started
+            output, _ = it.communicate()
             output = b"hangs\n" + output
-    if process.returncode == 0:
+    if it.returncode == 0:
         return None
-    return output.decode(errors="replace") or f"ends with status {process.returncode}"
+    return Failure(it.returncode, output.decode(errors="replace").strip() or f"ends with status {it.returncode}")
 
 
-def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int, begin: int = 1) -> str | None:
-    """How mutant `number` fails first, or None. `seeds`: how many, from `begin` on."""
-    end = begin + seeds
-    for first in range(begin, end, SEEDS_OF_A_PROCESS):
-        count = min(SEEDS_OF_A_PROCESS, end - first)
+def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int) -> str | None:
+    """How mutant `number` fails first in this many seeds, or None."""
+    for first in range(1, seeds + 1, SEEDS_OF_A_PROCESS):
+        count = min(SEEDS_OF_A_PROCESS, seeds + 1 - first)
         command = [program, "seeds", str(first), str(count), *settings]
-        output = run(command, PROCESS_SECONDS, JAX_EP_MUTANT=str(number))
-        if output is not None:
-            seed = re.findall(r"\bseed (\d+)", output)[-1:] or [f"{first} to {first + count - 1}"]
-            return f"at seed {seed[0]} by: {output.strip().splitlines()[0][:150]}"
+        failure = run(command, PROCESS_SECONDS, JAX_EP_MUTANT=str(number))
+        if failure is None:
+            continue
+        if number != 0 and not settings and run(command, PROCESS_SECONDS, JAX_EP_MUTANT="0"):
+            raise SystemExit(f"the seeds {first} to {first + count - 1} fail without a mutant")
+        seed = re.findall(r"\bseed (\d+)", failure.output)[-1:] or [f"{first} to {first + count - 1}"]
+        return f"at seed {seed[0]} by: {failure.output.splitlines()[0][:150]}"
     return None
 
 
-def run_pytest(folder: Path, mutant: Mutant) -> str | None:
-    """The test that fails with a mutant of jax_ep/, or None."""
+def run_pytest(folder: Path, command: Sequence[str], edits: Sequence[Edit]) -> str | None:
+    """The test that fails with these edits of jax_ep/, or None."""
     emulated = importlib.util.find_spec("jax_ep._emulated")
     if emulated is None or emulated.origin is None:
         raise SystemExit("jax_ep is not installed with the emulated backend (cmake's JAX_EP_EMULATOR=ON)")
-    package = folder / mutant.name / "jax_ep"
+    package = Path(tempfile.mkdtemp(dir=folder)) / "jax_ep"
     shutil.copytree(ROOT / "jax_ep", package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for extension in Path(emulated.origin).parent.glob("*.so"):
         (package / extension.name).symlink_to(extension)
-    for edit in mutant.edits:
+    for edit in edits:
         path = package.parent / edit.file
         text = path.read_text()
         begin, end = edit.span(text)
         path.write_text(text[:begin] + edit.replacement + text[end:])
     # -S: or else an editable installation would go before the copy.
     search_path = [str(package.parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    command = [sys.executable, "-S", "-P", "-m", *mutant.command, "-x", "-q", "-p", "no:cacheprovider"]
-    output = run(command, PYTEST_SECONDS, PYTHONPATH=os.pathsep.join(search_path))
-    if output is None:
+    command = [sys.executable, "-S", "-P", "-m", *command, "-x", "-q", "-p", "no:cacheprovider"]
+    failure = run(command, PYTEST_SECONDS, PYTHONPATH=os.pathsep.join(search_path))
+    if failure is None:
         return None
-    failures = re.findall(r"^(?:FAILED|ERROR) (.*)$", output, re.MULTILINE)
-    return f"by: {next(iter(failures), output.strip().splitlines()[-1])[:150]}"
+    failures = re.findall(r"^(?:FAILED|ERROR) (.*)$", failure.output, re.MULTILINE)
+    if failure.status > 0 and not failures:  # no such test, for example
+        raise SystemExit(f"{failure.output}\n{shlex.join(command)} ends with status {failure.status}")
+    return f"by: {next(iter(failures), failure.output.splitlines()[-1])[:150]}"
 
 
 def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argparse.Namespace) -> list[str]:
@@ -272,13 +285,17 @@ def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argpa
                     raise SystemExit(f"without a mutant, exchange_test fails {failure}")
             print(f"100 seeds pass without a mutant ({time.monotonic() - begun:.0f} s)", flush=True)
 
+        for command in {tuple(mutant.command) for mutant in mutants if not mutant.is_native}:
+            if failure := run_pytest(folder, command, []):
+                raise SystemExit(f"without a mutant, {shlex.join(command)} fails {failure}")
+
         def catch_one(mutant: Mutant) -> None:
             begun = time.monotonic()
             if mutant.is_native:
                 number = natives.index(mutant) + 1
                 failure = run_seeds(program, number, mutant.command[1:], arguments.seeds)
             else:
-                failure = run_pytest(folder, mutant)
+                failure = run_pytest(folder, mutant.command, mutant.edits)
             if failure is None:
                 survivors.append(mutant.name)
             says = f"caught {failure}" if failure else "SURVIVED"
@@ -290,10 +307,10 @@ def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argpa
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="mutants; all if no name is given")
+    parser.add_argument("names", nargs="*", help="mutants; if no name is given, all but those marked in the list")
     parser.add_argument("--sample", type=int, metavar="N", help="run N more that tests catch, by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds a mutant may survive")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds to try with each mutant")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--build", type=Path, help="a folder to build in, which is kept")
     parser.add_argument("--list", action="store_true", help="print the mutants, and what no mutant can show")
@@ -309,12 +326,12 @@ def main() -> int:
     by_name = {mutant.name: mutant for mutant in mutants}
     if unknown := [name for name in arguments.names if name not in by_name]:
         parser.error(f"there are no mutants {', '.join(unknown)}; --list tells their names")
-    chosen = [by_name[name] for name in arguments.names]
+    chosen = [by_name[name] for name in dict.fromkeys(arguments.names)]
     others = [mutant for mutant in mutants if mutant not in chosen and not mutant.survives]
     if arguments.sample is not None:
         chosen += random.Random(arguments.seed).sample(others, min(arguments.sample, len(others)))
     elif not chosen:
-        chosen = mutants
+        chosen = others
     survivors = catch(chosen, [mutant for mutant in mutants if mutant.is_native], arguments)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants are caught")
     return 1 if survivors else 0

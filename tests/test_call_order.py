@@ -72,7 +72,7 @@ def dispatches(group, *inputs):
 
 
 def forward(group, is_first, x, *routing):
-    """The two dispatches in either order. XLA leaves out the half of `both` that nobody uses."""
+    """The two dispatches in either order. JAX leaves out a call of `both` that nobody needs."""
     both = jax.jit(partial(dispatches, group))
 
     def in_order(x, *routing):

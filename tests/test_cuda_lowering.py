@@ -123,20 +123,21 @@ def test_a_done_returns_the_memory_that_its_start_was_given(group, layout):
 
 
 def chains(text):
-    """The calls of a program, each with the call that it comes after, or None if it comes after a constant."""
-    found, defined = [], {}  # name -> line: the newest, as functions use the same names
+    """The calls of a program, each with the number of the call whose token it takes, None if that is a constant."""
+    found, defined = [], {}  # value -> its line, and the number of the next call: the newest, as functions repeat names
     for line in text.splitlines():
-        if call := re.search(r"custom_call @(jax_ep_(?!room)\w+)\((%\w+)(#0)?", line):
-            op, before, is_first_result = call.groups()
-            assert is_first_result or "constant" in defined[before]
-            found.append((op, calls(defined[before])[0] if is_first_result else None))
         if definition := re.match(r"\s*(%\w+)(?::\d+)? =", line):
-            defined[definition[1]] = line
+            defined[definition[1]] = line, len(found)
+        if call := re.search(r"custom_call @(jax_ep_(?!room)\w+)\((%\w+)(#0)?", line):
+            op, token, is_first_result = call.groups()
+            made_by, number = defined[token]
+            assert calls(made_by) if is_first_result else "constant" in made_by
+            found.append((op, number if is_first_result else None))
     return found
 
 
 def test_calls_are_ordered_by_data(group, layout):
-    """XLA keeps the order of those calls only of which one needs a result of the other."""
+    """XLA orders two calls only if one uses a result of the other."""
 
     def body(x, topk_idx, topk_weights):
         def loss(x):
@@ -149,7 +150,7 @@ def test_calls_are_ordered_by_data(group, layout):
     found = chains(lowered(group, body, X, IDS, WEIGHTS))
     ops = ["dispatch"] * 2 + ["combine_start"] * 2 + ["combine_done"] * 2 + ["combine_back", "dispatch_back"] * 2
     assert sorted(call for call, _ in found) == sorted(f"jax_ep_{op}" for op in ops)
-    assert [before for _, before in found] == [None, *(op for op, _ in found[:-1])]
+    assert [before for _, before in found] == [None, *range(len(found) - 1)]
 
 
 def test_calls_of_two_groups_are_ordered(group, mesh):
@@ -161,11 +162,11 @@ def test_calls_of_two_groups_are_ordered(group, mesh):
             return [ep.dispatch(x, topk_idx, group=of, layout="ragged").x for of in (group, other, group)]
 
         found = chains(lowered(group, body, X, IDS))
-    assert [before for _, before in found] == [None, "jax_ep_dispatch", "jax_ep_dispatch"]
+    assert [before for _, before in found] == [None, 0, 1]
 
 
 def test_inner_functions_are_ordered_by_themselves(group, layout):
-    """Whose calls may run any number of times, or never."""
+    """They may run any number of times, so each has its own chain."""
 
     def body(x, topk_idx, topk_weights):
         def twice(x, _=None):
@@ -181,10 +182,11 @@ def test_inner_functions_are_ordered_by_themselves(group, layout):
     outer, in_scan, in_vmap = 4, 2, 2  # calls; vmap makes a loop of each call
     assert len(found) == outer + in_scan + in_vmap
     assert found.count(None) == 1 + 1 + in_vmap
+    assert len({before for before in found if before is not None}) == outer - 1 + in_scan - 1
 
 
 def test_what_nobody_needs_is_not_run_for_the_order(group, layout):
-    """A checkpoint's backward pass runs the dispatch again, for its rows, and not the combine before it."""
+    """A checkpoint's backward pass runs the dispatches again, whose rows it needs, and not the combine between them."""
 
     def body(x, topk_idx, topk_weights):
         @jax.checkpoint
@@ -194,10 +196,26 @@ def test_what_nobody_needs_is_not_run_for_the_order(group, layout):
             other = ep.dispatch(2 * x, topk_idx, group=group, layout=layout)
             return linear + jnp.sum(other.x.astype(jnp.float32) ** 2)
 
-        return jax.grad(loss)(x)
+        value, gradient = jax.value_and_grad(loss)(x)
+        return value[None], gradient
 
     found = calls(lowered(group, body, X, IDS, WEIGHTS))
-    assert found.count("jax_ep_combine") <= 1
+    assert found.count("jax_ep_dispatch") == 4 and found.count("jax_ep_combine") == 1
+
+
+def test_effects_of_halves_can_be_exported(group, layout):
+    """jax.export serializes an effect only if it equals a new one of its class."""
+
+    def body(x, topk_idx, topk_weights):
+        recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout))
+        return ep.combine_done(ep.combine_start(recv.x, recv))
+
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    arguments = [
+        jax.ShapeDtypeStruct((shape[0] * group.num_ranks, *shape[1:]), dtype) for shape, dtype in (X, IDS, WEIGHTS)
+    ]
+    effects = jax.jit(mapped).trace(*arguments).jaxpr.effects
+    assert effects and all(effect == type(effect)() for effect in effects)
 
 
 def test_gradients_of_halves(group, layout):

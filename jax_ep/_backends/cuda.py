@@ -345,22 +345,25 @@ class CudaBackend:
         results: list[_Result],
         *,
         agreed: tuple[Any, ...] = (),
+        has_side_effect: bool = False,
         **attrs: Any,
     ) -> Sequence[jax.Array]:
         """One FFI call: a whole operation, or a start. The kernels compare its hash, of what ranks must agree on."""
         types = tuple(None if operand is None else (operand.shape, str(operand.dtype)) for operand in operands)
         operands = (lax.axis_index(self._group.axis_name), *operands)
-        return self._ffi_call(op, operands, results, agreed=(op, types, agreed), **attrs)
+        agreed = (op, types, agreed)
+        return self._ffi_call(op, operands, results, agreed=agreed, has_side_effect=has_side_effect, **attrs)
 
     def _start(self, op: str, operands: tuple[Any, ...], results: list[_Result], **attrs: Any) -> _Started:
         """Starts `op`; gives the memory that its done will return as the results, and the ticket.
 
-        The memory comes from a pure call of its own: what jax.checkpoint runs again in a backward pass, as it does with
-        barriers that stand behind a start, then has other memory, and XLA need not copy.
+        The memory comes from a separate, pure call. If jax.checkpoint runs that again in a backward pass, as it does
+        with barriers behind a start, it gets other memory, and XLA need not copy.
         """
-        operands = self._arrays(operands)
-        room = jax.ffi.ffi_call("jax_ep_room", _types(operands, results), vmap_method="sequential")(*operands)
-        (ticket,) = self._call(f"{op}_start", (*operands, *lax.optimization_barrier(room)), [_TICKET], **attrs)
+        arrays = self._arrays(operands)
+        allocate = jax.ffi.ffi_call("jax_ep_room", _types(arrays, results), vmap_method="sequential")
+        room = lax.optimization_barrier(allocate(*arrays))
+        (ticket,) = self._call(f"{op}_start", (*operands, *room), [_TICKET], has_side_effect=True, **attrs)
         # An array of no elements, as the argument of a program or of shard_map, is too much for XLA of jax 0.11.
         return *(None if result is _NONE else array for array, result in zip(room, results, strict=True)), ticket
 
@@ -368,7 +371,7 @@ class CudaBackend:
         """Ends `op`, which was `started` with `operands`, so that XLA keeps them and the results' memory for it."""
         results = [_NONE if array is None else (array.shape, array.dtype) for array in started[:-1]]
         aliases = {len(operands) + i: i for i in range(len(results))}
-        return self._ffi_call(f"{op}_done", (*operands, *started), results, aliases)
+        return self._ffi_call(f"{op}_done", (*operands, *started), results, aliases, has_side_effect=True)
 
     def _ffi_call(
         self,
@@ -377,6 +380,7 @@ class CudaBackend:
         results: list[_Result],
         aliases: dict[int, int] | None = None,  # operand -> result in the same memory
         agreed: tuple[Any, ...] | None = None,
+        has_side_effect: bool = False,
         **attrs: Any,
     ) -> Sequence[jax.Array]:
         operands = self._arrays(operands)
@@ -388,12 +392,12 @@ class CudaBackend:
             attributes={"group": np.int64(self._id), **attrs},
             agreed=agreed,
             aliases=aliases,
-            has_side_effect=op.endswith(("_start", "_done")),
+            has_side_effect=has_side_effect,
         )
         return lax.optimization_barrier(call)
 
     def _arrays(self, operands: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        """The operands of a foreign call."""
+        """The operands of a foreign call: no None, all varying over the EP axis, behind a barrier."""
         operands = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
         # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
         return lax.optimization_barrier(_compat.vary(operands, [self._group.axis_name]))
