@@ -420,8 +420,8 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
   return gather("all_to_all_back", stream, ordinal, attrs.group, element_type(y), args);
 }
 
-// Wraps a handler. XLA passes it one more operand and one more result, the order token (jax_ep/_ordered_calls.py), which
-// nobody reads or writes.
+// Wraps a handler. XLA passes it one more operand and one more result, the order token (jax_ep/_ordered_calls.py),
+// which nobody reads or writes.
 template <typename Attrs, typename... Buffers>
 auto with_order_token(ffi::Error (*handler)(cudaStream_t, int32_t, Attrs, Buffers...)) {
   return [handler](cudaStream_t stream, int32_t ordinal, Attrs attrs, Operand, Result, Buffers... buffers) {
@@ -463,16 +463,22 @@ auto bind_done() {
 
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
 JAX_EP_DEFINE_HANDLER(kDispatch, with_order_token(dispatch), (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kDispatchLike, with_order_token(dispatch_like), (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back), (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all), (with_buffers<4, 3>(bind_call<AllToAllAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatchLike, with_order_token(dispatch_like), (with_buffers<7, 1>(bind_call<RouteAttrs>())),
+                      kTraits);
+JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back), (with_buffers<9, 2>(bind_call<RouteAttrs>())),
+                      kTraits);
+JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all), (with_buffers<4, 3>(bind_call<AllToAllAttrs>())),
+                      kTraits);
 JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine), (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back), (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kAllToAllBack, with_order_token(all_to_all_back), (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back), (with_buffers<6, 2>(bind_call<CallAttrs>())),
+                      kTraits);
+JAX_EP_DEFINE_HANDLER(kAllToAllBack, with_order_token(all_to_all_back), (with_buffers<4, 1>(bind_call<CallAttrs>())),
+                      kTraits);
 
 // Halves are not for CUDA graphs: their handlers are asked each time.
 XLA_FFI_DEFINE_HANDLER(kRoom, room, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
-JAX_EP_DEFINE_HANDLER(kDispatchStart, with_order_token(dispatch_start), (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
+JAX_EP_DEFINE_HANDLER(kDispatchStart, with_order_token(dispatch_start),
+                      (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
 JAX_EP_DEFINE_HANDLER(kDispatchDone, with_order_token(dispatch_done), bind_done());
 JAX_EP_DEFINE_HANDLER(kCombineStart, with_order_token(combine_start), (with_buffers<7, 1>(bind_call<CallAttrs>())));
 JAX_EP_DEFINE_HANDLER(kCombineDone, with_order_token(combine_done), bind_done());
