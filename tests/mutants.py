@@ -227,10 +227,11 @@ def run(command: Sequence[str | Path], seconds: float, **environment: str) -> Fa
     return Failure(it.returncode, output.decode(errors="replace").strip() or f"ends with status {it.returncode}")
 
 
-def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int) -> str | None:
-    """How mutant `number` fails first in this many seeds, or None."""
-    for first in range(1, seeds + 1, SEEDS_OF_A_PROCESS):
-        count = min(SEEDS_OF_A_PROCESS, seeds + 1 - first)
+def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int, begin: int = 1) -> str | None:
+    """How mutant `number` fails first in this many seeds from `begin` on, or None."""
+    end = begin + seeds
+    for first in range(begin, end, SEEDS_OF_A_PROCESS):
+        count = min(SEEDS_OF_A_PROCESS, end - first)
         command = [program, "seeds", str(first), str(count), *settings]
         failure = run(command, PROCESS_SECONDS, JAX_EP_MUTANT=str(number))
         if failure is None:
