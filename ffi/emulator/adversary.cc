@@ -1,11 +1,25 @@
 #include "ffi/emulator/adversary.h"
 
+#include <map>
 #include <sstream>
 #include <stdexcept>
 
 namespace jax_ep::emulator {
 
 Adversary adversary;
+
+namespace {
+const std::map<std::string, bool Adversary::*> kSwitches = {
+    {"delays_stores", &Adversary::delays_stores},     {"tears_units", &Adversary::tears_units},
+    {"shuffles_warps", &Adversary::shuffles_warps},   {"shuffles_blocks", &Adversary::shuffles_blocks},
+    {"delays_launches", &Adversary::delays_launches}, {"stalls_blocks", &Adversary::stalls_blocks},
+};
+const std::map<std::string, double Adversary::*> kShares = {
+    {"settle_share", &Adversary::settle_share},
+    {"held_share", &Adversary::held_share},
+    {"switch_share", &Adversary::switch_share},
+};
+}  // namespace
 
 Adversary adversary_of(uint64_t seed, const std::string& settings) {
   Adversary made;
@@ -22,9 +36,9 @@ Adversary adversary_of(uint64_t seed, const std::string& settings) {
     made.resident_blocks = kResident[choice.below(6)];
     // Kernels rely on one of the two: blocks start in order, or all blocks of a launch fit on an idle device.
     if (made.shuffles_blocks) made.resident_blocks = 0;
-    constexpr double kShares[] = {0.005, 0.05, 0.3};
-    made.settle_share = kShares[choice.below(3)];
-    made.switch_share = kShares[choice.below(3)];
+    constexpr double kChoices[] = {0.005, 0.05, 0.3};
+    made.settle_share = kChoices[choice.below(3)];
+    made.switch_share = kChoices[choice.below(3)];
     constexpr double kHeld[] = {0, 0.0003, 0.003};
     made.held_share = kHeld[choice.below(3)];
   }
@@ -33,26 +47,12 @@ Adversary adversary_of(uint64_t seed, const std::string& settings) {
     const size_t equals = part.find('=');
     const std::string name = part.substr(0, equals);
     const double value = equals == std::string::npos ? 1 : std::stod(part.substr(equals + 1));
-    if (name == "delays_stores") {
-      made.delays_stores = value != 0;
-    } else if (name == "tears_units") {
-      made.tears_units = value != 0;
-    } else if (name == "shuffles_warps") {
-      made.shuffles_warps = value != 0;
-    } else if (name == "shuffles_blocks") {
-      made.shuffles_blocks = value != 0;
-    } else if (name == "delays_launches") {
-      made.delays_launches = value != 0;
-    } else if (name == "stalls_blocks") {
-      made.stalls_blocks = value != 0;
+    if (const auto found = kSwitches.find(name); found != kSwitches.end()) {
+      made.*found->second = value != 0;
+    } else if (const auto share = kShares.find(name); share != kShares.end()) {
+      made.*share->second = value;
     } else if (name == "resident_blocks") {
       made.resident_blocks = static_cast<int>(value);
-    } else if (name == "settle_share") {
-      made.settle_share = value;
-    } else if (name == "held_share") {
-      made.held_share = value;
-    } else if (name == "switch_share") {
-      made.switch_share = value;
     } else {
       throw std::invalid_argument("the emulator has no setting '" + name + "'");
     }
