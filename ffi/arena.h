@@ -128,7 +128,7 @@ struct Control {
   uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
   uint32_t poisons[2][kMaxSlots];   // 1 while a block poisons the results of a launch, of a done, in each slot
   unsigned long long claimed[2][kMaxSlots];  // {epoch, how many} of each Work, in each slot
-  // {epoch, time} of the first long wait of an operation, and of a done, in each slot.
+  // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.
   unsigned long long first_wait[2][kMaxSlots];
   // The epoch whose rows each rank has read last in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];

@@ -9,7 +9,7 @@
 namespace jax_ep {
 
 inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
-// The most shared memory, static and dynamic, that a block of any kernel asks for; the kernels' files assert it.
+// The most shared memory, static and dynamic, that a block of any kernel needs. scatter.cu and gather.cu assert it.
 inline constexpr int64_t kMaxBlockSharedBytes = 204 * 1024;
 inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
 inline constexpr int32_t kMostSmsBesideOthers = 64;

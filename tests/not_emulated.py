@@ -5,7 +5,7 @@ PROCESSES = "it is about several processes, each of which would have emulated GP
 
 PROGRAMS = "it runs a program for users, which offers users' backends only"
 
-# "file::test", or "file::test[value]" for those of its cases whose name has this value -> the reason.
+# Maps "file::test", or "file::test[value]" for the cases with this parameter value, to the reason.
 NOT_EMULATED = {
     "test_bench.py::test_floor_of_the_link": "it measures NVLink",
     "test_bench.py::test_rows_of_the_report": PROGRAMS,

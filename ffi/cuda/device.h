@@ -41,7 +41,7 @@ inline std::string unsupported_device(int32_t ordinal) {
          "); reinstall it on this machine: pip install -C cmake.define.CMAKE_CUDA_ARCHITECTURES=native .";
 }
 
-// The same of the link from one device to another.
+// Why the kernels cannot use the link from one device to another, or "".
 inline std::string unsupported_link(int32_t from, int32_t to) {
   int has_access = 0, has_native_atomics = 0;
   check(cudaDeviceCanAccessPeer(&has_access, from, to), "cudaDeviceCanAccessPeer");
@@ -50,7 +50,7 @@ inline std::string unsupported_link(int32_t from, int32_t to) {
   return unsupported_reason(LinkFacts{from, to, has_access != 0, has_native_atomics != 0});
 }
 
-// Why two of these devices cannot be of one group, or "". A device may be there several times.
+// Why two of these devices cannot be in one group, or "". The list may name a device several times.
 inline std::string unsupported_pair(const std::vector<int32_t>& ordinals) {
   for (int32_t from : ordinals) {
     for (int32_t to : ordinals) {
@@ -61,7 +61,7 @@ inline std::string unsupported_pair(const std::vector<int32_t>& ordinals) {
   return "";
 }
 
-// The number of the device with this UUID in this process; -1 if the process does not see the device.
+// This process's ordinal of the device with this UUID; -1 if the process does not see the device.
 inline int32_t find_device(const std::string& uuid) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");

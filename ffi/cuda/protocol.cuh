@@ -116,7 +116,8 @@ struct Operation {
     return peer();
   }
 
-  // Called now and then while waiting until `deadline_ns` (0: the first time); gives the deadline back.
+  // Called at times while a thread waits. Fails the operation once `deadline_ns` has passed. Returns the deadline,
+  // which it computes at the first call (`deadline_ns` is 0).
   __device__ __noinline__ static uint64_t lose_patience(Operation op, uint64_t deadline_ns, FailureReason reason,
                                                         int32_t peer, uint32_t expected, uint32_t seen) {
     const uint64_t now = globaltimer_ns();
@@ -131,8 +132,8 @@ struct Operation {
     return deadline_ns;
   }
 
-  // Of all waits of the operation, in all of its blocks: a time-out behind the first long one. A peer that comes late
-  // again and again does not make an operation last longer.
+  // The deadline that all blocks of the operation share: its first long wait, plus the time-out. So a peer that is late
+  // again and again cannot extend it. A block that has not entered yet has a deadline of its own.
   __device__ __forceinline__ uint64_t deadline(uint64_t now) const {
     constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
     if (!state.entered) return now + peers.timeout_ns;
@@ -143,7 +144,7 @@ struct Operation {
       const unsigned long long before = atomic_cas_relaxed_gpu(word, first, tagged(state.epoch, tick));
       first = before == first ? tagged(state.epoch, tick) : before;
     }
-    // Another block may have looked at its clock later, and have written first.
+    // Another block may have read its clock later than this one, and have written first.
     const auto waited_ticks = max(static_cast<int32_t>(tick - static_cast<uint32_t>(first)), 0);
     const uint64_t waited_ns = uint64_t{static_cast<uint32_t>(waited_ticks)} << kLogTickNs;
     return now + peers.timeout_ns - min(waited_ns, peers.timeout_ns);

@@ -38,7 +38,7 @@ struct Adversary {
   Random random;
 };
 
-// All that a seed decides; `settings`, such as "tears_units=1,delays_stores=0", go before the seed.
+// Derives the fields from the seed. `settings`, such as "tears_units=1,delays_stores=0", then override single fields.
 Adversary adversary_of(uint64_t seed, const std::string& settings = "");
 
 extern Adversary adversary;

@@ -37,8 +37,7 @@ inline constexpr jax_ep::emulator::Coordinates<jax_ep::emulator::ReadBlockSize> 
 inline constexpr jax_ep::emulator::Coordinates<jax_ep::emulator::ReadGridSize> gridDim;
 inline constexpr int warpSize = 32;
 
-// --- warp collectives: all 32 lanes take part, as everywhere in ffi/cuda
-// ------------------------------------------------
+// --- warp collectives: all 32 lanes take part, as everywhere in ffi/cuda -------------------------------------------
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane) {
@@ -82,8 +81,7 @@ unsigned __match_any_sync(unsigned mask, T value) {
 inline void __syncwarp() { jax_ep::emulator::sync_warp(); }
 inline void __syncthreads() { jax_ep::emulator::barrier(0, jax_ep::emulator::current->warp->block->num_running, true); }
 
-// --- memory
-// -----------------------------------------------------------------------------------------------------------
+// --- memory --------------------------------------------------------------------------------------------------------
 
 template <typename T>
 T __ldg(const T* p) {
@@ -106,8 +104,7 @@ T atomicExch(T* p, T value) {
   return jax_ep::emulator::atomic(p, [=](T) { return value; });
 }
 
-// --- arithmetic
-// -------------------------------------------------------------------------------------------------------
+// --- arithmetic ----------------------------------------------------------------------------------------------------
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
@@ -147,8 +144,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return static_cast<std::common_type_t<A, B>>(a) < static_cast<std::common_type_t<A, B>>(b) ? b : a;
 }
 
-// --- launches
-// ---------------------------------------------------------------------------------------------------------
+// --- launches ------------------------------------------------------------------------------------------------------
 
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {

@@ -160,8 +160,7 @@ void run_warp(Warp& warp) {
   if (warp.polling != 0 && !std::exchange(warp.is_polling_queued, true)) scheduler().add_polling(&warp);
 }
 
-// --- warps and barriers
-// -----------------------------------------------------------------------------------------------
+// --- warps and barriers --------------------------------------------------------------------------------------------
 
 int collective_slot() { return current->collectives & 1; }
 
@@ -260,8 +259,7 @@ void sync_cluster() {
   }
 }
 
-// --- shared memory
-// ----------------------------------------------------------------------------------------------------
+// --- shared memory -------------------------------------------------------------------------------------------------
 
 uint8_t* dynamic_shared() { return current->warp->block->shared; }
 

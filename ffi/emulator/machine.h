@@ -92,8 +92,7 @@ struct Block {
 
 extern Thread* current;  // the thread that runs
 
-// --- what device code calls
-// -------------------------------------------------------------------------------------------
+// --- what device code calls ----------------------------------------------------------------------------------------
 
 [[noreturn]] void stop(const std::string& why);  // an error of the program under test: prints where, and aborts
 
@@ -156,8 +155,7 @@ void expect_bytes(uint64_t* landed, uint32_t bytes);
 bool has_landed(const uint64_t* landed, uint32_t phase);
 void sync_cluster();
 
-// --- what the runtime calls
-// -------------------------------------------------------------------------------------------
+// --- what the runtime calls ----------------------------------------------------------------------------------------
 
 struct Launch {
   Stream* stream = nullptr;

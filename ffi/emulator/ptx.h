@@ -8,8 +8,7 @@
 
 namespace jax_ep {
 
-// --- memory that other blocks, devices or the host see
-// ------------------------------------------------------------------
+// --- memory that other blocks, devices or the host see -------------------------------------------------------------
 
 inline void store_release(uint32_t* p, uint32_t v) { emulator::store(p, v, emulator::Order::kRelease); }
 inline uint32_t load_acquire(const uint32_t* p) { return emulator::load(p, emulator::Order::kAcquire); }
@@ -56,8 +55,7 @@ inline unsigned long long atomic_add_relaxed_gpu(unsigned long long* p, unsigned
   return emulator::atomic(p, [=](unsigned long long before) { return before + v; });
 }
 
-// --- copies to shared memory
-// --------------------------------------------------------------------------------------------
+// --- copies to shared memory ---------------------------------------------------------------------------------------
 
 // An address in shared memory is its offset from the block's first byte.
 inline uint32_t shared_address(const void* shared) {
@@ -93,8 +91,7 @@ inline uint4 load_shared_unit(uint32_t from) {
 }
 inline void store_shared_unit(uint32_t to, uint4 v) { std::memcpy(at_shared_address(to), &v, sizeof(v)); }
 
-// --- threads
-// ----------------------------------------------------------------------------------------------------------
+// --- threads -------------------------------------------------------------------------------------------------------
 
 inline void fence_system() { emulator::fence(); }
 inline void compiler_barrier() {}

@@ -180,8 +180,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> kerne
 
 using namespace jax_ep::emulator;
 
-// --- errors and devices
-// -----------------------------------------------------------------------------------------------
+// --- errors and devices --------------------------------------------------------------------------------------------
 
 const char* cudaGetErrorString(cudaError_t status) {
   switch (status) {
@@ -275,8 +274,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   return cudaSuccess;
 }
 
-// --- memory: of the host, whose devices reach all of it
-// -----------------------------------------------------------------
+// --- memory: of the host, whose devices reach all of it ------------------------------------------------------------
 
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   *memory = std::aligned_alloc(256, (bytes + 511) / 256 * 256);
@@ -318,8 +316,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return failed(cuda
 cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return failed(cudaErrorNotSupported); }
 cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
 
-// --- streams and events
-// -----------------------------------------------------------------------------------------------
+// --- streams and events --------------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   const Lock lock;
@@ -379,8 +376,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 
-// --- kernels
-// ----------------------------------------------------------------------------------------------------------
+// --- kernels -------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
@@ -391,8 +387,7 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
   return value <= static_cast<int>(kSharedBytes) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 
-// --- the driver
-// -------------------------------------------------------------------------------------------------------
+// --- the driver ----------------------------------------------------------------------------------------------------
 
 CUresult cuGetErrorString(CUresult status, const char** text) {
   *text = status == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : "an error of the emulated CUDA driver";

@@ -20,8 +20,7 @@ Scheduler& scheduler() {
   return *scheduler;
 }
 
-// --- devices, streams and launches
-// ------------------------------------------------------------------------------------
+// --- devices, streams and launches ---------------------------------------------------------------------------------
 
 Device* Scheduler::device(int ordinal) {
   for (const auto& device : devices_) {
@@ -175,8 +174,7 @@ void Scheduler::free_ended_blocks() {
   ended_.clear();
 }
 
-// --- turns
-// ------------------------------------------------------------------------------------------------------------
+// --- turns ---------------------------------------------------------------------------------------------------------
 
 bool Scheduler::land_some(double share) {
   bool any = false;

@@ -1,5 +1,5 @@
-// Memory that blocks, ranks and hosts share, as weak as PTX allows: a store stays pending, visible to its own block
-// only, until it settles. Stores settle in any order across addresses, and in order at one address.
+// Memory that blocks, ranks and hosts share. A store stays pending, visible to its own block only, until it settles.
+// Stores settle in any order across addresses, and in order at one address. Loads are not reordered: PTX allows more.
 //
 // A release names the stores that come before it: the thread's own, and those that its thread has synchronized with
 // through its warp and the block's barriers. Who reads the released value with an acquire makes them all settle.
@@ -57,8 +57,8 @@ T atomic(T* p, Next next, Order order = Order::kRelaxed) {
   return before;
 }
 
-// For the scheduler: settles about `share` of the pending stores, but for those that an adversary holds back as long as
-// anything else can go on; whether there was one. Or some that are held back; or all of a block.
+// For the scheduler. settle_some: about `share` of the pending stores that are not held; returns whether there was one.
+// settle_held: some that are held, once nothing else can run. settle_all: all of a block.
 bool settle_some(double share);
 bool settle_held();
 void settle_all(BlockStores& block);
