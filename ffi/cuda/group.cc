@@ -300,7 +300,7 @@ std::optional<FailureRecord> Group::failure() const {
   for (const Records& records : records_) {
     const auto* first = static_cast<const FailureRecord*>(records.memory.data());
     for (const FailureRecord* record = first; record != first + records.count; ++record) {
-      if (__atomic_load_n(&record->valid, __ATOMIC_ACQUIRE)) return *record;  // the record was written before `valid`
+      if (load_acquire_on_host(&record->valid)) return *record;  // the record was written before `valid`
     }
   }
   return std::nullopt;

@@ -20,6 +20,14 @@ inline void check(cudaError_t status, const std::string& what) {
   throw std::runtime_error(what + ": " + cudaGetErrorString(status));
 }
 
+// A word that a kernel writes with store_release (ptx.cuh), in memory of the host.
+inline uint32_t load_acquire_on_host(const uint32_t* word) {
+#ifdef JAX_EP_EMULATOR
+  emulator::acquire_on_host(word);
+#endif
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
 // A function of the driver, which is not linked: the module loads where there is none.
 template <typename Function>
 Function driver_function(const char* name) {

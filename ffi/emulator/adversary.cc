@@ -12,11 +12,13 @@ namespace {
 const std::map<std::string, bool Adversary::*> kSwitches = {
     {"delays_stores", &Adversary::delays_stores},     {"tears_units", &Adversary::tears_units},
     {"shuffles_warps", &Adversary::shuffles_warps},   {"shuffles_blocks", &Adversary::shuffles_blocks},
-    {"delays_launches", &Adversary::delays_launches}, {"stalls_blocks", &Adversary::stalls_blocks},
+    {"delays_launches", &Adversary::delays_launches},
 };
 const std::map<std::string, double Adversary::*> kShares = {
     {"settle_share", &Adversary::settle_share},
     {"held_share", &Adversary::held_share},
+    {"held_blocks_share", &Adversary::held_blocks_share},
+    {"stall_share", &Adversary::stall_share},
     {"switch_share", &Adversary::switch_share},
 };
 }  // namespace
@@ -31,7 +33,6 @@ Adversary adversary_of(uint64_t seed, const std::string& settings) {
     made.shuffles_warps = choice.happens(0.75);
     made.shuffles_blocks = choice.happens(0.5);
     made.delays_launches = choice.happens(0.5);
-    made.stalls_blocks = choice.happens(0.5);
     constexpr int kResident[] = {0, 0, 1, 2, 3, 5};
     made.resident_blocks = kResident[choice.below(6)];
     // Kernels rely on one of the two: blocks start in order, or all blocks of a launch fit on an idle device.
@@ -39,8 +40,10 @@ Adversary adversary_of(uint64_t seed, const std::string& settings) {
     constexpr double kChoices[] = {0.005, 0.05, 0.3};
     made.settle_share = kChoices[choice.below(3)];
     made.switch_share = kChoices[choice.below(3)];
-    constexpr double kHeld[] = {0, 0.0003, 0.003};
+    constexpr double kHeld[] = {0, 0.0003, 0.003}, kHeldBlocks[] = {0, 0.1, 0.5}, kStalls[] = {0, 0.1, 0.5};
     made.held_share = kHeld[choice.below(3)];
+    made.held_blocks_share = kHeldBlocks[choice.below(3)];
+    made.stall_share = kStalls[choice.below(3)];
   }
   std::istringstream parts(settings);
   for (std::string part; std::getline(parts, part, ',');) {

@@ -17,6 +17,11 @@ class Random {
     return x ^ x >> 31;
   }
   uint32_t below(uint32_t n) { return static_cast<uint32_t>((next() >> 32) * n >> 32); }
+  // Small numbers are as likely as large ones: 1 to 2 ** bits, all powers of two alike.
+  uint64_t log_uniform(uint32_t bits) {
+    const uint64_t power = uint64_t{1} << below(bits);
+    return power + below(static_cast<uint32_t>(power)) + 1;
+  }
   bool happens(double probability) { return static_cast<double>(next() >> 11) < probability * 9007199254740992.0; }
 
  private:
@@ -29,11 +34,12 @@ struct Adversary {
   bool tears_units = false;      // stores of 16 bytes arrive in two halves
   bool shuffles_warps = false;   // any ready warp and lane runs next; threads lose the processor between accesses
   bool shuffles_blocks = false;  // the blocks of a launch start in any order
-  bool delays_launches = false;  // ranks are late
-  bool stalls_blocks = false;    // a block does nothing for a while, at any access to memory
+  bool delays_launches = false;  // ranks are late, and so is the end of a launch
   int resident_blocks = 0;       // a device holds no more at a time; 0: as many as its SMs hold
+  double stall_share = 0;        // of the blocks: those that stop once for a while, as a whole or with one warp
   double settle_share = 0.05;    // of the pending stores, at each turn of the scheduler
   double held_share = 0;         // of the stores: those that become visible as late as they may
+  double held_blocks_share = 0;  // of the blocks: those with only such stores
   double switch_share = 0.05;    // of the accesses to memory
   Random random;
 };

@@ -113,6 +113,8 @@ cudaError_t cudaIpcCloseMemHandle(void* memory);
 namespace jax_ep::emulator {
 struct Stream;
 struct Event;
+// Makes visible what was released with the word's value, for a load of the host's that follows.
+void acquire_on_host(const void* word);
 }  // namespace jax_ep::emulator
 using cudaStream_t = jax_ep::emulator::Stream*;
 using cudaEvent_t = jax_ep::emulator::Event*;

@@ -139,6 +139,11 @@ void start_threads(Block& block) {
     }
     enqueue(warp);
   }
+  if (!adversary.random.happens(adversary.stall_share)) return;
+  constexpr uint32_t kLogMostAccesses = 12;
+  Warp& warp = block.warps[adversary.random.below(static_cast<uint32_t>(block.warps.size()))];
+  Stall& stall = adversary.random.happens(0.5) ? block.stall : warp.stall;
+  stall.accesses_left = adversary.random.log_uniform(kLogMostAccesses);
 }
 
 void free_threads(Block& block) {
@@ -227,13 +232,17 @@ void poll_pause() {
   switch_away();
 }
 
+// Counts an access to memory. Whether it is the one at which the stall begins.
+static bool begins(Stall& stall) {
+  if (stall.accesses_left == 0 || --stall.accesses_left > 0) return false;
+  constexpr uint32_t kLogLongestNs = 24;
+  stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestNs);
+  return true;
+}
+
 void may_switch() {
   scheduler().note_access();
-  if (adversary.stalls_blocks && adversary.random.happens(0.0005)) {
-    constexpr uint32_t kStallNs[] = {2'000, 50'000, 2'000'000};
-    current->warp->block->stalled_until_ns = now_ns() + adversary.random.below(kStallNs[adversary.random.below(3)]);
-    switch_away(true);
-  }
+  if (begins(current->warp->stall) || begins(current->warp->block->stall)) switch_away(true);
   if (adversary.shuffles_warps && adversary.random.happens(adversary.switch_share)) {
     switch_away(adversary.random.happens(0.5));
   }

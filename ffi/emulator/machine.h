@@ -39,6 +39,12 @@ struct Thread {
   std::shared_ptr<Release> fence;                       // what a fence has ordered before later stores
 };
 
+// Who does nothing for a while, as an adversary has it: a block or a warp.
+struct Stall {
+  uint64_t accesses_left = 0;  // until it begins; 0: never
+  uint64_t until_ns = 0;
+};
+
 struct Warp {
   Block* block = nullptr;
   int number = 0;
@@ -53,6 +59,7 @@ struct Warp {
   // Weak memory: stores of this warp so far, and those of each warp of the block that come before what follows here.
   uint32_t num_stores = 0;
   std::vector<uint32_t> ordered;
+  Stall stall;
 };
 
 struct Barrier {
@@ -87,7 +94,8 @@ struct Block {
   std::vector<std::pair<const void*, void*>> shared_variables;  // by the tag of the place in the code
   std::vector<BulkCopy> bulk_copies;
   std::shared_ptr<BlockStores> stores;
-  uint64_t stalled_until_ns = 0;  // as an adversary has it
+  bool holds_stores = false;  // all of them, as an adversary has it
+  Stall stall;
 };
 
 extern Thread* current;  // the thread that runs
@@ -163,7 +171,7 @@ struct Launch {
   size_t shared_bytes = 0;
   uint32_t cluster = 1;  // blocks that start together
   std::function<void()> kernel;
-  uint64_t not_before_ns = 0;
+  uint64_t not_before_ns = 0, no_end_before_ns = 0;  // as an adversary has it
   std::vector<uint32_t> order;  // in which blocks start
   uint32_t num_started = 0, num_ended = 0;
   std::vector<std::shared_ptr<BlockStores>> stores;  // of blocks that have ended

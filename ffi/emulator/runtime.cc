@@ -134,6 +134,11 @@ void run_for(uint64_t ns) {
   }
 }
 
+void acquire_on_host(const void* word) {
+  const Lock lock;
+  acquire(word);
+}
+
 cudaStream_t stream_of_device(int ordinal) {
   const Lock lock;
   cudaStream_t& stream = host().streams[ordinal];

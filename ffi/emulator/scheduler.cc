@@ -9,6 +9,8 @@
 namespace jax_ep::emulator {
 
 constexpr uint64_t kTurnNs = 10;
+constexpr double kHeldSettleShare = 0.0003;  // of the turns, at which some held stores settle
+constexpr uint32_t kLogLongestNs = 22;  // of what delays a launch
 constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestSkipNs = 60'000'000'000;
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132
 // SMs.
@@ -59,10 +61,13 @@ void Scheduler::begin_launch(Launch& launch) {
       std::swap(launch.order[i - 1], launch.order[adversary.random.below(static_cast<uint32_t>(i))]);
     }
   }
-  if (adversary.delays_launches && adversary.random.happens(0.3)) {
-    constexpr uint32_t kLateness[] = {1'000, 20'000, 3'000'000};  // nanoseconds
-    launch.not_before_ns = now_ns_ + adversary.random.below(kLateness[adversary.random.below(3)]);
-  }
+  launch.not_before_ns = now_ns_ + lateness();
+}
+
+// Of the beginning or the end of a launch, in nanoseconds.
+uint64_t Scheduler::lateness() {
+  if (!adversary.delays_launches || !adversary.random.happens(0.3)) return 0;
+  return adversary.random.log_uniform(kLogLongestNs);
 }
 
 void Scheduler::advance_streams() {
@@ -87,7 +92,8 @@ bool Scheduler::advance(Stream& stream) {
   if (work.call) work.call();
   if (work.launch) {
     start_blocks(*stream.device, *work.launch);
-    if (work.launch->num_ended < work.launch->num_blocks) return false;
+    if (work.launch->num_ended < work.launch->num_blocks || now_ns_ < work.launch->no_end_before_ns) return false;
+    for (const auto& stores : work.launch->stores) settle_all(*stores);
   }
   stream.work.pop_front();
   note_progress();
@@ -138,6 +144,7 @@ void Scheduler::start_block(Device& device, Sm& sm, Launch& launch, uint32_t ind
   // What shared memory holds is whatever was there: nobody may rely on it.
   std::memset(block->shared, static_cast<int>(adversary.random.next()), launch.shared_bytes + kStaticSharedBytes);
   block->stores = std::make_shared<BlockStores>();
+  block->holds_stores = adversary.delays_stores && adversary.random.happens(adversary.held_blocks_share);
   sm.threads_left -= static_cast<int>(launch.block_threads);
   sm.shared_left -= static_cast<int64_t>(launch.shared_bytes) + kStaticSharedBytes;
   ++device.resident_blocks;
@@ -152,9 +159,7 @@ void Scheduler::end_block(Block* block) {
   block->sm->threads_left += static_cast<int>(launch.block_threads);
   block->sm->shared_left += static_cast<int64_t>(launch.shared_bytes) + kStaticSharedBytes;
   --block->device->resident_blocks;
-  if (++launch.num_ended == launch.num_blocks) {
-    for (const auto& stores : launch.stores) settle_all(*stores);
-  }
+  if (++launch.num_ended == launch.num_blocks) launch.no_end_before_ns = now_ns_ + lateness();
   streams_may_advance_ = true;
   note_progress();
   blocks_.erase(std::find(blocks_.begin(), blocks_.end(), block));
@@ -197,13 +202,15 @@ bool Scheduler::land_some(double share) {
   return any;
 }
 
+static uint64_t end_of_stall(const Warp& warp) { return std::max(warp.stall.until_ns, warp.block->stall.until_ns); }
+
 void Scheduler::run(std::deque<Warp*>& from) {
   if (adversary.shuffles_warps) {
     std::swap(from.front(), from[adversary.random.below(static_cast<uint32_t>(from.size()))]);
   }
   Warp* const warp = from.front();
   from.pop_front();
-  if (warp->block->stalled_until_ns > now_ns_) {
+  if (end_of_stall(*warp) > now_ns_) {
     stalled_.emplace_back(warp, &from);
     return;
   }
@@ -214,7 +221,7 @@ void Scheduler::run(std::deque<Warp*>& from) {
 // Warps whose block's stall is over go on; `at_once`: time passes until there is one. Whether there is.
 bool Scheduler::end_stalls(bool at_once) {
   if (stalled_.empty()) return false;
-  const auto end_of = [](const auto& stalled) { return stalled.first->block->stalled_until_ns; };
+  const auto end_of = [](const auto& stalled) { return end_of_stall(*stalled.first); };
   const auto sooner = [=](const auto& a, const auto& b) { return end_of(a) < end_of(b); };
   if (at_once) now_ns_ = std::max(now_ns_, end_of(*std::min_element(stalled_.begin(), stalled_.end(), sooner)));
   const auto is_over = [=](const auto& stalled) { return end_of(stalled) <= now_ns_; };
@@ -233,7 +240,10 @@ bool Scheduler::step() {
   if (streams_may_advance_ || turn_ % 64 == 0) advance_streams();
   if (!copying_.empty()) land_some(0.1);
   if (!stalled_.empty()) end_stalls(false);
-  if (adversary.delays_stores) settle_some(adversary.settle_share);
+  if (adversary.delays_stores) {
+    settle_some(adversary.settle_share);
+    if (adversary.random.happens(kHeldSettleShare)) settle_held();
+  }
   const bool polls = adversary.shuffles_warps ? adversary.random.happens(0.2) : turn_ % 8 == 0;
   // A thread that polls may lose the processor while it looks: it is ready then, too, and gets nowhere.
   const size_t patience = ready_.empty() ? 2 * polling_.size() + 2 : 64 * (ready_.size() + polling_.size()) + 2000;
@@ -255,6 +265,9 @@ uint64_t Scheduler::end_of_delay() const {
   for (const auto& stream : streams_) {
     if (stream->work.empty() || !stream->work.front().launch) continue;
     const Launch& launch = *stream->work.front().launch;
+    if (launch.num_ended == launch.num_blocks && launch.no_end_before_ns > now_ns_) {
+      next = std::min(next, launch.no_end_before_ns);
+    }
     if (launch.num_started == launch.num_blocks) continue;
     if (launch.not_before_ns > now_ns_) next = std::min(next, launch.not_before_ns);
     for (const Sm& sm : stream->device->sms) {

@@ -83,6 +83,7 @@ class Scheduler {
   void advance_streams();
   bool advance(Stream& stream);
   void begin_launch(Launch& launch);
+  uint64_t lateness();
   void start_blocks(Device& device, Launch& launch);
   Sm* find_sm(Device& device, const Launch& launch);
   void start_block(Device& device, Sm& sm, Launch& launch, uint32_t index);

@@ -129,7 +129,7 @@ void add_pending(uintptr_t address, const uint8_t* value, uint32_t bytes, const 
   store->warp = warp.number;
   store->lane = current->lane;
   store->number = warp.num_stores++;
-  store->is_held = adversary.random.happens(adversary.held_share);
+  store->is_held = warp.block->holds_stores || adversary.random.happens(adversary.held_share);
   store->release = release;
   store->index_in_all = all_pending.size();
   store->index_in_block = store->block->pending.size();
@@ -229,6 +229,10 @@ void end_atomic(void* p, Order order, bool changed) {
   if (!adversary.delays_stores && granules.empty()) return;
   const std::shared_ptr<Release> release = release_of(order);
   if (release && !release->is_settled()) granules[granule_of(p)].releases.push_back(release);
+}
+
+void acquire(const void* p) {
+  if (Granule* at = find_granule(p)) acquire(*at);
 }
 
 void fence() {

@@ -36,6 +36,8 @@ void load_bytes(const void* p, void* value, uint32_t bytes, Order order);
 void begin_atomic(void* p, uint32_t bytes, Order order);
 void end_atomic(void* p, Order order, bool changed);
 void fence();
+// What a load of the host's acquires.
+void acquire(const void* p);
 
 template <typename T>
 void store(T* p, T value, Order order) {

@@ -28,6 +28,7 @@ namespace {
 // A row is more than two pieces of y in shared memory (gather.cu), and the last one is not whole.
 constexpr int32_t kTokens = 12, kTopK = 4, kHidden = 1152, kAlignment = 4;
 constexpr int64_t kRowBytes = kHidden * sizeof(float);
+constexpr int32_t kStreams = 4, kTickets = 3;
 int32_t experts_per_rank = 3;
 
 // The ranks share GPU 0; an emulated rank has a device of its own.
@@ -72,11 +73,11 @@ struct Array {
 struct Rank {
   int32_t ranks, experts = ranks * experts_per_rank;
   int64_t capacity = align_up(int64_t{ranks} * kTokens * kTopK + experts_per_rank * (kAlignment - 1), kAlignment);
-  cudaStream_t stream, other_stream;
+  cudaStream_t streams[kStreams];
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
       rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
-  Array<Ticket> dispatch_ticket{1}, combine_ticket{1};
+  Array<Ticket> dispatch_tickets{kTickets}, combine_tickets{kTickets};
   Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
       weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
       cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
@@ -84,11 +85,13 @@ struct Rank {
 
   Rank(int32_t ranks, int32_t rank) : ranks(ranks) {
     must(cudaSetDevice(device_of(rank)));
-    for (cudaStream_t* each : {&stream, &other_stream}) must(cudaStreamCreateWithFlags(each, cudaStreamNonBlocking));
+    for (cudaStream_t& stream : streams) must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     axis_index.host[0] = rank;
     axis_index.upload();
   }
-  ~Rank() { cudaStreamDestroy(stream), cudaStreamDestroy(other_stream); }
+  ~Rank() {
+    for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
+  }
 
   void randomize(std::mt19937& random) {
     for (float& value : x.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
@@ -133,9 +136,9 @@ struct Rank {
     args.num_arrived = num_arrived.device;
     return args;
   }
-  ScatterArgs dispatch_in_halves(int32_t cast) {
+  ScatterArgs dispatch_in_halves(int32_t cast, int32_t ticket = 0) {
     ScatterArgs args = dispatch(cast);
-    args.half = Half::kDone, args.ticket = dispatch_ticket.device;
+    args.half = Half::kDone, args.ticket = dispatch_tickets.device + ticket;
     return args;
   }
   ScatterArgs along_route(OpKind op, Array<float>& result) {
@@ -166,9 +169,9 @@ struct Rank {
     args.row_weights = weights.device;
     return args;
   }
-  GatherArgs combine_in_halves() {
+  GatherArgs combine_in_halves(int32_t ticket = 0) {
     GatherArgs args = combine();
-    args.half = Half::kDone, args.ticket = combine_ticket.device;
+    args.half = Half::kDone, args.ticket = combine_tickets.device + ticket;
     return args;
   }
   GatherArgs dispatch_back() {
@@ -307,13 +310,14 @@ struct Blocks {
 // The ranks of a group, and launches on all of them.
 class Session {
  public:
-  Session(int32_t num_ranks, int32_t cast, Blocks blocks, double timeout_seconds = 60.0, uint32_t newest_epoch = 0)
+  Session(int32_t num_ranks, int32_t cast, Blocks blocks, double timeout_seconds = 60.0, uint32_t newest_epoch = 0,
+          int32_t max_tokens = kTokens)
       : num_ranks_(num_ranks),
         cast_(cast),
         blocks_(blocks),
         group_({num_ranks * experts_per_rank,
                 kTopK,
-                kTokens,
+                max_tokens,
                 kRowBytes,
                 blocks.number,
                 timeout_seconds,
@@ -327,16 +331,17 @@ class Session {
   }
 
   int32_t num_ranks() const { return num_ranks_; }
+  int32_t cast() const { return cast_; }
   Group& group() { return group_; }
   std::vector<std::unique_ptr<Rank>>& ranks() { return ranks_; }
   void wait() const { synchronize(num_ranks_); }
 
   // `args` gives a rank's arguments of the operation.
   template <typename Args>
-  void whole(Args args, int32_t missing_rank = -1, cudaStream_t Rank::* on = &Rank::stream) {
+  void whole(Args args, int32_t missing_rank = -1, int32_t stream = 0) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       if (r == missing_rank) continue;
-      must(body_of(group_.members()[r], args(*ranks_[r])).launch((*ranks_[r]).*on));
+      must(body_of(group_.members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
     }
   }
   template <typename Args>
@@ -344,13 +349,13 @@ class Session {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       const Member& member = group_.members()[r];
       const auto call = args(*ranks_[r]);
-      member.halves->start(call, buffers_of(call), body_of(member, call), ranks_[r]->stream);
+      member.halves->start(call, buffers_of(call), body_of(member, call), ranks_[r]->streams[0]);
     }
   }
   template <typename Args>
   void done(Args args) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      group_.members()[r].halves->done(buffers_of(args(*ranks_[r])), ranks_[r]->stream);
+      group_.members()[r].halves->done(buffers_of(args(*ranks_[r])), ranks_[r]->streams[0]);
     }
   }
 

@@ -55,7 +55,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
   for (int32_t round = 0; round < repeats; ++round) {
     for (int32_t r = 0; r < num_ranks; ++r) {
       for (const Repeated& repeated : results[r]) {
-        must(cudaMemsetAsync(repeated.result, 0xff, repeated.words * 4, ranks[r]->stream));
+        must(cudaMemsetAsync(repeated.result, 0xff, repeated.words * 4, ranks[r]->streams[0]));
       }
     }
     session.whole([&](Rank& rank) { return rank.dispatch(cast); });
@@ -65,7 +65,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
     session.whole([&](Rank& rank) { return rank.dispatch_back(); });
     for (int32_t r = 0; r < num_ranks; ++r) {
       for (const Repeated& repeated : results[r]) {
-        must(launch(count_differences, {8, 256, 0}, ranks[r]->stream, repeated.result, repeated.expected,
+        must(launch(count_differences, {8, 256, 0}, ranks[r]->streams[0], repeated.result, repeated.expected,
                     repeated.words, differences[r]->device));
       }
     }
@@ -93,11 +93,11 @@ void unlike_halves() {
     const auto launch = [&](cudaStream_t on) {
       return launch_scatter(member.peers, call, ElementType::kFloat32, plan, on);
     };
-    member.halves->start(call, buffers, {launch, plan.num_blocks}, rank.stream);
+    member.halves->start(call, buffers, {launch, plan.num_blocks}, rank.streams[0]);
   };
   const auto is_refused = [&](const Buffers& buffers) {
     try {
-      member.halves->done(buffers, rank.stream);
+      member.halves->done(buffers, rank.streams[0]);
     } catch (const std::invalid_argument&) {
       return true;
     }
@@ -106,7 +106,7 @@ void unlike_halves() {
   for (int32_t round = 0; round < 3; ++round) {
     EXPECT_EQ(is_refused(buffers), true);
     start();
-    EXPECT_EQ(is_refused({call.x, call.out, rank.combine_ticket.device}), true);
+    EXPECT_EQ(is_refused({call.x, call.out, rank.combine_tickets.device}), true);
     EXPECT_EQ(is_refused({call.out, call.out, call.ticket}), true);
     EXPECT_EQ(is_refused(buffers), false);
   }
@@ -135,9 +135,9 @@ void more_blocks_than_fit() {
   rank.randomize(random);
   for (int32_t round = 0; round < 3; ++round) {
     for (const LaunchPlan& plan : scatter_plans) {
-      must(launch_scatter(peers, rank.dispatch(0), ElementType::kFloat32, plan, rank.stream));
+      must(launch_scatter(peers, rank.dispatch(0), ElementType::kFloat32, plan, rank.streams[0]));
     }
-    must(launch_gather(peers, rank.combine(), ElementType::kFloat32, gather_plan, rank.stream));
+    must(launch_gather(peers, rank.combine(), ElementType::kFloat32, gather_plan, rank.streams[0]));
   }
   must(cudaDeviceSynchronize());
   EXPECT_EQ(group.failure().has_value(), false);
