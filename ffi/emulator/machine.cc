@@ -118,6 +118,16 @@ void stop(const std::string& why) {
   std::abort();
 }
 
+// Of the block at an access to memory, or of one of its warps, there or behind a barrier.
+static void plan_stall(Block& block) {
+  constexpr uint32_t kLogMostAccesses = 12, kLogMostBarriers = 4;
+  Warp& warp = block.warps[adversary.random.below(static_cast<uint32_t>(block.warps.size()))];
+  const uint32_t choice = adversary.random.below(3);
+  if (choice == 0) block.stall.accesses_left = adversary.random.log_uniform(kLogMostAccesses);
+  if (choice == 1) warp.stall.accesses_left = adversary.random.log_uniform(kLogMostAccesses);
+  if (choice == 2) warp.stall.barriers_left = adversary.random.log_uniform(kLogMostBarriers);
+}
+
 void start_threads(Block& block) {
   const int num_threads = static_cast<int>(block.launch->block_threads);
   block.num_running = num_threads;
@@ -139,11 +149,7 @@ void start_threads(Block& block) {
     }
     enqueue(warp);
   }
-  if (!adversary.random.happens(adversary.stall_share)) return;
-  constexpr uint32_t kLogMostAccesses = 12;
-  Warp& warp = block.warps[adversary.random.below(static_cast<uint32_t>(block.warps.size()))];
-  Stall& stall = adversary.random.happens(0.5) ? block.stall : warp.stall;
-  stall.accesses_left = adversary.random.log_uniform(kLogMostAccesses);
+  if (adversary.random.happens(adversary.stall_share)) plan_stall(block);
 }
 
 void free_threads(Block& block) {
@@ -204,6 +210,14 @@ void sync_warp() {
   current->stores_ordered = std::max(current->stores_ordered, current->warp->num_stores);
 }
 
+// Counts down. Whether the stall begins here.
+static bool begins(Stall& stall, uint64_t& left) {
+  if (left == 0 || --left > 0) return false;
+  constexpr uint32_t kLogLongestNs = 24;
+  stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestNs);
+  return true;
+}
+
 bool barrier(int id, int num_threads, bool waits, bool predicate) {
   Thread& self = *current;
   Barrier& barrier = self.warp->block->barriers[id];
@@ -222,7 +236,9 @@ bool barrier(int id, int num_threads, bool waits, bool predicate) {
   const bool is_last = barrier.arrived == num_threads;
   if (is_last) complete(barrier);  // which makes this thread ready, too
   if (waits && !is_last) wait();
-  return self.barrier_result;
+  const bool result = self.barrier_result;
+  if (self.lane == 0 && begins(self.warp->stall, self.warp->stall.barriers_left)) switch_away(true);
+  return result;
 }
 
 void poll_pause() {
@@ -232,17 +248,10 @@ void poll_pause() {
   switch_away();
 }
 
-// Counts an access to memory. Whether it is the one at which the stall begins.
-static bool begins(Stall& stall) {
-  if (stall.accesses_left == 0 || --stall.accesses_left > 0) return false;
-  constexpr uint32_t kLogLongestNs = 24;
-  stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestNs);
-  return true;
-}
-
 void may_switch() {
   scheduler().note_access();
-  if (begins(current->warp->stall) || begins(current->warp->block->stall)) switch_away(true);
+  Stall &of_warp = current->warp->stall, &of_block = current->warp->block->stall;
+  if (begins(of_warp, of_warp.accesses_left) || begins(of_block, of_block.accesses_left)) switch_away(true);
   if (adversary.shuffles_warps && adversary.random.happens(adversary.switch_share)) {
     switch_away(adversary.random.happens(0.5));
   }

@@ -39,9 +39,9 @@ struct Thread {
   std::shared_ptr<Release> fence;                       // what a fence has ordered before later stores
 };
 
-// Who does nothing for a while, as an adversary has it: a block or a warp.
+// When a block or a warp does nothing for a while, as an adversary has it.
 struct Stall {
-  uint64_t accesses_left = 0;  // until it begins; 0: never
+  uint64_t accesses_left = 0, barriers_left = 0;  // until it begins; 0: never
   uint64_t until_ns = 0;
 };
 

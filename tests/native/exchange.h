@@ -80,7 +80,7 @@ struct Rank {
   Array<Ticket> dispatch_tickets{kTickets}, combine_tickets{kTickets};
   Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
       weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
-      cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
+      y{size_t(capacity) * kHidden}, cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
       topk_cotangent{kTokens * kTopK};
 
   Rank(int32_t ranks, int32_t rank) : ranks(ranks) {
@@ -96,8 +96,10 @@ struct Rank {
   void randomize(std::mt19937& random) {
     for (float& value : x.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
     for (float& value : topk_weights.host) value = std::uniform_real_distribution<float>(0, 1)(random);
+    const auto first = static_cast<uint32_t>(random());
+    for (size_t i = 0; i < y.host.size(); ++i) y.host[i] = static_cast<uint32_t>(first + i * 2654435761u) / 4294967296.0f;
     for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
-    x.upload(), topk_weights.upload(), ids.upload();
+    x.upload(), topk_weights.upload(), y.upload(), ids.upload();
   }
 
   // Makes some units look like ones that have not arrived, and like their stand-ins (units.cuh).
@@ -150,7 +152,7 @@ struct Rank {
   ScatterArgs combine_back() {
     ScatterArgs args = along_route(OpKind::kCombineBack, cotangent);
     args.arrival = Arrival::kCombineBack;
-    args.row_weights = weights.device, args.y = recv.device, args.weights_cotangent = weights_cotangent.device;
+    args.row_weights = weights.device, args.y = y.device, args.weights_cotangent = weights_cotangent.device;
     return args;
   }
   GatherArgs gather(OpKind op, Array<float>& result) {
@@ -240,7 +242,7 @@ void check_rank(Rank& rank, float tolerance) {
   std::vector<float> weighted(rank.recv.host.size()), products(rank.weights.host.size());
   for (size_t i = 0; i < weighted.size(); ++i) {
     weighted[i] = rank.weights.host[i / kHidden] * rank.like.host[i];
-    products[i / kHidden] += rank.recv.host[i] * rank.like.host[i];
+    products[i / kHidden] += rank.y.host[i] * rank.like.host[i];
   }
   expect_near(rank.cotangent.download(), weighted, tolerance, "combine (backward), y");
   expect_near(rank.weights_cotangent.download(), products, 1e-3f, "combine (backward), weights");
@@ -315,14 +317,15 @@ class Session {
       : num_ranks_(num_ranks),
         cast_(cast),
         blocks_(blocks),
-        group_({num_ranks * experts_per_rank,
+        config_{num_ranks * experts_per_rank,
                 kTopK,
                 max_tokens,
                 kRowBytes,
                 blocks.number,
                 timeout_seconds,
-                {devices(num_ranks)}}) {
-    for (const Member& member : group_.members()) {
+                {devices(num_ranks)}} {
+    open_group();
+    for (const Member& member : group().members()) {
       Control control = initial_control(member.peers.layout.num_slots, newest_epoch);
       for (auto& words : control.claimed) std::fill(std::begin(words), std::end(words), uint64_t{newest_epoch} << 32);
       must(cudaMemcpy(member.peers.control, &control, sizeof(control), cudaMemcpyHostToDevice));
@@ -332,7 +335,10 @@ class Session {
 
   int32_t num_ranks() const { return num_ranks_; }
   int32_t cast() const { return cast_; }
-  Group& group() { return group_; }
+  Group& group() { return *group_; }
+  const Group& group() const { return *group_; }
+  // In place of the one that there was.
+  void open_group() { group_ = std::make_unique<Group>(config_); }
   std::vector<std::unique_ptr<Rank>>& ranks() { return ranks_; }
   void wait() const { synchronize(num_ranks_); }
 
@@ -341,13 +347,13 @@ class Session {
   void whole(Args args, int32_t missing_rank = -1, int32_t stream = 0) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       if (r == missing_rank) continue;
-      must(body_of(group_.members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
+      must(body_of(group().members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
     }
   }
   template <typename Args>
   void start(Args args) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      const Member& member = group_.members()[r];
+      const Member& member = group().members()[r];
       const auto call = args(*ranks_[r]);
       member.halves->start(call, buffers_of(call), body_of(member, call), ranks_[r]->streams[0]);
     }
@@ -355,7 +361,7 @@ class Session {
   template <typename Args>
   void done(Args args) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      group_.members()[r].halves->done(buffers_of(args(*ranks_[r])), ranks_[r]->streams[0]);
+      group().members()[r].halves->done(buffers_of(args(*ranks_[r])), ranks_[r]->streams[0]);
     }
   }
 
@@ -408,7 +414,7 @@ class Session {
     for (auto& rank : ranks_) check_rank(*rank, cast_ ? 0.3f : 1e-5f);
   }
   void expect_no_failure() const {
-    const std::optional<FailureRecord> failure = group_.failure();
+    const std::optional<FailureRecord> failure = group().failure();
     EXPECT_EQ(failure ? summary(*failure) : "", std::string());
   }
 
@@ -442,7 +448,8 @@ class Session {
 
   const int32_t num_ranks_, cast_;
   const Blocks blocks_;
-  Group group_;
+  const GroupConfig config_;
+  std::unique_ptr<Group> group_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
