@@ -37,7 +37,7 @@ struct Adversary {
   bool delays_launches = false;  // ranks are late, and so is the end of a launch
   int resident_blocks = 0;       // a device holds no more at a time; 0: as many as its SMs hold
   double stall_share = 0;        // of the blocks: those that stop once for a while, as a whole or with one warp
-  double settle_share = 0.05;    // of the pending stores, at each turn of the scheduler
+  double settle_share = 0.05;    // of the pending stores and bulk copies, at each turn of the scheduler
   double held_share = 0;         // of the stores: those that become visible as late as they may
   double held_blocks_share = 0;  // of the blocks: those with only such stores
   double switch_share = 0.05;    // of the accesses to memory

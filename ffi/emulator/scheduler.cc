@@ -238,7 +238,7 @@ bool Scheduler::step() {
   ++turn_;
   const uint64_t before = progress_;
   if (streams_may_advance_ || turn_ % 64 == 0) advance_streams();
-  if (!copying_.empty()) land_some(0.1);
+  if (!copying_.empty()) land_some(adversary.settle_share);
   if (!stalled_.empty()) end_stalls(false);
   if (adversary.delays_stores) {
     settle_some(adversary.settle_share);

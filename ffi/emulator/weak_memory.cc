@@ -65,11 +65,11 @@ void take_out(std::vector<PendingStore*>& from, size_t PendingStore::* index, co
 void settle(PendingStore* store) {
   const uintptr_t granule = store->granule;
   Granule& at = granules[granule];
-  while (true) {  // earlier stores to the same bytes take effect first
+  while (true) {  // the block's earlier stores to the same bytes take effect first
     PendingStore* earlier = nullptr;
     for (PendingStore* other : at.stores) {
       if (other == store) break;
-      if (other->overlaps(*store)) {
+      if (other->block == store->block && other->overlaps(*store)) {
         earlier = other;
         break;
       }
