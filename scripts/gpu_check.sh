@@ -5,7 +5,7 @@
 #   scripts/gpu_check.sh processes-2-nvlink bench-7-grad                                       # parts of them
 #
 # Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses), Hopper or newer, two or more and a power of two; native,
-# sanitizer and tests-3 use the first one only. Nothing is fetched: the environment of $PYTHON (python3) must hold what
+# sanitizer, tests-3 and processes-one-gpu use the first one only, and need no second one. Nothing is fetched: the environment of $PYTHON (python3) must hold what
 # the extras cuda13 and test bring, without jax_ep itself; besides that
 #
 #   build       wants nvcc, CMake and Ninja on the PATH, pip, scikit-build-core and nanobind; where nvidia-nvshmem-cu13
@@ -89,7 +89,20 @@ step train-curves "$python" scripts/compare_training.py "$logs/cuda" "$logs/refe
 # With a process for each GPU: what is particular to that; then the contract's tests, over NVLink, and over NVSHMEM between
 # two halves of the GPUs, for which nvidia-nvshmem-cu13 must be there; then what operations cost in these two ways.
 step processes-1 "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
-if [[ " $steps " == *" processes"* ]]; then
+# Two processes share one GPU, in time slices: with each way to map memory. (Nothing here may use NCCL, which refuses two
+# ranks on one GPU.)
+on_one_gpu() {
+  for sharing in descriptor ipc; do
+    for program in layers_on_gpus groups_again_and_again; do
+      echo "$program, memory shared by $sharing"
+      JAX_EP_SAME_GPU=1 JAX_EP_SHARING=$sharing XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" scripts/launch_local.py \
+        -n 2 --same-devices --timeout 240 "$python" tests/test_multiprocess.py "$program" || return
+    done
+  done
+}
+export -f on_one_gpu
+step processes-one-gpu bash -c on_one_gpu
+if [[ " $steps " == *" processes-"[2-5]* || " $steps " == *" processes "* ]]; then
   num_gpus=$("$python" -c "import jax; print(jax.device_count())")
   contract=$(echo tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
   in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m"

@@ -2,6 +2,7 @@
 
     python scripts/launch_local.py -n 4 python examples/multihost.py         # one GPU each, or one CPU device
     python scripts/launch_local.py -n 2 --devices 4 python train.py --steps 10
+    python scripts/launch_local.py -n 2 --same-devices python test.py         # both processes use GPU 0
 
 It sets the variables that Slurm sets, which jax.distributed.initialize() reads without arguments. Each line of output
 begins with the number of its process. If a process fails, the others are ended, and its exit status is returned; 124 if
@@ -24,8 +25,8 @@ from collections.abc import Sequence
 GRACE_S = 5.0  # between asking a process to end and ending it
 
 
-def environment(process: int, num_processes: int, devices: int, address: str) -> dict[str, str]:
-    first = process * devices
+def environment(process: int, num_processes: int, devices: int, same: bool, address: str) -> dict[str, str]:
+    first = 0 if same else process * devices
     return os.environ | {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,  # not to other machines
@@ -89,13 +90,13 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def launch(command: Sequence[str], num_processes: int, devices: int, timeout: float | None) -> int:
+def launch(command: Sequence[str], num_processes: int, devices: int, same: bool, timeout: float | None) -> int:
     address = f"localhost:{free_port()}"
     processes = []
     threads = []
     try:
         for process in range(num_processes):
-            processes.append(start(command, environment(process, num_processes, devices, address)))
+            processes.append(start(command, environment(process, num_processes, devices, same, address)))
             threads.append(threading.Thread(target=forward, args=(process, processes[-1]), daemon=True))
             threads[-1].start()
         return wait(processes, timeout)
@@ -111,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--processes", type=int, required=True, help="how many processes")
     parser.add_argument("--devices", type=int, default=1, help="GPUs, or CPU devices, of each process (1)")
+    parser.add_argument("--same-devices", action="store_true", help="all processes use the same GPUs: for tests")
     parser.add_argument("--timeout", type=float, help="seconds after which all processes are ended (none)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     options = parser.parse_args()
@@ -121,7 +123,7 @@ def main() -> int:
         parser.error("name a program, such as: python examples/multihost.py")
     if shutil.which(options.command[0]) is None:
         parser.error(f"there is no program {options.command[0]!r}")
-    return launch(options.command, options.processes, options.devices, options.timeout)
+    return launch(options.command, options.processes, options.devices, options.same_devices, options.timeout)
 
 
 if __name__ == "__main__":

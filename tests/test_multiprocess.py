@@ -65,6 +65,13 @@ def test_launcher_numbers_lines_and_processes():
     assert sorted(done.stdout.splitlines()) == [f"[{i}] process {i}" for i in range(3)]
 
 
+@pytest.mark.parametrize(("options", "expected"), [((), ["0,1", "2,3"]), (("--same-devices",), ["0,1", "0,1"])])
+def test_launcher_gives_devices_to_processes(options, expected):
+    program = "import os; print(os.environ['JAX_LOCAL_DEVICE_IDS'])"
+    done = launch(2, *options, sys.executable, "-c", program, devices=2)
+    assert sorted(done.stdout.splitlines()) == [f"[{process}] {devices}" for process, devices in enumerate(expected)]
+
+
 def test_launcher_ends_the_others_when_one_fails():
     program = "import os, time; os.environ['SLURM_PROCID'] == '1' and exit(7); time.sleep(60)"
     begun = time.monotonic()
@@ -336,6 +343,9 @@ def what_cannot_be_made():
 
     native.device_uuid = lambda ordinal: b"the only one"
     expect("processes 0 and 1 use the same GPU .* local_device_ids", num_experts=24)
+    os.environ["JAX_EP_SAME_GPU"] = "1"
+    make_group(mesh, num_experts=24).close()
+    del os.environ["JAX_EP_SAME_GPU"]
     del native.device_uuid
 
     native.fails = me == 2

@@ -69,21 +69,45 @@ struct Array {
   }
 };
 
+// Makes some units look like ones that have not arrived, and like their stand-ins (units.cuh).
+void look_empty(std::vector<float>& rows, std::mt19937& random) {
+  uint8_t bytes[kUnitBytes];
+  std::memset(bytes, kEmptyByte, sizeof(bytes));
+  for (size_t unit = 0; unit < rows.size() / 4; ++unit) {
+    const uint32_t choice = random() % 16;
+    if (choice > 2) continue;
+    bytes[12] = choice == 0 ? kEmptyByte : kEmptyByte ^ 1;
+    if (choice == 2) bytes[15] ^= 1;
+    std::memcpy(&rows[unit * 4], bytes, sizeof(bytes));
+    bytes[15] = kEmptyByte;
+  }
+}
+
+// How the rows of a rank's experts are laid out.
+struct Rows {
+  Layout layout = Layout::kRagged;
+  int64_t capacity = 0;  // of an expert, or of all in the ragged layout; 0: the ragged one that drops no row
+};
+
 // The buffers of one rank.
 struct Rank {
-  int32_t ranks, experts = ranks * experts_per_rank;
-  int64_t capacity = align_up(int64_t{ranks} * kTokens * kTopK + experts_per_rank * (kAlignment - 1), kAlignment);
+  int32_t ranks;
+  Rows shape;
+  int32_t experts = ranks * experts_per_rank;
+  int64_t most_rows = align_up(int64_t{ranks} * kTokens * kTopK + experts_per_rank * (kAlignment - 1), kAlignment);
+  int64_t capacity = shape.capacity > 0 ? shape.capacity : most_rows;
+  int64_t num_rows = shape.layout == Layout::kExpert ? experts_per_rank * capacity : capacity;
   cudaStream_t streams[kStreams];
   Array<int32_t> axis_index{1}, ids{kTokens * kTopK}, place{size_t(kTokens) * ranks},
       rows{size_t(ranks) * kTokens * kTopK}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<Ticket> dispatch_tickets{kTickets}, combine_tickets{kTickets};
-  Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(capacity) * kHidden},
-      weights{size_t(capacity)}, like{size_t(capacity) * kHidden}, out{kTokens * kHidden},
-      y{size_t(capacity) * kHidden}, cotangent{size_t(capacity) * kHidden}, weights_cotangent{size_t(capacity)}, x_cotangent{kTokens * kHidden},
-      topk_cotangent{kTokens * kTopK};
+  Array<float> x{kTokens * kHidden}, topk_weights{kTokens * kTopK}, recv{size_t(num_rows) * kHidden},
+      weights{size_t(num_rows)}, like{size_t(num_rows) * kHidden}, out{kTokens * kHidden},
+      y{size_t(num_rows) * kHidden}, cotangent{size_t(num_rows) * kHidden}, weights_cotangent{size_t(num_rows)},
+      x_cotangent{kTokens * kHidden}, topk_cotangent{kTokens * kTopK};
 
-  Rank(int32_t ranks, int32_t rank) : ranks(ranks) {
+  Rank(int32_t ranks, int32_t rank, Rows shape = {}) : ranks(ranks), shape(shape) {
     must(cudaSetDevice(device_of(rank)));
     for (cudaStream_t& stream : streams) must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     axis_index.host[0] = rank;
@@ -97,24 +121,10 @@ struct Rank {
     for (float& value : x.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
     for (float& value : topk_weights.host) value = std::uniform_real_distribution<float>(0, 1)(random);
     const auto first = static_cast<uint32_t>(random());
-    for (size_t i = 0; i < y.host.size(); ++i) y.host[i] = static_cast<uint32_t>(first + i * 2654435761u) / 4294967296.0f;
+    for (size_t i = 0; i < y.host.size(); ++i)
+      y.host[i] = static_cast<uint32_t>(first + i * 2654435761u) / 4294967296.0f;
     for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
     x.upload(), topk_weights.upload(), y.upload(), ids.upload();
-  }
-
-  // Makes some units look like ones that have not arrived, and like their stand-ins (units.cuh).
-  void look_empty(std::mt19937& random) {
-    uint8_t bytes[kUnitBytes];
-    std::memset(bytes, kEmptyByte, sizeof(bytes));
-    for (int32_t unit = 0; unit < kTokens * kHidden / 4; ++unit) {
-      const uint32_t choice = random() % 16;
-      if (choice > 2) continue;
-      bytes[12] = choice == 0 ? kEmptyByte : kEmptyByte ^ 1;
-      if (choice == 2) bytes[15] ^= 1;
-      std::memcpy(&x.host[unit * 4], bytes, sizeof(bytes));
-      bytes[15] = kEmptyByte;
-    }
-    x.upload();
   }
 
   ScatterArgs scatter(OpKind op) {
@@ -124,7 +134,8 @@ struct Rank {
     args.axis_index = axis_index.device;
     args.num_tokens = kTokens, args.top_k = kTopK;
     args.x = x.device, args.row_bytes = args.out_row_bytes = kRowBytes;
-    args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = kAlignment;
+    args.layout = shape.layout, args.capacity = capacity, args.num_rows = num_rows;
+    args.alignment = shape.layout == Layout::kExpert ? 1 : kAlignment;
     args.zero_pad = true;
     return args;
   }
@@ -313,16 +324,11 @@ struct Blocks {
 class Session {
  public:
   Session(int32_t num_ranks, int32_t cast, Blocks blocks, double timeout_seconds = 60.0, uint32_t newest_epoch = 0,
-          int32_t max_tokens = kTokens)
+          int32_t max_tokens = kTokens, Rows shape = {})
       : num_ranks_(num_ranks),
         cast_(cast),
         blocks_(blocks),
-        config_{num_ranks * experts_per_rank,
-                kTopK,
-                max_tokens,
-                kRowBytes,
-                blocks.number,
-                timeout_seconds,
+        config_{num_ranks * experts_per_rank, kTopK, max_tokens, kRowBytes, blocks.number, timeout_seconds,
                 {devices(num_ranks)}} {
     open_group();
     for (const Member& member : group().members()) {
@@ -330,7 +336,7 @@ class Session {
       for (auto& words : control.claimed) std::fill(std::begin(words), std::end(words), uint64_t{newest_epoch} << 32);
       must(cudaMemcpy(member.peers.control, &control, sizeof(control), cudaMemcpyHostToDevice));
     }
-    for (int32_t rank = 0; rank < num_ranks; ++rank) ranks_.push_back(std::make_unique<Rank>(num_ranks, rank));
+    for (int32_t rank = 0; rank < num_ranks; ++rank) ranks_.push_back(std::make_unique<Rank>(num_ranks, rank, shape));
   }
 
   int32_t num_ranks() const { return num_ranks_; }
@@ -399,7 +405,7 @@ class Session {
 
   // Rows of which parts look as if they had not arrived.
   void run_look_empty(std::mt19937& random) {
-    for (auto& rank : ranks_) rank->look_empty(random);
+    for (auto& rank : ranks_) look_empty(rank->x.host, random), rank->x.upload();
     wait();
     whole([&](Rank& rank) { return rank.dispatch(0); });
     whole([&](Rank& rank) { return rank.dispatch_back(); });
@@ -429,16 +435,16 @@ class Session {
   Halves::Body body_of(const Member& member, const Args& call) const {
     const Peers& peers = member.peers;
     if constexpr (std::is_same_v<Args, ScatterArgs>) {
-      const LaunchPlan plan =
-          blocks_.adjust(plan_scatter(kTokens, num_ranks_, kTopK, num_chunks(call.num_scales ? kHidden : kRowBytes),
-                                      blocks_.number, member.num_sms, call.arrival == Arrival::kCombineBack));
+      const LaunchPlan plan = blocks_.adjust(
+          plan_scatter(call.num_tokens, num_ranks_, call.top_k, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                       blocks_.number, member.num_sms, call.arrival == Arrival::kCombineBack));
       const auto launch = [&peers, call, plan](cudaStream_t stream) {
         return launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan plan = blocks_.adjust(
-          plan_gather(kTokens, num_ranks_, kTopK, num_chunks(kRowBytes), blocks_.number, member.num_sms));
+      const LaunchPlan plan = blocks_.adjust(plan_gather(call.num_tokens, num_ranks_, call.rows ? call.top_k : 0,
+                                                         num_chunks(kRowBytes), blocks_.number, member.num_sms));
       const auto launch = [&peers, call, plan](cudaStream_t stream) {
         return launch_gather(peers, call, ElementType::kFloat32, plan, stream);
       };

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "exchange.h"
+#include "exchange_all_to_all.h"
 #include "ffi/emulator/adversary.h"
 #include "ffi/emulator/machine.h"
 #include "ffi/emulator/runtime.h"
@@ -372,13 +373,15 @@ void run_success(Session& session, std::mt19937& random, uint32_t scenario) {
       const ResidentBlocks enough(kAllBlocks);  // of all launches
       return run_streams(session, random);
     }
+    case 15:
+      return run_all_to_all(session, random, Splits::kRagged, random() % 2);
     default: {
       const ResidentBlocks enough(kBlocksOfHalves);
       return run_far_ahead(session, random);
     }
   }
 }
-constexpr uint32_t kSuccesses = 15;
+constexpr uint32_t kSuccesses = 16;
 
 void run_failure(Session& session, std::mt19937& random, Blocks blocks, uint32_t scenario) {
   switch (scenario) {

@@ -1,10 +1,20 @@
 // Runs the CUDA backend's operations between 1 to 8 ranks that share ONE GPU, each on a stream of its own. Meant for
-// compute-sanitizer as much as for its own checks; several epochs, so that slots are used again. On emulated GPUs,
+// compute-sanitizer as much as for its own checks; several epochs, so that slots are used again.
+//
+//   exchange_test [MOST_RANKS [quick | all [PART]]]
+//
+// runs all parts, or one of them: "exchange", "all_to_all", "layouts", "dispatch_layout". "quick" is for the
+// sanitizers, under which a kernel takes long. On emulated GPUs,
 //
 //   exchange_test seeds FIRST COUNT [SETTINGS]
 //
 // runs COUNT short exchanges, in each of which a seed decides everything (exchange_seeds.h).
+#include <string>
+
 #include "exchange.h"
+#include "exchange_all_to_all.h"
+#include "exchange_dispatch_layout.h"
+#include "exchange_layouts.h"
 #ifdef JAX_EP_EMULATOR
 #include "exchange_seeds.h"
 #endif
@@ -143,22 +153,14 @@ void more_blocks_than_fit() {
   EXPECT_EQ(group.failure().has_value(), false);
 }
 
-}  // namespace
+const Blocks kAny = {0, Form::kFewRows};
+const Blocks kLongRows = {0, Form::kFewRowsDense};
 
-int main(int argc, char** argv) {
-#ifdef JAX_EP_EMULATOR
-  if (argc > 3 && std::strcmp(argv[1], "seeds") == 0) {
-    return run_seeds(std::atoll(argv[2]), std::atoll(argv[3]), argc > 4 ? argv[4] : "");
-  }
-#endif
-  const int32_t most_ranks = argc > 1 ? std::atoi(argv[1]) : 8;
-  const bool is_quick = argc > 2;  // for the sanitizers, under which a kernel takes long
-  const Blocks any = {0, Form::kFewRows};
-  const Blocks long_rows = {0, Form::kFewRowsDense};
+void run_exchanges(int32_t most_ranks, bool is_quick) {
   const std::vector<Blocks> quick = {
-      any, long_rows, {1, Form::kManyRows}, {5, Form::kUsual}, {5, Form::kUsual, false}, {5, Form::kManyRows}};
-  const std::vector<Blocks> all = {any,
-                                   long_rows,
+      kAny, kLongRows, {1, Form::kManyRows}, {5, Form::kUsual}, {5, Form::kUsual, false}, {5, Form::kManyRows}};
+  const std::vector<Blocks> all = {kAny,
+                                   kLongRows,
                                    {1, Form::kUsual},
                                    {2, Form::kManyRows},
                                    {5, Form::kManyRows},
@@ -180,12 +182,54 @@ int main(int argc, char** argv) {
   // A lane has two experts at a time, a warp 64, a block one for each thread.
   for (int32_t number : is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {
     experts_per_rank = number;
-    for (Blocks blocks : {any, Blocks{5, Form::kUsual}}) exchange(std::min(most_ranks, 2), 0, blocks, 1);
+    for (Blocks blocks : {kAny, Blocks{5, Form::kUsual}}) exchange(std::min(most_ranks, 2), 0, blocks, 1);
   }
   // Epoch 0 is that of each operation in turn, behind others that wrote what it waits for: it must wait as any other.
   for (uint32_t before : {10, 11, 12, 13, 14, 17, 18}) {
-    for (Blocks blocks : {any, Blocks{5, Form::kManyRows}}) exchange(std::min(most_ranks, 2), 0, blocks, 1, -before);
+    for (Blocks blocks : {kAny, Blocks{5, Form::kManyRows}}) exchange(std::min(most_ranks, 2), 0, blocks, 1, -before);
   }
   std::cerr << "odd numbers of experts, epochs that wrap: " << check::failures << " failures\n";
+}
+
+// The other operations, and the other layout: in each form of the kernels.
+template <typename Check>
+void for_ranks_and_forms(int32_t most_ranks, Check check) {
+  const std::vector<Blocks> forms = {kAny, kLongRows, {1, Form::kManyRows}, {5, Form::kUsual}, {5, Form::kManyRows}};
+  for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
+    for (Blocks blocks : forms) {
+      if (blocks.number != 0 || num_ranks <= 2) check(num_ranks, blocks);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+#ifdef JAX_EP_EMULATOR
+  if (argc > 3 && std::strcmp(argv[1], "seeds") == 0) {
+    return run_seeds(std::atoll(argv[2]), std::atoll(argv[3]), argc > 4 ? argv[4] : "");
+  }
+#endif
+  const int32_t most_ranks = argc > 1 ? std::atoi(argv[1]) : 8;
+  const bool is_quick = argc > 2 && std::strcmp(argv[2], "quick") == 0;
+  const std::string part = argc > 3 ? argv[3] : "";
+  const auto runs = [&](const char* name) { return part.empty() || part == name; };
+  if (runs("dispatch_layout")) {
+    run_dispatch_layouts(is_quick);
+    std::cerr << "dispatch_layout: " << check::failures << " failures\n";
+  }
+  std::mt19937 random(0);
+  if (runs("all_to_all")) {
+    for_ranks_and_forms(most_ranks, [&](int32_t num_ranks, Blocks blocks) {
+      Session session(num_ranks, 0, blocks);
+      run_all_to_alls(session, random);
+    });
+    std::cerr << "all_to_all: " << check::failures << " failures\n";
+  }
+  if (runs("layouts")) {
+    for_ranks_and_forms(most_ranks, [&](int32_t num_ranks, Blocks blocks) { run_layouts(num_ranks, blocks, random); });
+    std::cerr << "layouts: " << check::failures << " failures\n";
+  }
+  if (runs("exchange")) run_exchanges(most_ranks, is_quick);
   return check::exit_status();
 }

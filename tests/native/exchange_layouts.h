@@ -1,0 +1,132 @@
+// Both layouts, with room for all rows and with less: which rows the experts get, and which are dropped. A plain loop
+// over all tokens says what must be where.
+#pragma once
+
+#include "exchange.h"
+
+namespace {
+
+// What the experts of one rank must hold.
+struct Held {
+  struct Row {
+    int32_t source = -1, token, k;  // source: -1 where the row is padding
+  };
+  std::vector<Row> rows;
+  std::vector<int32_t> counts, group_sizes;
+  int32_t num_dropped = 0;
+};
+
+Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index) {
+  const Rank& rank = *ranks[index];
+  Held held;
+  held.rows.resize(rank.num_rows);
+  int64_t rows_before = 0;
+  for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
+    std::vector<Held::Row> all;
+    for (int32_t source = 0; source < static_cast<int32_t>(ranks.size()); ++source) {
+      for (int32_t token = 0; token < kTokens; ++token) {
+        for (int32_t k = 0; k < kTopK; ++k) {
+          const int32_t id = ranks[source]->ids.host[token * kTopK + k];
+          if (id == index * experts_per_rank + expert) all.push_back({source, token, k});
+        }
+      }
+    }
+    const bool is_ragged = rank.shape.layout == Layout::kRagged;
+    const int64_t first = is_ragged ? std::min(rows_before, rank.capacity) : expert * rank.capacity;
+    const int64_t room = is_ragged ? rank.capacity - first : rank.capacity;
+    const auto count = static_cast<int32_t>(std::min<int64_t>(all.size(), room));
+    std::copy_n(all.begin(), count, held.rows.begin() + first);
+    held.counts.push_back(count);
+    held.group_sizes.push_back(is_ragged ? (count + kAlignment - 1) / kAlignment * kAlignment : count);
+    held.num_dropped += static_cast<int32_t>(all.size()) - count;
+    rows_before += (all.size() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  return held;
+}
+
+// What comes back to the tokens of all ranks: sums over the rows that were kept.
+struct Returned {
+  std::vector<float> combined, summed, weights;
+
+  Returned() : combined(kTokens * kHidden), summed(kTokens * kHidden), weights(kTokens * kTopK) {}
+};
+
+void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, std::vector<Returned>& returned) {
+  static const std::vector<float> zeros(kHidden);
+  Rank& rank = *ranks[index];
+  const Held held = held_by(ranks, index);
+  EXPECT_EQ(rank.counts.download(), held.counts);
+  EXPECT_EQ(rank.group_sizes.download(), held.group_sizes);
+  EXPECT_EQ(rank.num_dropped.download()[0], held.num_dropped);
+  rank.recv.download(), rank.like.download(), rank.cotangent.download(), rank.weights.download();
+  std::vector<float> weights(rank.num_rows), products(rank.num_rows), weighted(kHidden);
+  int32_t wrong_rows = 0, wrong_like = 0, wrong_cotangents = 0;
+  for (int64_t i = 0; i < rank.num_rows; ++i) {
+    const Held::Row row = held.rows[i];
+    const float* x = zeros.data();
+    if (row.source >= 0) {
+      Rank& source = *ranks[row.source];
+      x = &source.x.host[row.token * kHidden];
+      weights[i] = source.topk_weights.host[row.token * kTopK + row.k];
+      Returned& there = returned[row.source];
+      there.weights[row.token * kTopK + row.k] = weights[i];
+      for (int32_t h = 0; h < kHidden; ++h) {
+        there.combined[row.token * kHidden + h] += weights[i] * x[h];
+        there.summed[row.token * kHidden + h] += x[h];
+      }
+    }
+    for (int32_t h = 0; h < kHidden; ++h) {
+      weighted[h] = weights[i] * x[h];
+      products[i] += rank.y.host[i * kHidden + h] * x[h];
+    }
+    wrong_rows += !same_bits(&rank.recv.host[i * kHidden], x);
+    wrong_like += !same_bits(&rank.like.host[i * kHidden], x);
+    wrong_cotangents += !std::equal(weighted.begin(), weighted.end(), &rank.cotangent.host[i * kHidden]);
+  }
+  EXPECT_EQ(wrong_rows, 0);
+  EXPECT_EQ(wrong_like, 0);
+  EXPECT_EQ(wrong_cotangents, 0);
+  expect_near(rank.weights.host, weights, 0, "dispatch, weights");
+  expect_near(rank.weights_cotangent.download(), products, 1e-3f, "combine (backward), weights");
+}
+
+// Every operation once. Results are garbage before.
+void run_layout(Session& session) {
+  for (auto& rank : session.ranks()) {
+    for (Array<float>* result : {&rank->recv, &rank->weights, &rank->like, &rank->out, &rank->cotangent,
+                                 &rank->weights_cotangent, &rank->x_cotangent, &rank->topk_cotangent}) {
+      must(cudaMemset(result->device, 0xff, result->host.size() * sizeof(float)));
+    }
+  }
+  session.wait();
+  session.whole([](Rank& rank) { return rank.dispatch(0); });
+  session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+  session.whole([](Rank& rank) { return rank.combine_back(); });
+  session.whole([](Rank& rank) { return rank.combine(); });
+  session.whole([](Rank& rank) { return rank.dispatch_back(); });
+  session.wait();
+  session.expect_no_failure();
+  std::vector<Returned> returned(session.num_ranks());
+  for (int32_t r = 0; r < session.num_ranks(); ++r) check_held(session.ranks(), r, returned);
+  for (int32_t r = 0; r < session.num_ranks(); ++r) {
+    Rank& rank = *session.ranks()[r];
+    expect_near(rank.out.download(), returned[r].combined, 1e-5f, "combine");
+    expect_near(rank.x_cotangent.download(), returned[r].summed, 1e-5f, "dispatch (backward), x");
+    expect_near(rank.topk_cotangent.download(), returned[r].weights, 0, "dispatch (backward), topk_weights");
+  }
+}
+
+// `blocks` of each rank. The capacities leave room for most rows, for some, and for one.
+void run_layouts(int32_t num_ranks, Blocks blocks, std::mt19937& random) {
+  const int64_t expert_rows = int64_t{num_ranks} * kTokens;
+  for (Rows shape : {Rows{Layout::kExpert, expert_rows}, Rows{Layout::kExpert, 5}, Rows{Layout::kExpert, 1},
+                     Rows{Layout::kRagged, 0}, Rows{Layout::kRagged, 2 * kAlignment}}) {
+    Session session(num_ranks, 0, blocks, 60.0, 0, kTokens, shape);
+    for (int32_t round = 0; round < 2; ++round) {
+      session.randomize(random);
+      run_layout(session);
+    }
+  }
+}
+
+}  // namespace
