@@ -11,9 +11,9 @@ namespace {
 struct AllToAll {
   Rank& rank;
   const int32_t index = rank.axis_index.host[0];
-  Array<float> x{kTokens * kHidden}, out{size_t(rank.ranks) * kTokens * kHidden}, back{kTokens * kHidden};
+  Array<float> x{size_t(num_tokens) * kHidden}, out{size_t(rank.ranks) * num_tokens * kHidden}, back{size_t(num_tokens) * kHidden};
   // `place` is as in ScatterArgs. `sizes` are the rows for each rank. `out_splits` are the splits that arrive.
-  Array<int32_t> splits{size_t(rank.experts)}, sizes{size_t(rank.ranks)}, place{size_t(kTokens) * rank.ranks},
+  Array<int32_t> splits{size_t(rank.experts)}, sizes{size_t(rank.ranks)}, place{size_t(num_tokens) * rank.ranks},
       out_splits{size_t(rank.experts)};
 
   explicit AllToAll(Rank& rank) : rank(rank) {}
@@ -32,7 +32,7 @@ struct AllToAll {
       sizes.host[rank_of_expert(expert, experts_per_rank)] += splits.host[expert];
     }
     for (int32_t target = 0; target < rank.ranks; ++target) {
-      for (int32_t row = 0; row < kTokens; ++row) {
+      for (int32_t row = 0; row < num_tokens; ++row) {
         const int32_t place_there = row - first_row(target);
         const bool is_sent = place_there >= 0 && place_there < sizes.host[target];
         place.host[row * rank.ranks + target] = is_sent ? place_there : -1;
@@ -46,11 +46,11 @@ struct AllToAll {
     args.op = OpKind::kAllToAll;
     args.hash = static_cast<uint32_t>(args.op);
     args.axis_index = rank.axis_index.device;
-    args.num_tokens = kTokens, args.top_k = 1;
+    args.num_tokens = num_tokens, args.top_k = 1;
     args.x = x.device, args.row_bytes = args.out_row_bytes = kRowBytes;
     args.splits = splits.device, args.known_place = place.device;
     args.arrival = Arrival::kCopy, args.blocks = true, args.zero_pad = zero_pad;
-    args.out = out.device, args.num_rows = int64_t{rank.ranks} * kTokens, args.counts = out_splits.device;
+    args.out = out.device, args.num_rows = int64_t{rank.ranks} * num_tokens, args.counts = out_splits.device;
     return args;
   }
   GatherArgs back_again() const {
@@ -58,7 +58,7 @@ struct AllToAll {
     args.op = OpKind::kAllToAllBack;
     args.hash = static_cast<uint32_t>(args.op);
     args.axis_index = rank.axis_index.device;
-    args.num_tokens = kTokens, args.top_k = 1;
+    args.num_tokens = num_tokens, args.top_k = 1;
     args.y = out.device, args.row_bytes = kRowBytes;
     args.num_sent = sizes.device, args.place = place.device;
     args.out = back.device, args.out_type = ElementType::kFloat32;
@@ -72,11 +72,11 @@ void choose_splits(std::vector<int32_t>& splits, Splits kind, std::mt19937& rand
   const auto experts = static_cast<int32_t>(splits.size());
   std::fill(splits.begin(), splits.end(), 0);
   if (kind == Splits::kEqual) {  // as equal as the number of experts lets them be
-    for (int32_t e = 0; e < experts; ++e) splits[e] = kTokens * (e + 1) / experts - kTokens * e / experts;
+    for (int32_t e = 0; e < experts; ++e) splits[e] = num_tokens * (e + 1) / experts - num_tokens * e / experts;
   } else if (kind == Splits::kRagged) {
-    for (auto left = random() % (kTokens + 1); left > 0; --left) ++splits[random() % experts];
+    for (auto left = random() % (num_tokens + 1); left > 0; --left) ++splits[random() % experts];
   } else if (kind == Splits::kOneExpert) {
-    splits[random() % experts] = kTokens;
+    splits[random() % experts] = num_tokens;
   }
 }
 
@@ -89,8 +89,8 @@ void check_source(const std::vector<std::unique_ptr<AllToAll>>& calls, int32_t s
   for (auto& to : calls) {
     const int32_t size = from.sizes.host[to->index];
     num_sent += size;
-    for (int32_t row = 0; row < kTokens; ++row) {
-      const float* const arrived = &to->out.host[(int64_t{source} * kTokens + row) * kHidden];
+    for (int32_t row = 0; row < num_tokens; ++row) {
+      const float* const arrived = &to->out.host[(int64_t{source} * num_tokens + row) * kHidden];
       if (row < size) wrong_rows += !same_bits(arrived, from.sent(to->index, row));
       if (row >= size && zero_pad) wrong_rows += !same_bits(arrived, zeros.data());
     }
@@ -99,7 +99,7 @@ void check_source(const std::vector<std::unique_ptr<AllToAll>>& calls, int32_t s
           to->out_splits.host[source * experts_per_rank + e] != from.splits.host[to->index * experts_per_rank + e];
     }
   }
-  for (int32_t row = 0; row < kTokens; ++row) {
+  for (int32_t row = 0; row < num_tokens; ++row) {
     const float* const expected = row < num_sent ? &from.x.host[row * kHidden] : zeros.data();
     wrong_back += !same_bits(&from.back.host[row * kHidden], expected);
   }

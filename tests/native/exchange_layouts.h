@@ -24,9 +24,9 @@ Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index) {
   for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
     std::vector<Held::Row> all;
     for (int32_t source = 0; source < static_cast<int32_t>(ranks.size()); ++source) {
-      for (int32_t token = 0; token < kTokens; ++token) {
-        for (int32_t k = 0; k < kTopK; ++k) {
-          const int32_t id = ranks[source]->ids.host[token * kTopK + k];
+      for (int32_t token = 0; token < num_tokens; ++token) {
+        for (int32_t k = 0; k < top_k; ++k) {
+          const int32_t id = ranks[source]->ids.host[token * top_k + k];
           if (id == index * experts_per_rank + expert) all.push_back({source, token, k});
         }
       }
@@ -48,7 +48,7 @@ Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index) {
 struct Returned {
   std::vector<float> combined, summed, weights;
 
-  Returned() : combined(kTokens * kHidden), summed(kTokens * kHidden), weights(kTokens * kTopK) {}
+  Returned() : combined(num_tokens * kHidden), summed(num_tokens * kHidden), weights(num_tokens * top_k) {}
 };
 
 void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, std::vector<Returned>& returned) {
@@ -67,9 +67,9 @@ void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, 
     if (row.source >= 0) {
       Rank& source = *ranks[row.source];
       x = &source.x.host[row.token * kHidden];
-      weights[i] = source.topk_weights.host[row.token * kTopK + row.k];
+      weights[i] = source.topk_weights.host[row.token * top_k + row.k];
       Returned& there = returned[row.source];
-      there.weights[row.token * kTopK + row.k] = weights[i];
+      there.weights[row.token * top_k + row.k] = weights[i];
       for (int32_t h = 0; h < kHidden; ++h) {
         there.combined[row.token * kHidden + h] += weights[i] * x[h];
         there.summed[row.token * kHidden + h] += x[h];
@@ -118,10 +118,10 @@ void run_layout(Session& session) {
 
 // `blocks` of each rank. The capacities leave room for most rows, for some, and for one.
 void run_layouts(int32_t num_ranks, Blocks blocks, std::mt19937& random) {
-  const int64_t expert_rows = int64_t{num_ranks} * kTokens;
+  const int64_t expert_rows = int64_t{num_ranks} * num_tokens;
   for (Rows shape : {Rows{Layout::kExpert, expert_rows}, Rows{Layout::kExpert, 5}, Rows{Layout::kExpert, 1},
                      Rows{Layout::kRagged, 0}, Rows{Layout::kRagged, 2 * kAlignment}}) {
-    Session session(num_ranks, 0, blocks, 60.0, 0, kTokens, shape);
+    Session session(num_ranks, 0, blocks, 60.0, 0, num_tokens, shape);
     for (int32_t round = 0; round < 2; ++round) {
       session.randomize(random);
       run_layout(session);

@@ -157,7 +157,7 @@ void run_late_twice(int32_t cast, Blocks blocks) {
   const Peers& peers = session.group().members()[0].peers;
   const auto tagged = [](uint32_t value) { return uint64_t{1} << 32 | value; };  // of the first operation
   Control& control = *peers.control;
-  constexpr int32_t kSlot = 1, kPeer = 1, kRows = 3;
+  constexpr int32_t kSlot = 1, kPeer = 1, kRows = 1;
   control.op[kSlot][kPeer] = tagged(static_cast<uint32_t>(OpKind::kDispatch));
   for (auto& words : control.num_rows[kSlot]) words[kPeer] = tagged(kRows);
   auto* const counts = reinterpret_cast<uint64_t*>(reinterpret_cast<uint8_t*>(&control) +
@@ -407,6 +407,13 @@ std::string run_seed(uint64_t seed) {
   const auto num_ranks = pick<int32_t>(random, {1, 1, 2, 2, 3, 4, 4, 8});
   const auto cast = pick<int32_t>(random, {0, 0, 1, 2});
   experts_per_rank = pick<int32_t>(random, {1, 3, 3, 40});
+  // With the last choice, each of a large block's warps counts the experts of one token.
+  struct Tokens {
+    int32_t number, top_k;
+  };
+  const auto tokens = pick<Tokens>(random, {{1, 4}, {7, 1}, {12, 4}, {12, 4}, {12, 4}, {16, 32}});
+  const bool is_large = num_ranks * tokens.top_k > 64;
+  num_tokens = is_large ? 12 : tokens.number, top_k = is_large ? 4 : tokens.top_k;
   const Blocks blocks = pick<Blocks>(random, {{0, Form::kFewRows},
                                               {0, Form::kFewRowsDense},
                                               {1, Form::kManyRows},
@@ -419,7 +426,7 @@ std::string run_seed(uint64_t seed) {
   const uint32_t newest_epoch = has_wrapping_epochs ? -(7 + random() % 4) : 0;
   // So many that the arena has two slots.
   const bool has_two_slots = num_ranks <= 3 && random() % 3 == 0;
-  const int32_t max_tokens = has_two_slots ? 4000 / num_ranks : kTokens;
+  const int32_t max_tokens = has_two_slots ? 4000 / num_ranks : num_tokens;
   const auto num_sms = pick<int32_t>(random, {1, 2, 3, 4});
   emulator::set_num_sms(num_sms);
   Session session(num_ranks, cast, blocks, kTimeout, newest_epoch, max_tokens);
@@ -441,7 +448,8 @@ std::string run_seed(uint64_t seed) {
     scenarios += ", failure " + std::to_string(scenario);
     run_failure(session, random, blocks, scenario);
   }
-  return std::to_string(num_ranks) + " ranks, cast " + std::to_string(cast) + ", " + std::to_string(experts_per_rank) +
+  return std::to_string(num_ranks) + " ranks, " + std::to_string(num_tokens) + " tokens, top_k " +
+         std::to_string(top_k) + ", cast " + std::to_string(cast) + ", " + std::to_string(experts_per_rank) +
          " experts per rank, form " + std::to_string(static_cast<int>(blocks.form)) + " on " +
          std::to_string(blocks.number) + " SMs of " + std::to_string(num_sms) + ", newest epoch " +
          std::to_string(static_cast<int32_t>(newest_epoch)) + ", scenarios" + scenarios;

@@ -91,9 +91,9 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
 
 // What is no start and its done is refused, and does no harm to what is.
 void unlike_halves() {
-  Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
+  Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
-  const LaunchPlan plan = plan_scatter(kTokens, 1, kTopK, num_chunks(kRowBytes), 0, member.num_sms, false);
+  const LaunchPlan plan = plan_scatter(num_tokens, 1, top_k, num_chunks(kRowBytes), 0, member.num_sms, false);
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);
@@ -130,12 +130,12 @@ void unlike_halves() {
 // More blocks than the GPU holds at once: some leave before others enter.
 void more_blocks_than_fit() {
   constexpr int32_t kBlocks = 1000;
-  Group group({experts_per_rank, kTopK, kTokens, kRowBytes, 0, 2.0, {{0}}});
+  Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   const int32_t sms = group.members()[0].num_sms, chunks = num_chunks(kRowBytes);
-  LaunchPlan gather_plan = plan_gather(kTokens, 1, kTopK, chunks, 0, sms);
-  LaunchPlan scatter_plans[] = {plan_scatter(kTokens, 1, kTopK, chunks, 0, sms, false),
-                                plan_scatter(kTokens, 1, kTopK, chunks, 5, sms, false)};  // with shared rows
+  LaunchPlan gather_plan = plan_gather(num_tokens, 1, top_k, chunks, 0, sms);
+  LaunchPlan scatter_plans[] = {plan_scatter(num_tokens, 1, top_k, chunks, 0, sms, false),
+                                plan_scatter(num_tokens, 1, top_k, chunks, 5, sms, false)};  // with shared rows
   for (LaunchPlan* plan : {&gather_plan, &scatter_plans[0], &scatter_plans[1]}) {
     plan->num_senders = plan->first_receiver = kBlocks;
     plan->num_blocks = 2 * kBlocks;
