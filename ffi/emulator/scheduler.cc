@@ -11,6 +11,7 @@ namespace jax_ep::emulator {
 constexpr uint64_t kTurnNs = 10;
 constexpr double kHeldSettleShare = 0.0003;  // of the turns, at which some held stores settle
 constexpr uint32_t kLogLongestNs = 22;  // of what delays a launch
+constexpr int kSlowSkips = 40;
 constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestSkipNs = 60'000'000'000;
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132
 // SMs.
@@ -320,11 +321,13 @@ void Scheduler::skip_time() {
     return;
   }
   if (ready_.empty() && polling_.empty()) stop("deadlock: nothing can go on" + report());
-  // Each skip is twice as long as the last one, until something happens.
-  next_skip_ns_ =
-      progress_ == progress_at_skip_ && next_skip_ns_ != 0 ? std::min(2 * next_skip_ns_, kLongestSkipNs) : kFirstSkipNs;
+  // At first time passes slowly: what polls looks at some words only now and then (Operation::wait_for). From then on,
+  // each skip is twice as long as the last one, until something happens.
+  if (progress_ != progress_at_skip_) num_skips_ = 0;
   progress_at_skip_ = progress_;
-  now_ns_ += next_skip_ns_;
+  if (num_skips_ < kSlowSkips) skip_ns_ = kFirstSkipNs;
+  now_ns_ += skip_ns_;
+  if (++num_skips_ >= kSlowSkips) skip_ns_ = std::min(2 * skip_ns_, kLongestSkipNs);
 }
 
 }  // namespace jax_ep::emulator

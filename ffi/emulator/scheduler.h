@@ -103,7 +103,8 @@ class Scheduler {
   size_t turns_without_progress_ = 0;
   uint64_t progress_ = 0, progress_at_skip_ = 0;
   uint32_t turn_ = 0;
-  uint64_t now_ns_ = 1'000'000, next_skip_ns_ = 0;
+  uint64_t now_ns_ = 1'000'000, skip_ns_ = 0;
+  int num_skips_ = 0;  // since something has happened
   bool streams_may_advance_ = false;
 };
 
