@@ -172,7 +172,7 @@ struct Launch {
   uint32_t cluster = 1;  // blocks that start together
   std::function<void()> kernel;
   uint64_t not_before_ns = 0, no_end_before_ns = 0;  // as an adversary has it
-  std::vector<uint32_t> order;  // in which blocks start
+  std::vector<uint32_t> order;                       // in which blocks start
   uint32_t num_started = 0, num_ended = 0;
   std::vector<std::shared_ptr<BlockStores>> stores;  // of blocks that have ended
   std::vector<int> cluster_arrived;

@@ -10,7 +10,7 @@ namespace jax_ep::emulator {
 
 constexpr uint64_t kTurnNs = 10;
 constexpr double kHeldSettleShare = 0.0003;  // of the turns, at which some held stores settle
-constexpr uint32_t kLogLongestNs = 22;  // of what delays a launch
+constexpr uint32_t kLogLongestNs = 22;       // of what delays a launch
 constexpr int kSlowSkips = 40;
 constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestSkipNs = 60'000'000'000;
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132

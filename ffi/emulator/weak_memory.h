@@ -1,5 +1,6 @@
 // Memory that blocks, ranks and hosts share. A store stays pending, visible to its own block only, until it settles.
-// Stores settle in any order, but those of a block to one address in their order. Loads are not reordered: PTX allows more.
+// Stores settle in any order, but those of a block to one address in their order. Loads are not reordered: PTX allows
+// more.
 //
 // A release names the stores that come before it: the thread's own, and those that its thread has synchronized with
 // through its warp and the block's barriers. Who reads the released value with an acquire makes them all settle.

@@ -103,10 +103,11 @@ struct Rank {
       rows{size_t(ranks) * num_tokens * top_k}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<Ticket> dispatch_tickets{kTickets}, combine_tickets{kTickets};
-  Array<float> x{size_t(num_tokens) * kHidden}, topk_weights{size_t(num_tokens) * top_k}, recv{size_t(num_rows) * kHidden},
-      weights{size_t(num_rows)}, like{size_t(num_rows) * kHidden}, out{size_t(num_tokens) * kHidden},
-      y{size_t(num_rows) * kHidden}, cotangent{size_t(num_rows) * kHidden}, weights_cotangent{size_t(num_rows)},
-      x_cotangent{size_t(num_tokens) * kHidden}, topk_cotangent{size_t(num_tokens) * top_k};
+  Array<float> x{size_t(num_tokens) * kHidden}, topk_weights{size_t(num_tokens) * top_k},
+      recv{size_t(num_rows) * kHidden}, weights{size_t(num_rows)}, like{size_t(num_rows) * kHidden},
+      out{size_t(num_tokens) * kHidden}, y{size_t(num_rows) * kHidden}, cotangent{size_t(num_rows) * kHidden},
+      weights_cotangent{size_t(num_rows)}, x_cotangent{size_t(num_tokens) * kHidden},
+      topk_cotangent{size_t(num_tokens) * top_k};
 
   Rank(int32_t ranks, int32_t rank, Rows shape = {}) : ranks(ranks), shape(shape) {
     must(cudaSetDevice(device_of(rank)));

@@ -11,7 +11,8 @@ namespace {
 struct AllToAll {
   Rank& rank;
   const int32_t index = rank.axis_index.host[0];
-  Array<float> x{size_t(num_tokens) * kHidden}, out{size_t(rank.ranks) * num_tokens * kHidden}, back{size_t(num_tokens) * kHidden};
+  Array<float> x{size_t(num_tokens) * kHidden}, out{size_t(rank.ranks) * num_tokens * kHidden},
+      back{size_t(num_tokens) * kHidden};
   // `place` is as in ScatterArgs. `sizes` are the rows for each rank. `out_splits` are the splits that arrive.
   Array<int32_t> splits{size_t(rank.experts)}, sizes{size_t(rank.ranks)}, place{size_t(num_tokens) * rank.ranks},
       out_splits{size_t(rank.experts)};
