@@ -162,7 +162,7 @@ constexpr int64_t control_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   return counts_offset(kMaxSlots, 0, num_ranks, experts_per_rank);
 }
 
-// What a kernel that gave up leaves in pinned host memory.
+// What a kernel that gave up, or the host, leaves in pinned host memory.
 struct FailureRecord {
   uint32_t valid;
   uint32_t reason;  // FailureReason
@@ -176,7 +176,8 @@ enum class FailureReason : uint32_t {
   kOtherOp,    // a peer is in another call
   kWrongRank,  // XLA runs another rank on this device than the group's mesh says
   kSlotTaken,  // the operation that had the slot before was started and never done
-  kElsewhere   // in another process, on another host perhaps: the record is there
+  kElsewhere,  // in another process, on another host perhaps: the record is there
+  kOtherOrder  // devices run this group's operations and another's in different order: ffi/cuda/call_order.h
 };
 
 // An operation runs in one launch, or in two: a start, which takes its turn, and a done, beside whatever comes then.

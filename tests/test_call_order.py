@@ -1,5 +1,10 @@
-"""A call of one rank meets the same call of the other ranks, or the group fails: in order by data, and by number."""
+"""A call of one rank meets the same call of the other ranks, or the group fails: in order by data, and by number.
 
+Two groups whose operations come in different order on different devices fail, too.
+"""
+
+import threading
+import time
 from functools import partial
 
 import jax
@@ -9,10 +14,13 @@ from jax import lax
 
 import jax_ep as ep
 from helpers import (
+    NO_GRAPHS,
     assert_same_bits,
     assert_trees_same_bits,
+    chain,
     compiled,
     emulated_patience,
+    make_mesh,
     open_group,
     place,
     run_spmd,
@@ -131,3 +139,95 @@ def test_ranks_run_equal_calls_in_different_order(kernel_backend, mesh, inputs, 
                 assert "its group has failed before" in str(error)
         with pytest.raises(ep.Error, match="^dispatch.*: rank . was in another call than rank "):
             group.check()
+
+
+# --- two groups -----------------------------------------------------------------------------------------------------
+
+IN_OTHER_ORDER = "ranks . and . run operations of this group and of another group in different order"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A mesh of two ranks."""
+    return make_mesh((2,))
+
+
+@pytest.fixture
+def two_groups(kernel_backend, pair):
+    """Two groups on the same devices, with a time-out that no test waits for."""
+    settings = {"backend": kernel_backend, "timeout": 200.0}
+    with open_group(pair, SMALL, **settings) as one, open_group(pair, SMALL, **settings) as other:
+        yield one, other
+
+
+def run(program, inputs, errors):
+    """Runs a program; an error of XLA's goes to `errors`."""
+    try:
+        to_numpy(program(*inputs))
+    except jax.errors.JaxRuntimeError as error:
+        errors.append(str(error))
+
+
+def expect_other_order(groups, begun, errors):
+    assert time.monotonic() - begun < 15  # emulated GPUs that waited would take PATIENCE_S
+    assert any("in different order" in error for error in errors)
+    for group in groups:
+        with pytest.raises(ep.Error, match=IN_OTHER_ORDER):
+            group.check()
+
+
+def test_groups_in_other_order_in_one_program(two_groups, pair):
+    one, other = two_groups
+    inputs = place(make_inputs(SMALL, pair.size), pair)
+
+    # Programs of their own: each call has the same number in both branches.
+    first, second = (jax.jit(partial(chain, group, layers=1)) for group in (one, other))
+
+    def at_odds(x, *routing):
+        def in_order(x):
+            return second(first(x, *routing), *routing)
+
+        def in_other_order(x):
+            return first(second(x, *routing), *routing)
+
+        return lax.cond(lax.axis_index("ep") == 0, in_order, in_other_order, x)
+
+    program = compiled(at_odds, pair, *inputs, options=NO_GRAPHS, check_vma=False)
+    begun, errors = time.monotonic(), []
+    run(program, inputs, errors)
+    expect_other_order(two_groups, begun, errors)
+
+
+def test_groups_of_two_threads(two_groups, pair):
+    """GPUs may get the programs of two host threads in different order, and then both groups fail. Or all is well."""
+    inputs = place(make_inputs(SMALL, pair.size), pair)
+    programs = [compiled(partial(chain, group), pair, *inputs, options=NO_GRAPHS) for group in two_groups]
+    begun, errors = time.monotonic(), []
+
+    def run_often(program):
+        for _ in range(20):
+            run(program, inputs, errors)
+
+    threads = [threading.Thread(target=run_often, args=(program,)) for program in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        expect_other_order(two_groups, begun, errors)
+    else:
+        assert time.monotonic() - begun < 15
+        for group in two_groups:
+            group.check()
+
+
+def test_groups_in_one_order(two_groups, pair):
+    """Programs that one host thread calls, without waiting for them."""
+    inputs = place(make_inputs(SMALL, pair.size), pair)
+    programs = [compiled(partial(chain, group), pair, *inputs) for group in two_groups]
+    first = [to_numpy(program(*inputs)) for program in programs]
+    again = [program(*inputs) for _ in range(4) for program in programs]
+    for turn, out in enumerate(again):
+        assert_same_bits(out, first[turn % 2])
+    for group in two_groups:
+        group.check()

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "ffi/cuda/call_order.h"
 #include "ffi/cuda/device.h"
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/runtime.h"
@@ -50,6 +51,9 @@ std::string summary(const FailureRecord& failure) {
       return "Error: " + op + ": rank " + rank + " has no room for another operation while older halves are under way";
     case FailureReason::kElsewhere:
       return "PeerTimeoutError: " + op + ": rank " + peer + " gave up, and rank " + rank + " with it";
+    case FailureReason::kOtherOrder:
+      return "Error: " + op + ": ranks " + rank + " and " + peer +
+             " run operations of this group and of another group in different order";
   }
   return "Error: " + op;
 }
@@ -272,6 +276,27 @@ void Group::close() {
   if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();
 }
 
+void Group::fail(const Member& member, const FailureRecord& why) const {
+  auto* const record = static_cast<FailureRecord*>(records_[0].memory.data()) + (&member - members_.data());
+  if (load_acquire_on_host(&record->valid)) return;
+  FailureRecord written = why;
+  written.valid = 0;
+  *record = written;
+  store_release_on_host(&record->valid, 1);
+
+  const OnDevice device(member.ordinal);
+  // A copy on the default stream could wait for the kernels that it shall end.
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  const uint32_t failed = 1u + why.rank;
+  for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+    cudaMemcpyAsync(&member.table.control[rank]->failed, &failed, sizeof(failed), cudaMemcpyHostToDevice, stream);
+  }
+  const cudaError_t status = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(status, "telling the ranks that their group has failed");
+}
+
 void Group::free_arenas() {
   for (Member& member : members_) {
     member.arena.free();
@@ -279,6 +304,11 @@ void Group::free_arenas() {
     const OnDevice device(member.ordinal);
     config_.network->free(std::exchange(member.symmetric_arena, nullptr));
   }
+}
+
+std::string Group::name() const {
+  return "Group(num_experts=" + std::to_string(config_.num_experts) + ", top_k=" + std::to_string(config_.top_k) +
+         ", max_tokens_per_rank=" + std::to_string(config_.max_tokens) + ")";
 }
 
 int64_t Group::bytes_per_device() const {
@@ -349,10 +379,18 @@ Registry& registry() {
 
 void open_group(int64_t id, GroupConfig config) {
   auto group = std::make_unique<Group>(std::move(config));
+  std::map<int32_t, std::vector<int32_t>> lines;
+  for (const Member& member : group->members()) lines[member.line].push_back(member.ordinal);
   const std::lock_guard<std::mutex> lock(registry().mutex);
   if (!registry().groups.emplace(id, std::move(group)).second) {
     throw std::runtime_error("this process has a group with the number " + std::to_string(id) + " already");
   }
+  for (const auto& [line, devices] : lines) call_order().open({id, line}, devices);
+}
+
+void close_group(int64_t id) {
+  call_order().close(id);
+  if (Group* group = find_group(id)) group->close();
 }
 
 Group* find_group(int64_t id) {

@@ -94,8 +94,13 @@ class Group {
   void close();
   void free_arenas();
 
+  // Has all ranks of the member's line give up, as a kernel does that fails (Operation::fail in protocol.cuh). Waits
+  // for no kernel.
+  void fail(const Member& member, const FailureRecord& why) const;
+
   bool closed() const { return closed_; }
   int32_t num_sms() const { return config_.num_sms; }  // the user's choice
+  std::string name() const;                            // some of the user's settings, for messages
   int64_t bytes_per_device() const;
   std::optional<FailureRecord> failure() const;
   // Of this process's ranks, in the order of members(). Waits for no kernel, and works after close().
@@ -133,6 +138,7 @@ class Group {
 
 // Groups by the number that stands in compiled programs, which is the same in all processes. A closed group keeps it.
 void open_group(int64_t id, GroupConfig config);
+void close_group(int64_t id);   // does nothing if there is none, as its opening has failed
 Group* find_group(int64_t id);  // null if this process has made no such group
 
 }  // namespace jax_ep

@@ -1,7 +1,8 @@
 // XLA FFI handlers of the CUDA backend: look up the group's memory on this device, check what the kernel relies on,
-// launch. No device memory is allocated, nothing is waited for. Nor is there host state that changes from call to call
-// but with halves, which are no commands of CUDA graphs: XLA may replay the launch of a whole operation without asking.
-// An operand or result with no elements stands for "none".
+// launch. No device memory is allocated, nothing is waited for. XLA may replay the launch of a whole operation from a
+// CUDA graph without asking, so two things only keep host state that changes from call to call: split-phase calls,
+// which are no commands of CUDA graphs, and the order of calls, which leaves out groups with calls in CUDA graphs. An
+// operand or result with no elements stands for "none".
 #include "ffi/cuda/handlers.h"
 
 #include <cuda_runtime_api.h>
@@ -9,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "ffi/cuda/call_order.h"
 #include "ffi/cuda/gather.h"
 #include "ffi/cuda/group.h"
 #include "ffi/cuda/halves.h"
@@ -119,12 +121,67 @@ ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t
   return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(op) + ": " + misfit));
 }
 
-// Turns what is thrown into XLA's errors.
+// The call would wait until the time-out.
+struct OrderError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The rank of `member` has found that it runs `op` in another order than `other_device` does.
+void fail_for_order(const Group& group, const Member& member, uint32_t op, int32_t other_device, uint64_t expected,
+                    uint64_t seen) {
+  FailureRecord why = {};
+  why.reason = static_cast<uint32_t>(FailureReason::kOtherOrder);
+  why.op = op;
+  why.rank = member.peers.rank;
+  why.peer = group.member_on(other_device)->peers.rank;
+  why.expected = static_cast<uint32_t>(expected);
+  why.seen = static_cast<uint32_t>(seen);
+  group.fail(member, why);
+}
+
+struct OrderedCall {
+  int64_t group;
+  OpKind op;
+  int32_t num_sms;  // at most
+};
+
+// Notes the call. If devices run it and another group's operations in different order, both groups fail, so that
+// kernels that wait already end at once, and it throws OrderError.
+void expect_order(const OrderedCall& call, const Member& member, cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  const auto op = static_cast<uint32_t>(call.op);
+  const auto conflicts = call_order().note(
+      {call.group, member.line},
+      {member.ordinal, stream, call.num_sms, member.num_sms, op, capture != cudaStreamCaptureStatusNone});
+  for (const OrderConflict& conflict : conflicts) {
+    const Group &group = *find_group(call.group), &other = *find_group(conflict.other.first);
+    if (!refusal(&other).empty()) continue;  // it makes no more calls, and its kernels end
+    const uint64_t here = conflict.others_before, there = conflict.others_before_there;
+    fail_for_order(group, member, op, conflict.other_device, there, here);
+    fail_for_order(other, *other.member_on(member.ordinal), conflict.other_op, conflict.other_device, there, here);
+    const auto after = [&](uint64_t count, int32_t device) {
+      return "after " + std::to_string(count) + " operations of the other group on device " + std::to_string(device);
+    };
+    throw OrderError(
+        "devices run operations of two groups in different order, so that each waits for the other: operation " +
+        std::to_string(conflict.number) + " of " + group.name() + " comes " + after(there, conflict.other_device) +
+        ", and " + after(here, member.ordinal) + "; the other group is " + other.name() +
+        ". Run the operations of both groups in the same order on all devices: in one program, or in programs that " +
+        "one host thread calls" +
+        (conflict.is_one_stream ? "" : "; or give both groups fewer SMs with num_sms, so that both fit on a device"));
+  }
+}
+
+// Turns what is thrown into XLA's errors. One call at a time is noted and enqueued on a device.
 template <typename Enqueue>
-ffi::Error enqueued(const char* op, Enqueue enqueue) {
+ffi::Error enqueued(const char* op, const Member& member, Enqueue enqueue) {
   const auto what = [=](const std::exception& error) { return std::string(op) + ": " + error.what(); };
   try {
+    const auto lock = call_order().lock(member.ordinal);
     enqueue();
+  } catch (const OrderError& error) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, what(error));
   } catch (const std::invalid_argument& error) {
     return ffi::Error::InvalidArgument(what(error));
   } catch (const std::runtime_error& error) {
@@ -134,10 +191,11 @@ ffi::Error enqueued(const char* op, Enqueue enqueue) {
 }
 
 // Launches a whole operation, or starts one in halves, which needs `buffers`.
-ffi::Error begin(const char* op, const Member& member, const Call& call, const Buffers& buffers, cudaStream_t stream,
-                 const Halves::Body& body) {
-  return enqueued(op, [&] {
+ffi::Error begin(const char* op, int64_t group, const Member& member, const Call& call, const Buffers& buffers,
+                 cudaStream_t stream, const Halves::Body& body) {
+  return enqueued(op, member, [&] {
     if (call.half == Half::kWhole) {
+      expect_order({group, call.op, body.num_blocks}, member, stream);
       check(body.launch(stream), "the kernel was not launched");
     } else {
       member.halves->start(call, buffers, body, stream);
@@ -165,7 +223,7 @@ ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
     return kernels.launch_scatter(peers, args, type, plan, on);
   };
-  return begin(op, **member, args, buffers, stream, {launch, plan.num_blocks});
+  return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
 ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
@@ -180,7 +238,7 @@ ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t 
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
     return kernels.launch_gather(peers, args, type, plan, on);
   };
-  return begin(op, **member, args, buffers, stream, {launch, plan.num_blocks});
+  return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
 // Memory that a start will need: XLA has allocated it, which is all.
@@ -192,12 +250,18 @@ Buffers addresses(const Buffer&... buffers) {
 }
 
 // The operands are the start's, but for its axis_index, and the ticket; the results are in the place of some of them.
-ffi::Error done(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands) {
+ffi::Error done(const char* op, OpKind kind, cudaStream_t stream, int32_t ordinal, int64_t group,
+                ffi::RemainingArgs operands) {
   const auto member = member_for(op, group, ordinal);
   if (member.has_error()) return member.error();
   Buffers buffers;
   for (size_t i = 0; i < operands.size(); ++i) buffers.push_back(data<const void>(*operands.get<ffi::AnyBuffer>(i)));
-  return enqueued(op, [&] { (*member)->halves->done(buffers, stream); });
+  // A start waits for no peer. The stream waits for the operation from the done on, so that is where the call counts.
+  const int32_t most_sms = num_sms(group, Half::kDone, (*member)->num_sms);
+  return enqueued(op, **member, [&] {
+    expect_order({group, kind, most_sms}, **member, stream);
+    (*member)->halves->done(buffers, stream);
+  });
 }
 
 void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {
@@ -273,7 +337,7 @@ ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs at
 
 ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
                          ffi::RemainingRets) {
-  return done("dispatch_done", stream, ordinal, group, operands);
+  return done("dispatch_done", OpKind::kDispatch, stream, ordinal, group, operands);
 }
 
 ScatterArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
@@ -379,7 +443,7 @@ ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, 
 
 ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
                         ffi::RemainingRets) {
-  return done("combine_done", stream, ordinal, group, operands);
+  return done("combine_done", OpKind::kCombine, stream, ordinal, group, operands);
 }
 
 ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,

@@ -57,8 +57,8 @@ JAX_EP_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
 nb::object group_failure(int64_t id) {
   const std::optional<FailureRecord> failure = find_group(id)->failure();
   if (!failure) return nb::none();
-  static constexpr const char* kReasons[] = {"timeout", "other op", "wrong rank", "slot taken",
-                                             "elsewhere"};  // enum FailureReason
+  static constexpr const char* kReasons[] = {"timeout",    "other op",  "wrong rank",
+                                             "slot taken", "elsewhere", "other order"};  // enum FailureReason
   return nb::make_tuple(kReasons[failure->reason], kOpNames[failure->op], failure->rank, failure->peer,
                         failure->expected, failure->seen);
 }
@@ -159,12 +159,7 @@ NB_MODULE(_cuda, m) {
         nb::arg("max_tokens"), nb::arg("max_payload"), nb::arg("num_sms"), nb::arg("timeout_seconds"),
         nb::arg("devices"), nb::arg("sharing"), nb::arg("exchange"), nb::arg("network").none(), nb::arg("pes"),
         nb::arg("node_size"));
-  m.def(
-      "close_group",
-      [](int64_t id) {
-        if (Group* group = find_group(id)) group->close();  // there is none whose opening has failed
-      },
-      nb::call_guard<nb::gil_scoped_release>());
+  m.def("close_group", close_group, nb::call_guard<nb::gil_scoped_release>());
   m.def("free_arenas", [](int64_t id) { find_group(id)->free_arenas(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("best_sharing", [](const std::vector<int32_t>& ordinals) {
     return best_sharing(ordinals) == Sharing::kIpc ? "ipc" : "descriptor";

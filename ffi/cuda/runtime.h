@@ -28,6 +28,9 @@ inline uint32_t load_acquire_on_host(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
+// A word in memory of the host, which other threads of the host read with load_acquire_on_host.
+inline void store_release_on_host(uint32_t* word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+
 // A function of the driver, which is not linked: the module loads where there is none.
 template <typename Function>
 Function driver_function(const char* name) {

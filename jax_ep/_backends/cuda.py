@@ -177,6 +177,12 @@ class CudaBackend:
         if reason == "elsewhere":
             why = "Group.check of its process says why"
             raise timed_out(message=f"{op}: rank {peer} gave up, and rank {rank} with it; {why}")
+        if reason == "other order":
+            raise Error(
+                f"{op}: ranks {rank} and {peer} run operations of this group and of another group in different order, "
+                "so that each would wait for the other; run the operations of both groups in the same order on all "
+                "devices: in one program, or in programs that one host thread calls"
+            )
         raise Error(
             f"{op}: the program runs rank {seen} on the device that group.mesh has as rank {rank}; pass "
             "mesh=group.mesh to jax.shard_map"
