@@ -20,6 +20,7 @@ from helpers import (
     chain,
     compiled,
     emulated_patience,
+    in_one_process,
     make_mesh,
     open_group,
     place,
@@ -176,6 +177,7 @@ def expect_other_order(groups, begun, errors):
             group.check()
 
 
+@in_one_process
 def test_groups_in_other_order_in_one_program(two_groups, pair):
     one, other = two_groups
     inputs = place(make_inputs(SMALL, pair.size), pair)
@@ -198,6 +200,7 @@ def test_groups_in_other_order_in_one_program(two_groups, pair):
     expect_other_order(two_groups, begun, errors)
 
 
+@in_one_process
 def test_groups_of_two_threads(two_groups, pair):
     """GPUs may get the programs of two host threads in different order, and then both groups fail. Or all is well."""
     inputs = place(make_inputs(SMALL, pair.size), pair)
