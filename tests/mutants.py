@@ -137,6 +137,11 @@ INCLUDES = -include switch.h -I. -Itests/native -Iffi/emulator/include
 OBJECTS = {objects}
 exchange_test: $(OBJECTS)
 \t$(CXX) $^ -o $@ -lpthread
+NETWORK = -DJAX_EP_NETWORK -Djax_ep=jax_ep_over_network
+%.network.o: %.cu
+\t$(CXX) $(FLAGS) $(INCLUDES) $(NETWORK) -x c++ -c $< -o $@
+%.network.o: %.cc
+\t$(CXX) $(FLAGS) $(INCLUDES) $(NETWORK) -c $< -o $@
 %.o: %.cc
 \t$(CXX) $(FLAGS) $(INCLUDES) -c $< -o $@
 %.o: %.cu
@@ -191,10 +196,13 @@ def build(folder: Path, mutants: Sequence[Mutant], jobs: int) -> Path:
     units = [*(ROOT / "ffi" / "cuda").glob("*.c[cu]"), *(ROOT / "ffi" / "emulator").glob("*.cc")]
     needs_xla = ("module", "handlers", "floor")
     units = [unit for unit in units if unit.stem not in needs_xla] + [ROOT / "tests" / "native" / "exchange_test.cu"]
-    units.sort(key=lambda unit: -unit.stat().st_size)  # what takes longest to compile comes first
-    objects = " ".join(unit.relative_to(ROOT).with_suffix(".o").as_posix() for unit in units)
+    kernels = [ROOT / "ffi" / "cuda" / name for name in ("scatter.cu", "gather.cu", "start.cu")]
+    of_network = [*kernels, *(ROOT / "ffi" / "cuda" / "nvshmem").glob("*.cu"), kernels[0].parent / "nvshmem/network.cc"]
+    objects = {unit.relative_to(ROOT).with_suffix(".o").as_posix(): unit for unit in units}
+    objects |= {unit.relative_to(ROOT).with_suffix(".network.o").as_posix(): unit for unit in of_network}
+    longest_first = sorted(objects, key=lambda name: -objects[name].stat().st_size)  # to compile
     write(folder / "switch.h", SWITCH)
-    write(folder / "Makefile", MAKEFILE.format(objects=objects))
+    write(folder / "Makefile", MAKEFILE.format(objects=" ".join(longest_first)))
     made = run(["make", "-s", f"-j{jobs}", "-C", folder], seconds=1200)
     if made is not None:
         raise SystemExit(f"{made.output}\nthe sources do not compile with all mutants")

@@ -110,8 +110,8 @@ void Group::open() {
     records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
   }
   for (Member& member : members_) {
-    member.table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}, {}};
     const OnDevice device(member.ordinal);
+    member.table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}, {}};
     upload(const_cast<PeerTable*>(member.peers.table), member.table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
   }
@@ -317,23 +317,27 @@ int64_t Group::bytes_per_device() const {
 }
 
 Traffic Group::traffic() const {
-  const Member& member = members_.at(0);
-  const OnDevice device(member.ordinal);
-  Traffic traffic = {};
-  check(cudaMemcpy(&traffic, member.symmetric_arena + NetworkLayout(layout_, num_ranks()).traffic_begin,
-                   sizeof(traffic), cudaMemcpyDeviceToHost),
-        "cudaMemcpy");
-  return traffic;
+  Traffic sum = {};
+  for (const Member& member : members_) {
+    const OnDevice device(member.ordinal);
+    const int64_t offset = NetworkLayout(layout_, num_ranks()).traffic_begin;
+    const auto traffic = download(reinterpret_cast<const Traffic*>(member.symmetric_arena + offset));
+    sum = {sum.rows + traffic.rows, sum.bytes + traffic.bytes};
+  }
+  return sum;
 }
 
 std::optional<FailureRecord> Group::failure() const {
+  std::optional<FailureRecord> elsewhere;
   for (const Records& records : records_) {
     const auto* first = static_cast<const FailureRecord*>(records.memory.data());
     for (const FailureRecord* record = first; record != first + records.count; ++record) {
-      if (load_acquire_on_host(&record->valid)) return *record;  // the record was written before `valid`
+      if (!load_acquire_on_host(&record->valid)) continue;  // the record was written before `valid`
+      if (static_cast<FailureReason>(record->reason) != FailureReason::kElsewhere) return *record;
+      elsewhere = *record;
     }
   }
-  return std::nullopt;
+  return elsewhere;  // if no record says why
 }
 
 std::vector<RankStats> Group::stats() const {

@@ -46,7 +46,7 @@ struct GroupConfig {
   // With kNone, all devices are here, and nothing is exchanged.
   Sharing sharing = Sharing::kNone;
   Exchange exchange = nullptr;
-  // Where ranks may be far: one of them is here, and the exchange is of nothing. `pes` is like `devices`.
+  // Where ranks may be far: the exchange is of nothing then. `pes` is like `devices`.
   const Network* network = nullptr;
   std::vector<std::vector<int32_t>> pes = {};
   int32_t node_size = 0;  // so many ranks in a row can map each other's memory
@@ -108,7 +108,7 @@ class Group {
   const std::vector<Member>& members() const { return members_; }
   const Member* member_on(int32_t ordinal) const;
   Kernels kernels() const { return config_.network ? config_.network->kernels : kernels_of_this_module(); }
-  Traffic traffic() const;  // of the rank here; over a network
+  Traffic traffic() const;  // of the ranks here; over a network
 
  private:
   // The failure records of a process's ranks.

@@ -65,15 +65,18 @@ inline Kernels kernels_of_this_module() {
   return {launch_scatter, launch_gather, launch_start, launch_hold, load_scatter, load_gather, load_start};
 }
 
-// What _nvshmem gives to _cuda.
+// What _nvshmem gives to _cuda. Each process has a GPU of its own; emulated ones are all in one.
 struct Network {
   Kernels kernels;
   // Zeros on the current device, at the same offset in all processes, which allocate and free together; null if there
   // is no room.
   uint8_t* (*allocate)(int64_t bytes);
   void (*free)(uint8_t* memory);
-  // A PE's memory, or null where it is far.
+  // A PE's memory, or null where it is far; `memory` is the current device's.
   uint8_t* (*pointer_to)(uint8_t* memory, int32_t pe);
 };
 
 }  // namespace jax_ep
+
+// NVSHMEM's `Network`. In no namespace: the emulator compiles these sources twice, the second time in another one.
+const void* jax_ep_network_table();

@@ -548,7 +548,10 @@ struct Operation {
 // A barrier of a team whose warps are of one block, that says whether the predicate holds for any thread. Teams have
 // the barriers from `first_barrier` on; there are not barriers for as many teams as have one warp.
 __device__ __forceinline__ bool any_of_team(const Team& team, int32_t first_barrier, bool predicate) {
-  if (team.num_warps == 1) return __any_sync(kAllLanes, predicate);
+  if (team.num_warps == 1) {
+    __syncwarp();  // which orders the lanes' memory accesses, as the vote does not
+    return __any_sync(kAllLanes, predicate);
+  }
   const int32_t number = warp_id() / team.num_warps;
   return named_barrier_or(first_barrier + number, team.num_warps * 32, predicate);
 }

@@ -4,7 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 Adversary adversary;
 
@@ -61,4 +61,4 @@ Adversary adversary_of(uint64_t seed, const std::string& settings) {
   return made;
 }
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

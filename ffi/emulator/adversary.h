@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 // splitmix64: few instructions, as it is asked at every access to memory.
 class Random {
@@ -49,4 +49,4 @@ Adversary adversary_of(uint64_t seed, const std::string& settings = "");
 
 extern Adversary adversary;
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

@@ -110,14 +110,14 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory);
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned flags);
 cudaError_t cudaIpcCloseMemHandle(void* memory);
 
-namespace jax_ep::emulator {
+namespace emulator {
 struct Stream;
 struct Event;
 // Makes visible what was released with the word's value, for a load of the host's that follows.
 void acquire_on_host(const void* word);
-}  // namespace jax_ep::emulator
-using cudaStream_t = jax_ep::emulator::Stream*;
-using cudaEvent_t = jax_ep::emulator::Event*;
+}  // namespace emulator
+using cudaStream_t = emulator::Stream*;
+using cudaEvent_t = emulator::Event*;
 enum : unsigned { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);

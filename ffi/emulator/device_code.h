@@ -4,7 +4,7 @@
 
 #include "ffi/emulator/machine.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 // A number that is looked up when it is read.
 template <typename Read>
@@ -28,58 +28,58 @@ struct ReadGridSize {
   uint32_t operator()() const { return current->warp->block->launch->num_blocks; }
 };
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator
 
 // One dimension is all that ffi/cuda uses.
-inline constexpr jax_ep::emulator::Coordinates<jax_ep::emulator::ReadThread> threadIdx;
-inline constexpr jax_ep::emulator::Coordinates<jax_ep::emulator::ReadBlock> blockIdx;
-inline constexpr jax_ep::emulator::Coordinates<jax_ep::emulator::ReadBlockSize> blockDim;
-inline constexpr jax_ep::emulator::Coordinates<jax_ep::emulator::ReadGridSize> gridDim;
+inline constexpr emulator::Coordinates<emulator::ReadThread> threadIdx;
+inline constexpr emulator::Coordinates<emulator::ReadBlock> blockIdx;
+inline constexpr emulator::Coordinates<emulator::ReadBlockSize> blockDim;
+inline constexpr emulator::Coordinates<emulator::ReadGridSize> gridDim;
 inline constexpr int warpSize = 32;
 
 // --- warp collectives: all 32 lanes take part, as everywhere in ffi/cuda -------------------------------------------
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane) {
-  return jax_ep::emulator::exchange(mask, value, [=](int) { return lane & 31; });
+  return emulator::exchange(mask, value, [=](int) { return lane & 31; });
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
-  return jax_ep::emulator::exchange(mask, value, [=](int self) { return self ^ lane_mask; });
+  return emulator::exchange(mask, value, [=](int self) { return self ^ lane_mask; });
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
-  return jax_ep::emulator::exchange(mask, value,
+  return emulator::exchange(mask, value,
                                     [=](int self) { return self < static_cast<int>(delta) ? self : self - delta; });
 }
 inline unsigned __ballot_sync(unsigned mask, bool predicate) {
-  const auto lane = jax_ep::emulator::current->lane;
-  return jax_ep::emulator::reduce(mask, static_cast<unsigned>(predicate) << lane,
+  const auto lane = emulator::current->lane;
+  return emulator::reduce(mask, static_cast<unsigned>(predicate) << lane,
                                   [](unsigned a, unsigned b) { return a | b; });
 }
 inline int __any_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, !predicate) == 0; }
 inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
-  return jax_ep::emulator::reduce(mask, value, [](unsigned a, unsigned b) { return a | b; });
+  return emulator::reduce(mask, value, [](unsigned a, unsigned b) { return a | b; });
 }
 template <typename T>
 T __reduce_add_sync(unsigned mask, T value) {
-  return jax_ep::emulator::reduce(mask, value, [](T a, T b) { return a + b; });
+  return emulator::reduce(mask, value, [](T a, T b) { return a + b; });
 }
 template <typename T>
 T __reduce_max_sync(unsigned mask, T value) {
-  return jax_ep::emulator::reduce(mask, value, [](T a, T b) { return std::max(a, b); });
+  return emulator::reduce(mask, value, [](T a, T b) { return std::max(a, b); });
 }
 template <typename T>
 T __reduce_min_sync(unsigned mask, T value) {
-  return jax_ep::emulator::reduce(mask, value, [](T a, T b) { return std::min(a, b); });
+  return emulator::reduce(mask, value, [](T a, T b) { return std::min(a, b); });
 }
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value) {
-  return jax_ep::emulator::match_any(mask, static_cast<uint64_t>(value));
+  return emulator::match_any(mask, static_cast<uint64_t>(value));
 }
-inline void __syncwarp() { jax_ep::emulator::sync_warp(); }
-inline void __syncthreads() { jax_ep::emulator::barrier(0, jax_ep::emulator::current->warp->block->num_running, true); }
+inline void __syncwarp() { emulator::sync_warp(); }
+inline void __syncthreads() { emulator::barrier(0, emulator::current->warp->block->num_running, true); }
 
 // --- memory --------------------------------------------------------------------------------------------------------
 
@@ -97,11 +97,11 @@ T __ldca(const T* p) {
 }
 template <typename T>
 T atomicAdd(T* p, T value) {
-  return jax_ep::emulator::atomic(p, [=](T before) { return before + value; });
+  return emulator::atomic(p, [=](T before) { return before + value; });
 }
 template <typename T>
 T atomicExch(T* p, T value) {
-  return jax_ep::emulator::atomic(p, [=](T) { return value; });
+  return emulator::atomic(p, [=](T) { return value; });
 }
 
 // --- arithmetic ----------------------------------------------------------------------------------------------------
@@ -149,5 +149,5 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   const std::tuple<std::decay_t<Params>...> copies(std::forward<Args>(args)...);
-  return jax_ep::emulator::launch(*config, [kernel, copies] { std::apply(kernel, copies); });
+  return emulator::launch(*config, [kernel, copies] { std::apply(kernel, copies); });
 }

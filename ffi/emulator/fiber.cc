@@ -70,7 +70,7 @@ jax_ep_switch_fiber:
 #error "The emulator switches fibers on x86-64 and aarch64 only."
 #endif
 
-namespace jax_ep::emulator {
+namespace emulator {
 namespace {
 
 constexpr uint64_t kUntouched = 0x5354414b454e4421;  // at the end of each stack
@@ -119,4 +119,4 @@ void* new_fiber(void* stack, void (*entry)()) {
   return frame;
 }
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

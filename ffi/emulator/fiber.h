@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 // Saves the registers that a call preserves, stores the stack pointer in `*from`, and continues at `to`.
 extern "C" void jax_ep_switch_fiber(void** from, void* to);
@@ -16,4 +16,4 @@ bool give_stack_back(void* stack);
 // Prepares a stack such that the first switch to the returned stack pointer calls `entry`, which must not return.
 void* new_fiber(void* stack, void (*entry)());
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

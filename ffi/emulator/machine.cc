@@ -8,7 +8,7 @@
 #include "ffi/emulator/fiber.h"
 #include "ffi/emulator/scheduler.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 Thread* current = nullptr;
 
@@ -371,4 +371,4 @@ bool has_landed(const uint64_t* landed, uint32_t phase) {
   return landed_at(const_cast<uint64_t*>(landed)).phase != phase;
 }
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

@@ -16,7 +16,7 @@
 #include "ffi/emulator/cuda_api.h"
 #include "ffi/emulator/weak_memory.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 inline constexpr int kWarpLanes = 32;
 inline constexpr int kMaxBarriers = 16;
@@ -181,4 +181,4 @@ struct Launch {
 
 cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> kernel);
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

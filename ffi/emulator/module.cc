@@ -2,9 +2,10 @@
 
 #include <nanobind/stl/string.h>
 
+#include "ffi/cuda/network.h"
 #include "ffi/emulator/runtime.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 void bind(nanobind::module_& module) {
   namespace nb = nanobind;
@@ -12,7 +13,8 @@ void bind(nanobind::module_& module) {
              nb::call_guard<nb::gil_scoped_release>());
   module.def("set_patience", set_patience, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
   module.def("set_num_sms", set_num_sms, nb::arg("num_sms"), nb::call_guard<nb::gil_scoped_release>());
+  module.def("network", [] { return nb::capsule(jax_ep_network_table()); });
   run_in_background();
 }
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

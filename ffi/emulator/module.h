@@ -3,8 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 void bind(nanobind::module_& module);
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

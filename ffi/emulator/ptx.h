@@ -115,5 +115,5 @@ inline uint64_t globaltimer_ns() { return emulator::now_ns(); }
 #define JAX_EP_SHARED(Type, name)   \
   struct name##_tag {};             \
   Type& name = *static_cast<Type*>( \
-      ::jax_ep::emulator::shared_variable(&::jax_ep::emulator::shared_tag<name##_tag>, sizeof(Type), alignof(Type)))
-#define JAX_EP_DYNAMIC_SHARED(alignment, name) uint8_t* const name = ::jax_ep::emulator::dynamic_shared()
+      ::emulator::shared_variable(&::emulator::shared_tag<name##_tag>, sizeof(Type), alignof(Type)))
+#define JAX_EP_DYNAMIC_SHARED(alignment, name) uint8_t* const name = ::emulator::dynamic_shared()

@@ -16,7 +16,7 @@
 #include "ffi/emulator/adversary.h"
 #include "ffi/emulator/scheduler.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -35,19 +35,6 @@ Host& host() {
   static auto* host = new Host;
   return *host;
 }
-
-class Lock {
- public:
-  Lock() {
-    ++host().waiting;
-    lock_ = std::unique_lock(host().mutex);
-    --host().waiting;
-  }
-  std::unique_lock<std::recursive_mutex>& get() { return lock_; }
-
- private:
-  std::unique_lock<std::recursive_mutex> lock_;
-};
 
 void add_work(Stream& stream, Work work) {
   scheduler().add_work(stream, std::move(work));
@@ -103,6 +90,12 @@ cudaError_t failed(cudaError_t status) { return newest_error = status; }
 Stream& stream_or_default(cudaStream_t stream) { return stream ? *stream : *stream_of_device(ordinal_here); }
 
 }  // namespace
+
+Lock::Lock() {
+  ++host().waiting;
+  lock_ = std::unique_lock(host().mutex);
+  --host().waiting;
+}
 
 void set_num_sms(int num_sms) {
   const Lock lock;
@@ -181,9 +174,9 @@ cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> kerne
   return cudaSuccess;
 }
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator
 
-using namespace jax_ep::emulator;
+using namespace emulator;
 
 // --- errors and devices --------------------------------------------------------------------------------------------
 

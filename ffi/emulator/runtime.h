@@ -2,10 +2,21 @@
 #pragma once
 
 #include <functional>
+#include <mutex>
 
 #include "ffi/emulator/cuda_api.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
+
+// Keeps fibers from running while a thread of the host changes what is theirs.
+class Lock {
+ public:
+  Lock();
+  std::unique_lock<std::recursive_mutex>& get() { return lock_; }
+
+ private:
+  std::unique_lock<std::recursive_mutex> lock_;
+};
 
 // How many SMs the devices have that are made from here on: few, so that plans are small.
 void set_num_sms(int num_sms);
@@ -26,4 +37,4 @@ cudaStream_t stream_of_device(int ordinal);
 // Calls `then` on a thread of its own when all that is in the stream now has run.
 void when_done(cudaStream_t stream, std::function<void()> then);
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

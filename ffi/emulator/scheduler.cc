@@ -5,8 +5,9 @@
 #include <string>
 
 #include "ffi/emulator/adversary.h"
+#include "ffi/emulator/network.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 constexpr uint64_t kTurnNs = 10;
 constexpr double kHeldSettleShare = 0.0003;  // of the turns, at which some held stores settle
@@ -244,6 +245,10 @@ bool Scheduler::step() {
   if (adversary.delays_stores) {
     settle_some(adversary.settle_share);
     if (adversary.random.happens(kHeldSettleShare)) settle_held();
+    if (has_puts()) {
+      deliver_some(adversary.settle_share);
+      if (adversary.random.happens(kHeldSettleShare)) deliver_held();
+    }
   }
   const bool polls = adversary.shuffles_warps ? adversary.random.happens(0.2) : turn_ % 8 == 0;
   // A thread that polls may lose the processor while it looks: it is ready then, too, and gets nowhere.
@@ -255,9 +260,10 @@ bool Scheduler::step() {
   // Everybody waits.
   if (land_some(1)) return true;
   if (settle_some(0.5) || settle_some(1)) return true;
+  if (has_puts() && (deliver_some(0.5) || deliver_some(1))) return true;
   advance_streams();
   if (progress_ != before) return true;
-  return end_stalls(true) || settle_held();
+  return end_stalls(true) || settle_held() || deliver_held();
 }
 
 // When the next launch or SM is free that an adversary holds back.
@@ -330,4 +336,4 @@ void Scheduler::skip_time() {
   if (++num_skips_ >= kSlowSkips) skip_ns_ = std::min(2 * skip_ns_, kLongestSkipNs);
 }
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

@@ -10,7 +10,7 @@
 
 #include "ffi/emulator/machine.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 inline constexpr size_t kSharedBytes = size_t{227} << 10;  // of a block, and of an SM
 inline constexpr int kThreadsPerSm = 2048;
@@ -110,4 +110,4 @@ class Scheduler {
 
 Scheduler& scheduler();
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

@@ -7,7 +7,7 @@
 #include "ffi/emulator/machine.h"
 #include "ffi/emulator/scheduler.h"
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 constexpr uintptr_t kGranuleBytes = 16;
 
@@ -93,19 +93,6 @@ bool covers(const Release& release, const PendingStore& store) {
   return store.lane == release.lane ? store.number < release.own_warp : store.number < release.ordered[store.warp];
 }
 
-// What the running thread's stores until now, and those it has synchronized with, are to a release.
-std::shared_ptr<Release> release_here() {
-  const Warp& warp = *current->warp;
-  auto release = std::make_shared<Release>();
-  release->block = warp.block->stores;
-  release->warp = warp.number;
-  release->lane = current->lane;
-  release->own_warp = warp.num_stores;
-  release->ordered = warp.ordered;
-  release->ordered[warp.number] = current->stores_ordered;
-  return release;
-}
-
 bool orders_before(Order order) { return order == Order::kRelease || order == Order::kAcquireRelease; }
 bool orders_behind(Order order) { return order == Order::kAcquire || order == Order::kAcquireRelease; }
 
@@ -139,6 +126,18 @@ void add_pending(uintptr_t address, const uint8_t* value, uint32_t bytes, const 
 }
 
 }  // namespace
+
+std::shared_ptr<Release> release_here() {
+  const Warp& warp = *current->warp;
+  auto release = std::make_shared<Release>();
+  release->block = warp.block->stores;
+  release->warp = warp.number;
+  release->lane = current->lane;
+  release->own_warp = warp.num_stores;
+  release->ordered = warp.ordered;
+  release->ordered[warp.number] = current->stores_ordered;
+  return release;
+}
 
 bool Release::is_settled() const {
   return std::none_of(block->pending.begin(), block->pending.end(),
@@ -208,6 +207,11 @@ void load_bytes(const void* p, void* value, uint32_t bytes, Order order) {
   forget_if_empty(granule);
 }
 
+void write_settled(void* p, const void* value, uint32_t bytes, const std::shared_ptr<Release>& release) {
+  std::memcpy(p, value, bytes);
+  if (release && !release->is_settled()) granules[granule_of(p)].releases.push_back(release);
+}
+
 void begin_atomic(void* p, uint32_t bytes, Order order) {
   may_switch();
   Granule* at = find_granule(p);
@@ -273,4 +277,4 @@ void settle_all(BlockStores& block) {
   while (!block.pending.empty()) settle(block.pending.back());
 }
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 struct PendingStore;
 struct BlockStores {
@@ -60,10 +60,15 @@ T atomic(T* p, Next next, Order order = Order::kRelaxed) {
   return before;
 }
 
+// What the running thread's stores until now, and those it has synchronized with, are to a release.
+std::shared_ptr<Release> release_here();
+// A network's store: it is visible at once, and `release`, if there is one, comes before it.
+void write_settled(void* p, const void* value, uint32_t bytes, const std::shared_ptr<Release>& release);
+
 // For the scheduler. settle_some: about `share` of the pending stores that are not held; returns whether there was one.
 // settle_held: some that are held, once nothing else can run. settle_all: all of a block.
 bool settle_some(double share);
 bool settle_held();
 void settle_all(BlockStores& block);
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator

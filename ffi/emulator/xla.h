@@ -13,6 +13,8 @@ namespace jax_ep {
 // In place of the stream that XLA has for a GPU.
 struct CallStream {};
 
+}  // namespace jax_ep
+
 namespace emulator {
 
 // A handler that enqueues a call on a device's stream, and tells XLA when the stream has come to its end. It does not
@@ -33,7 +35,6 @@ auto on_stream(Handler handler) {
 }
 
 }  // namespace emulator
-}  // namespace jax_ep
 
 namespace xla::ffi {
 
@@ -44,11 +45,11 @@ struct CtxDecoding<jax_ep::CallStream> {
                                     DiagnosticEngine& diagnostic) {
     const auto ordinal = CtxDecoding<DeviceOrdinal>::Decode(api, context, diagnostic);
     if (!ordinal) return std::nullopt;
-    return jax_ep::emulator::stream_of_device(*ordinal);
+    return emulator::stream_of_device(*ordinal);
   }
 };
 
 }  // namespace xla::ffi
 
 #define JAX_EP_DEFINE_HANDLER(name, handler, binding, ...) \
-  XLA_FFI_DEFINE_HANDLER(name, ::jax_ep::emulator::on_stream(handler), binding)
+  XLA_FFI_DEFINE_HANDLER(name, ::emulator::on_stream(handler), binding)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_ep import _checks, _native, _network, _processes
 from jax_ep._backends.cuda import MAX_RANKS, CudaBackend
+from jax_ep._backends.emulated import EmulatedBackend
 from jax_ep._backends.reference import ReferenceBackend
 
 if TYPE_CHECKING:
@@ -125,7 +126,9 @@ def open_backend(name: str, group: Group) -> Backend:
     """Makes the backend `name`, as returned by `choose`, for `group`."""
     if name == "reference":
         return ReferenceBackend(group)
-    return CudaBackend(group, cast(ModuleType, _native.emulated if name == "emulated" else _native.cuda))
+    if name == "emulated":
+        return EmulatedBackend(group)
+    return CudaBackend(group, cast(ModuleType, _native.cuda))
 
 
 def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str) -> str:

@@ -83,7 +83,7 @@ class CudaBackend:
         self.closed = False
 
     def _open(self) -> None:
-        group, me, processes = self._group, jax.process_index(), self._meeting.processes
+        group, me = self._group, jax.process_index()
         gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._lines)]
         told = self._meeting.exchange({"settings": self._settings, "gpus": gpus, "host": _processes.host()})
         _expect_same_settings(told, me)
@@ -91,7 +91,7 @@ class CudaBackend:
         hosts = {process: answer["host"] for process, answer in told.items()}
         network = None
         if _network.is_needed(self._lines, hosts):
-            network = _network.start(self._meeting, hosts.values(), _local_ordinals(self._lines)[0])
+            network = self._start_network(hosts)
         self._has_network = network is not None
         self._sharing = choose_sharing(self._lines, self._native) if network is None else "none"
         self._frees_together = self._has_network
@@ -111,12 +111,20 @@ class CudaBackend:
                 sharing=self._sharing,
                 exchange=self._exchange if network is None else self._exchange_nothing,
                 network=network,
-                pes=[[processes.index(device.process_index) for device in line] for line in self._lines],
+                pes=[[self._processing_element(device) for device in line] for line in self._lines],
                 node_size=_network.node_size(self._lines, hosts),
             )
         except RuntimeError as error:
             raise Error(f"Group: {error}") from None
         self._meeting.exchange(None)  # no kernel writes to a peer before all memory is ready
+
+    def _start_network(self, hosts: dict[int, str]) -> Any:
+        """What the native group needs of NVSHMEM; `hosts`: of each process."""
+        return _network.start(self._meeting, hosts.values(), _local_ordinals(self._lines)[0])
+
+    def _processing_element(self, device: jax.Device) -> int:
+        """The number that NVSHMEM knows a device by."""
+        return self._meeting.processes.index(device.process_index)
 
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
         """Gives what others need to map this process's memory to those that share a line of the mesh with it."""

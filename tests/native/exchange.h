@@ -99,7 +99,9 @@ struct Rank {
   int64_t capacity = shape.capacity > 0 ? shape.capacity : most_rows;
   int64_t num_rows = shape.layout == Layout::kExpert ? experts_per_rank * capacity : capacity;
   cudaStream_t streams[kStreams];
-  Array<int32_t> axis_index{1}, ids{size_t(num_tokens) * top_k}, place{size_t(num_tokens) * ranks},
+  Array<int32_t> axis_index{1}, ids{size_t(num_tokens) * top_k},
+      place{size_t(2) * num_tokens * ranks},  // half of it without a network
+
       rows{size_t(ranks) * num_tokens * top_k}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<Ticket> dispatch_tickets{kTickets}, combine_tickets{kTickets};
@@ -326,12 +328,13 @@ struct Blocks {
 class Session {
  public:
   Session(int32_t num_ranks, int32_t cast, Blocks blocks, double timeout_seconds = 60.0, uint32_t newest_epoch = 0,
-          int32_t max_tokens = num_tokens, Rows shape = {})
+          int32_t max_tokens = num_tokens, Rows shape = {}, int32_t node_size = 0)
       : num_ranks_(num_ranks),
         cast_(cast),
         blocks_(blocks),
         config_{num_ranks * experts_per_rank, top_k, max_tokens, kRowBytes, blocks.number, timeout_seconds,
                 {devices(num_ranks)}} {
+    if (node_size > 0) span_nodes(node_size);
     open_group();
     for (const Member& member : group().members()) {
       Control control = initial_control(member.peers.layout.num_slots, newest_epoch);
@@ -341,12 +344,21 @@ class Session {
     for (int32_t rank = 0; rank < num_ranks; ++rank) ranks_.push_back(std::make_unique<Rank>(num_ranks, rank, shape));
   }
 
+  ~Session() { close_group(); }
+
   int32_t num_ranks() const { return num_ranks_; }
+  // Whether a rank sees what another one has counted.
+  bool are_near(size_t rank, size_t other) const {
+    return config_.network == nullptr || rank / config_.node_size == other / config_.node_size;
+  }
   int32_t cast() const { return cast_; }
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
   // In place of the one that there was.
-  void open_group() { group_ = std::make_unique<Group>(config_); }
+  void open_group() {
+    close_group();
+    group_ = std::make_unique<Group>(config_);
+  }
   std::vector<std::unique_ptr<Rank>>& ranks() { return ranks_; }
   void wait() const { synchronize(num_ranks_); }
 
@@ -434,22 +446,41 @@ class Session {
     return devices;
   }
 
+  void close_group() {
+    if (!group_) return;
+    group_->close();
+    group_->free_arenas();
+  }
+
+  // Has the group use a network: each rank is a processing element, which has its device's number.
+  void span_nodes(int32_t node_size) {
+#ifdef JAX_EP_EMULATOR
+    config_.network = static_cast<const Network*>(jax_ep_network_table());
+    config_.exchange = [](const ProcessHandle&) { return std::vector<ProcessHandle>(); };
+    config_.pes = config_.devices;
+    config_.node_size = node_size;
+#else
+    throw std::logic_error("one GPU has no network");
+#endif
+  }
+
   template <typename Args>
   Halves::Body body_of(const Member& member, const Args& call) const {
     const Peers& peers = member.peers;
+    const Kernels kernels = group().kernels();
     if constexpr (std::is_same_v<Args, ScatterArgs>) {
       const LaunchPlan plan = blocks_.adjust(
           plan_scatter(call.num_tokens, num_ranks_, call.top_k, num_chunks(call.num_scales ? kHidden : kRowBytes),
                        blocks_.number, member.num_sms, call.arrival == Arrival::kCombineBack));
-      const auto launch = [&peers, call, plan](cudaStream_t stream) {
-        return launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
+      const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
+        return kernels.launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
       };
       return {launch, plan.num_blocks};
     } else {
       const LaunchPlan plan = blocks_.adjust(plan_gather(call.num_tokens, num_ranks_, call.rows ? call.top_k : 0,
                                                          num_chunks(kRowBytes), blocks_.number, member.num_sms));
-      const auto launch = [&peers, call, plan](cudaStream_t stream) {
-        return launch_gather(peers, call, ElementType::kFloat32, plan, stream);
+      const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
+        return kernels.launch_gather(peers, call, ElementType::kFloat32, plan, stream);
       };
       return {launch, plan.num_blocks};
     }
@@ -457,7 +488,7 @@ class Session {
 
   const int32_t num_ranks_, cast_;
   const Blocks blocks_;
-  const GroupConfig config_;
+  GroupConfig config_;
   std::unique_ptr<Group> group_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };

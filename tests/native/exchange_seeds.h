@@ -403,6 +403,18 @@ void run_failure(Session& session, std::mt19937& random, Blocks blocks, uint32_t
 }
 constexpr uint32_t kFailures = 6;
 
+// How many ranks are a node of a group over a network; 0 without one. Where nodes have several ranks, half of the groups
+// get so many tokens that rows go by node.
+int32_t pick_node_size(std::mt19937& random, int32_t num_ranks) {
+  const std::vector<int32_t> sizes = num_ranks == 8   ? std::vector<int32_t>{0, 0, 2, 4}
+                                     : num_ranks == 4 ? std::vector<int32_t>{0, 0, 1, 2, 2}
+                                     : num_ranks == 2 ? std::vector<int32_t>{0, 0, 1}
+                                                      : std::vector<int32_t>{0};
+  const auto size = pick(random, sizes);
+  if (size > 1 && random() % 2) num_tokens = 33 + random() % 8, top_k = 1 + random() % 2;
+  return size;
+}
+
 // What the seed has chosen, for who looks for the reason of a failure.
 std::string run_seed(uint64_t seed) {
   std::mt19937 random(static_cast<uint32_t>(seed));
@@ -427,12 +439,15 @@ std::string run_seed(uint64_t seed) {
   // Epochs that wrap, where epoch 0 is behind operations that have written every word that it waits for.
   const bool has_wrapping_epochs = random() % 6 == 0;
   const uint32_t newest_epoch = has_wrapping_epochs ? -(7 + random() % 4) : 0;
+  // Not of the random numbers of the rest, which would be others then.
+  std::mt19937 of_network(static_cast<uint32_t>(~seed));
+  const int32_t node_size = pick_node_size(of_network, num_ranks);
   // So many that the arena has two slots.
   const bool has_two_slots = num_ranks <= 3 && random() % 3 == 0;
   const int32_t max_tokens = has_two_slots ? 4000 / num_ranks : num_tokens;
   const auto num_sms = pick<int32_t>(random, {1, 2, 3, 4, 6});
   emulator::set_num_sms(num_sms);
-  Session session(num_ranks, cast, blocks, kTimeout, newest_epoch, max_tokens);
+  Session session(num_ranks, cast, blocks, kTimeout, newest_epoch, max_tokens, {}, node_size);
   EXPECT_EQ(session.group().members()[0].peers.layout.num_slots, has_two_slots ? 2 : 4);
   session.randomize(random);
   session.run_whole();
@@ -451,7 +466,8 @@ std::string run_seed(uint64_t seed) {
     scenarios += ", failure " + std::to_string(scenario);
     run_failure(session, random, blocks, scenario);
   }
-  return std::to_string(num_ranks) + " ranks, " + std::to_string(num_tokens) + " tokens, top_k " +
+  const std::string nodes = node_size > 0 ? " in nodes of " + std::to_string(node_size) : "";
+  return std::to_string(num_ranks) + " ranks" + nodes + ", " + std::to_string(num_tokens) + " tokens, top_k " +
          std::to_string(top_k) + ", cast " + std::to_string(cast) + ", " + std::to_string(experts_per_rank) +
          " experts per rank, form " + std::to_string(static_cast<int>(blocks.form)) + " on " +
          std::to_string(blocks.number) + " SMs of " + std::to_string(num_sms) + ", newest epoch " +

@@ -14,13 +14,6 @@ namespace {
 
 namespace nb = nanobind;
 
-const Network kNetwork = {
-    kernels_of_this_module(),
-    [](int64_t bytes) { return static_cast<uint8_t*>(nvshmem_calloc(bytes, 1)); },
-    [](uint8_t* memory) { nvshmem_free(memory); },
-    [](uint8_t* memory, int32_t pe) { return static_cast<uint8_t*>(nvshmem_ptr(memory, pe)); },
-};
-
 // Of the processes that start together; one of them makes it.
 nb::bytes unique_id() {
   nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
@@ -53,7 +46,7 @@ NB_MODULE(_nvshmem, m) {
   m.def("unique_id", unique_id);
   m.def("start", start, nb::arg("unique_id"), nb::arg("pe"), nb::arg("num_pes"), nb::arg("ordinal"));
   m.def("finish", finish, nb::arg("ordinal"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("network", [] { return nb::capsule(&kNetwork); });
+  m.def("network", [] { return nb::capsule(jax_ep_network_table()); });
 }
 
 }  // namespace

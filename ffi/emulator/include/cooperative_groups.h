@@ -6,11 +6,11 @@
 namespace cooperative_groups {
 
 struct cluster_group {
-  static unsigned size() { return jax_ep::emulator::current->warp->block->launch->cluster; }
+  static unsigned size() { return emulator::current->warp->block->launch->cluster; }
   static unsigned block_rank() { return blockIdx.x % size(); }
   static unsigned thread_rank() { return block_rank() * blockDim.x + threadIdx.x; }
   static unsigned num_threads() { return size() * blockDim.x; }
-  static void sync() { jax_ep::emulator::sync_cluster(); }
+  static void sync() { emulator::sync_cluster(); }
 };
 inline cluster_group this_cluster() { return {}; }
 

@@ -18,7 +18,7 @@ struct __half {
   constexpr operator __half_raw() const { return {__x}; }
 };
 
-namespace jax_ep::emulator {
+namespace emulator {
 
 // Rounds |value| to nearest even, on a grid with `kMantissaBits` bits of mantissa and exponents of bias `kBias`.
 // Returns the code without a sign. The grid has no largest code: the caller handles overflow. `magnitude` holds the
@@ -41,7 +41,7 @@ inline uint32_t round_magnitude(uint32_t magnitude) {
   return (mantissa + (1u << (dropped_bits - 1)) - 1 + is_odd) >> dropped_bits;
 }
 
-}  // namespace jax_ep::emulator
+}  // namespace emulator
 
 // Every NaN becomes 0x7fffffff.
 inline float __half2float(__half half) {
@@ -69,6 +69,6 @@ inline __half __float2half_rn(float value) {
   std::memcpy(&bits, &value, sizeof(bits));
   const uint32_t magnitude = bits & 0x7fffffffu, sign = bits >> 31 << 15;
   if (magnitude > 0x7f800000u) return __half_raw{0x7fff};
-  const uint32_t code = magnitude < 0x7f800000u ? jax_ep::emulator::round_magnitude<10, 15>(magnitude) : kInfinity;
+  const uint32_t code = magnitude < 0x7f800000u ? emulator::round_magnitude<10, 15>(magnitude) : kInfinity;
   return __half_raw{static_cast<unsigned short>(sign | (code < kInfinity ? code : kInfinity))};
 }

@@ -1,0 +1,4 @@
+// Of NVSHMEM; nvshmem.h has all of it.
+#pragma once
+
+#include "nvshmem.h"

@@ -1,0 +1,25 @@
+"""The CUDA backend on emulated GPUs (ffi/emulator/), which are CPU devices of one process: for tests."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+
+from jax_ep import _native
+from jax_ep._backends.cuda import CudaBackend
+
+if TYPE_CHECKING:
+    from jax_ep._group import Group
+
+
+class EmulatedBackend(CudaBackend):
+    def __init__(self, group: Group) -> None:
+        super().__init__(group, cast(ModuleType, _native.emulated))
+
+    def _start_network(self, hosts: dict[int, str]) -> Any:
+        return self._native.network()
+
+    def _processing_element(self, device: jax.Device) -> int:
+        return device.local_hardware_id
