@@ -28,16 +28,14 @@
 # STEP_TIMEOUT (540) seconds. Logs stay in GPU_CHECK_LOGS (build/gpu_check).
 set -u
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3}
+python=$(realpath -s "$(type -P "${PYTHON:-python3}")")
 steps=${*:-build native sanitizer tests train processes bench layer overlap}
-logs=${GPU_CHECK_LOGS:-build/gpu_check}
+logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
-# The commands pytest and jax-ep of that environment. They import the installed jax_ep. `python -m` would import the
-# folder jax_ep/ of this checkout, which holds no compiled kernels.
-commands=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-export PATH=${commands:+$commands:}$PATH
+# Runs Python in tests/. Here, Python would import the folder jax_ep/ of this checkout, which holds no compiled kernels.
+installed="env -C tests $python"
 settings='GPUS_PER_HOST|PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
 ran=()
 failed=0
@@ -74,20 +72,20 @@ sanitizer racecheck 8
 # Each warp has four barriers of its own. synccheck tracks so many barriers slowly, so it runs with two ranks only.
 sanitizer synccheck 2 --num-cuda-barriers 32768
 # Parts 1 and 2 may run at the same time.
-some_tests=(tests/test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
+some_tests=(test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
 run_tests() {  # run_tests NUMBER ARGUMENT...
-  step "tests-$1" pytest "${@:2}" -q -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" ${PYTEST_ARGS:-}
+  step "tests-$1" $installed -m pytest "${@:2}" -q -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" \
+    ${PYTEST_ARGS:-}
 }
 run_tests 1 "${some_tests[@]}"
-run_tests 2 tests "${some_tests[@]/#/--ignore=}" --ignore=tests/test_dispatch_layout.py
+run_tests 2 . "${some_tests[@]/#/--ignore=}" --ignore=test_dispatch_layout.py
 # The CUDA kernel of dispatch_layout. Without a GPU or the CUDA extension, these tests would run other code and pass.
 layout_tests() {
-  (cd tests &&  # where no folder jax_ep is
-    "$python" -c 'import jax; from jax_ep import _native; jax.devices("gpu"); assert _native.cuda, _native.cuda_reason()') &&
-    pytest tests/test_dispatch_layout.py -q -p no:cacheprovider --junit-xml="$logs/tests-3.xml"
+  $installed -c 'import jax; from jax_ep import _native; jax.devices("gpu"); assert _native.cuda, _native.cuda_reason()' &&
+    $installed -m pytest test_dispatch_layout.py -q -p no:cacheprovider --junit-xml="$logs/tests-3.xml"
 }
 export -f layout_tests
-export python logs
+export python installed logs
 step tests-3 bash -c layout_tests
 # All in float32: in TF32, rounding in the backends' different orders of summation would soon be amplified. The last part
 # compares the loss curves of the two backends.
@@ -98,15 +96,15 @@ done
 step train-curves "$python" scripts/compare_training.py "$logs/cuda" "$logs/reference"
 # One process per GPU: the tests of several processes; then the tests of the API, over NVLink, and over NVSHMEM between
 # two halves of the GPUs; then the times of operations in both ways.
-step processes-1 pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
+step processes-1 $installed -m pytest test_multiprocess.py -m gpu -q -p no:cacheprovider
 # Two processes share one GPU in time slices, once per way to map memory. (NCCL refuses two ranks on one GPU, so these
 # programs use no collective of XLA.)
 on_one_gpu() {
   for sharing in descriptor ipc; do
     for program in layers_on_gpus groups_again_and_again; do
       echo "$program, memory shared by $sharing"
-      JAX_EP_SAME_GPU=1 JAX_EP_SHARING=$sharing XLA_PYTHON_CLIENT_PREALLOCATE=false jax-ep launch \
-        -n 2 --same-devices --timeout 240 "$python" tests/test_multiprocess.py "$program" || return
+      JAX_EP_SAME_GPU=1 JAX_EP_SHARING=$sharing XLA_PYTHON_CLIENT_PREALLOCATE=false $installed -m jax_ep.launch \
+        -n 2 --same-devices --timeout 240 "$python" test_multiprocess.py "$program" || return
     done
   done
 }
@@ -114,11 +112,11 @@ export -f on_one_gpu
 step processes-one-gpu bash -c on_one_gpu
 if [[ " $steps " == *" processes-"[2-5]* || " $steps " == *" processes "* ]]; then
   num_gpus=$("$python" -c "import jax; print(jax.device_count())")
-  api_tests=$(echo tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
-  in_processes="jax-ep launch -n $num_gpus"
+  api_tests=$(echo test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
+  in_processes="$installed -m jax_ep.launch -n $num_gpus $python -m"
   over_nvshmem="env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=${GPUS_PER_HOST:-$((num_gpus / 2))}"
   run_api_tests="$in_processes pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $api_tests"
-  run_bench="$in_processes jax-ep bench --wire fp8 --no-lax"
+  run_bench="$in_processes jax_ep.bench --wire fp8 --no-lax"
   step processes-2-nvlink $run_api_tests
   step processes-3-nvshmem $over_nvshmem $run_api_tests
   step processes-4-bench $run_bench --tokens 1,8,32,128,1024,4096 --json "$logs/processes-4-bench.json" ${BENCH_ARGS:-}
@@ -127,7 +125,7 @@ if [[ " $steps " == *" processes-"[2-5]* || " $steps " == *" processes "* ]]; th
 fi
 # The tables of docs/performance.md. Every part times the same chain of pairs (the bench's default), also of lax.
 bench() {  # bench NAME ARGUMENT...
-  step "bench-$1" jax-ep bench --json "$logs/bench-$1.json" --wire fp8 --no-lax "${@:2}" ${BENCH_ARGS:-}
+  step "bench-$1" $installed -m jax_ep.bench --json "$logs/bench-$1.json" --wire fp8 --no-lax "${@:2}" ${BENCH_ARGS:-}
 }
 bench 1-tokens --tokens 1,8,32,128,512,4096 --wire none,fp8
 bench 2-hidden --tokens 128 --hidden 2048,4096,8192

@@ -9,7 +9,7 @@
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-logs=${GPU_CHECK_LOGS:-build/gpu_check}
+logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
