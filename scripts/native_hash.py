@@ -77,7 +77,7 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 def claims(paths: Iterable[Path], root: Path = ROOT) -> Iterator[Claim]:
     for path in paths:
-        for text in re.findall(r"<!-- claim: (.*?) -->", path.read_text(), re.DOTALL):
+        for text in re.findall(r"(?<!`)<!-- claim: (.*?) -->", path.read_text(), re.DOTALL):
             words = shlex.split(text)
             named = dict(word.split("=", 1) for word in words if re.match(r"(filter|at)=", word))
             machine, *steps = [word for word in words if not re.match(r"(filter|at)=", word)]

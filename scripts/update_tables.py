@@ -54,6 +54,13 @@ class Machine:
         )
         return f"*{self.device}, {when}, `{command}`. {text}*"
 
+    def measured_with(self, row: Row, step: str) -> list[dict[str, str]]:
+        """The rows, from the history, of another step of the bench in the same run."""
+        run = self.runs[row["run"]]
+        of_run = {"step": step, "date": run["date"], "num_devices": str(run["num_devices"])}
+        found = gpu_results.history(self.folder)
+        return [row for row in found if all(row[name] == value for name, value in of_run.items())]
+
     @property
     def device(self) -> str:
         run = next(iter(self.runs.values()))
@@ -148,12 +155,16 @@ def rivals(machine: Machine) -> str:
     by_case: dict[int, dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault(row["tokens"], {})[wire(row)] = row
+    for row in machine.measured_with(rows[0], "bench-1-tokens"):  # the same chain, on the same clock
+        case = by_case.get(int(row["tokens"]), {})
+        if case and int(row["chain"]) == rows[0]["chain"]:
+            case.setdefault(row["wire"] or row["dtype"], row)
     wires = [name for name in ("bfloat16", "fp8") if any(name in case for case in by_case.values())]
     cells = []
     for tokens, case in by_case.items():
-        any_row = next(iter(case.values()))
+        lax = next(row for row in case.values() if row.get("lax_pair_us"))
         ours = [us(case[name]["wall_pair_us"]) if name in case else "" for name in wires]
-        cells.append([str(tokens), *ours, us(any_row.get("lax_pair_us")), us(any_row.get("lax_ragged_pair_us"))])
+        cells.append([str(tokens), *ours, us(lax["lax_pair_us"]), us(lax.get("lax_ragged_pair_us"))])
     chain = rows[0]["chain"]
     text = (
         f"Microseconds of the host's clock per dispatch and combine, in chains of {chain} pairs for all. "
@@ -186,12 +197,7 @@ def processes(machine: Machine) -> str:
 def network(machine: Machine) -> str:
     """NVSHMEM between halves of the GPUs beside NVLink, of one run."""
     rows = machine.rows("bench", "processes-5-bench-nvshmem")
-    date = machine.runs[rows[0]["run"]]["date"]
-    nvlink = {
-        int(row["tokens"]): float(row["pair_us"])
-        for row in gpu_results.history(machine.folder)
-        if row["step"] == "processes-4-bench" and row["date"] == date and int(row["num_devices"]) == rows[0]["ranks"]
-    }
+    nvlink = {int(row["tokens"]): row["pair_us"] for row in machine.measured_with(rows[0], "processes-4-bench")}
     cells = [
         [str(row["tokens"]), us(nvlink.get(row["tokens"]))]
         + [us(row[name]) for name in ("dispatch_us", "combine_us", "pair_us")]

@@ -1,6 +1,9 @@
 """The documents agree with the tree."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,13 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
-def test_the_readmes_snippet_is_the_examples_text():
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert snippet in (ROOT / "examples" / "moe_layer.py").read_text()
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_the_readmes_layer_runs_when_pasted(num_devices, tmp_path):
+    (layer,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+    done = subprocess.run([sys.executable], input=layer, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{(64 * num_devices, 128)}\n"
 
 
 def test_the_recipe_of_overlap_is_the_benchmarks_text():
