@@ -1,6 +1,6 @@
 """Draws the pictures of docs/ from benchmarks/results/history.csv. Needs matplotlib (the extra bench).
 
-    python scripts/plot_results.py     # docs/performance.png, docs/history.png
+python scripts/plot_results.py     # docs/performance.png, docs/history.png
 """
 
 from __future__ import annotations

@@ -211,7 +211,17 @@ def network(machine: Machine) -> str:
         f"{nodes} nodes of {of}. {SHAPE}, wire fp8; microseconds.",
     )
     headings = ["tokens per rank", "NVLink: pair", "NVSHMEM: dispatch", "combine", "pair", "`network_rows`"]
-    return f"{caption}\n\n{markdown(headings, cells)}"
+    few, many = rows[-2:]  # both in one level, or both in two
+    num_rows = many["network_rows"] - few["network_rows"]
+    over = many["pair_us"] - few["pair_us"]
+    text = (
+        f"From {few['tokens']} to {many['tokens']} tokens, one more row prolongs the pair over NVSHMEM by "
+        f"{over / num_rows:.2f} us"
+    )
+    if many["tokens"] in nvlink:
+        over -= float(nvlink[many["tokens"]]) - float(nvlink[few["tokens"]])
+        text += f"; `c / lanes` is {over / num_rows:.2f} us by the formula above"
+    return f"{caption}\n\n{markdown(headings, cells)}\n\n{text}."
 
 
 VARIANTS = {

@@ -15,7 +15,7 @@ LEFT_OUT = "ci: LEFT OUT: "
 
 @pytest.fixture
 def ci(tmp_path):
-    """Runs .ci/run where the commands that it calls are stand-ins, which succeed at once; FAIL names one that does not."""
+    """Runs .ci/run. The commands that it calls are stand-ins, which succeed at once; FAIL names one that does not."""
     if not RUN.exists():
         pytest.skip("this is not a checkout")
     (tmp_path / ".ci").mkdir()

@@ -29,6 +29,26 @@ def test_the_recipe_of_overlap_is_the_benchmarks_text():
     assert recipe in (ROOT / "benchmarks" / "overlap.py").read_text()
 
 
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "docs/experiments.md"])
+def test_what_ran_on_gpus_is_claimed(document):
+    """A paragraph that says what GPUs did has a claim, which scripts/native_hash.py checks, or is a generated table."""
+    text = re.sub(
+        r"<!-- table: .*?<!-- end of table -->|```.*?```|^#.*?$", "", (ROOT / document).read_text(), flags=re.S | re.M
+    )
+    for paragraph in re.split(r"\n(?:\n|(?=- ))", text):
+        assert not re.search(r"\d x (NVIDIA )?[HAB]\d00", paragraph) or "<!-- claim: " in paragraph, paragraph
+
+
+def test_the_plan_of_the_folders_names_what_there_is():
+    plan = re.search(
+        r"^## Where things go$(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE
+    )[1]
+    paths = re.findall(r"`([\w./]+/[\w./]*)`", plan)
+    assert len(paths) > 30
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     here = ROOT / document
