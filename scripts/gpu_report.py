@@ -6,6 +6,7 @@ python scripts/gpu_report.py LOGS STEP...     # the steps that have just run
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import re
@@ -35,6 +36,12 @@ def commit() -> str:
         return head.strip()[:7] + ("+" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def package_root() -> Path:
+    """The folder of the package that ran: of the installed jax_ep, or this checkout if none is installed."""
+    spec = importlib.util.find_spec("jax_ep")
+    return Path(spec.origin).resolve().parent.parent if spec and spec.origin else ROOT
 
 
 def filter_of(step: str, environment: dict[str, str]) -> str:
@@ -145,7 +152,7 @@ def main(logs: Path, names: Sequence[str]) -> None:
         "date": date.isoformat(timespec="seconds"),
         "commit": commit(),
         "native_hash": native_hash(),
-        "python_hash": python_hash(),
+        "python_hash": python_hash(package_root()),
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__},

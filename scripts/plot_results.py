@@ -6,6 +6,7 @@ python scripts/plot_results.py     # docs/performance.png, docs/history.png
 from __future__ import annotations
 
 import datetime
+import hashlib
 import sys
 from pathlib import Path
 
@@ -25,6 +26,15 @@ def rows_of(device: str, num_devices: str, **case: str) -> Rows:
     """The rows of the step bench-1-tokens on a machine, in the order of dates."""
     wanted = {"step": "bench-1-tokens", "device": device, "num_devices": num_devices} | case
     return [row for row in gpu_results.history() if all(row[name] == value for name, value in wanted.items())]
+
+
+def history_hash() -> str:
+    """Of history.csv: each picture holds that of the file from which it was drawn."""
+    return hashlib.sha256((gpu_results.RESULTS / gpu_results.HISTORY).read_bytes()).hexdigest()[:16]
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=110, metadata={"Description": f"history.csv {history_hash()}"})
 
 
 def label_times(axes: Axes) -> None:
@@ -55,7 +65,7 @@ def performance(path: Path) -> None:
         label_times(axes)
     figure.axes[0].set(ylabel="dispatch + combine, us of the GPU's time line")
     figure.axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def history(path: Path) -> None:
@@ -73,7 +83,7 @@ def history(path: Path) -> None:
         label_times(axes)
     figure.axes[0].set(ylabel="dispatch + combine, us, wire fp8")
     figure.axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -25,7 +26,7 @@ def script(name):
 
 
 gpu_report, gpu_results, native_hash = script("gpu_report"), script("gpu_results"), script("native_hash")
-compare_training, update_tables = script("compare_training"), script("update_tables")
+compare_training, plot_results, update_tables = map(script, ("compare_training", "plot_results", "update_tables"))
 
 
 def record(folder, run, *steps, **tables):
@@ -67,6 +68,20 @@ def test_hashes_are_of_what_runs_on_gpus(tmp_path, path, native, python):
     (tmp_path / path).write_text("after")
     after = native_hash.native_hash(tmp_path), native_hash.python_hash(tmp_path)
     assert (before[0] != after[0], before[1] != after[1]) == (native, python)
+
+
+def test_the_hash_is_of_the_package_that_ran(tmp_path):
+    """Not of this checkout, from which another version may be installed."""
+    (tmp_path / "jax_ep").mkdir()
+    (tmp_path / "jax_ep" / "__init__.py").write_text("")
+    program = "import sys; sys.path[:0] = sys.argv[1:]; import gpu_report; print(gpu_report.package_root())"
+
+    def package_root(*path):  # -S: without the packages of this environment
+        command = [sys.executable, "-S", "-c", program, ROOT / "scripts", *path]
+        return subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=True).stdout.strip()
+
+    assert package_root(tmp_path) == str(tmp_path)
+    assert package_root() == str(ROOT)  # none is installed
 
 
 # Results
@@ -273,6 +288,21 @@ def test_a_table_without_results_is_an_error(tmp_path):
     for machine in ("2xNVIDIA-X", "4xNVIDIA-X"):
         with pytest.raises(ValueError, match=machine):
             update_tables.updated(f"<!-- table: pairs {machine} -->\n<!-- end of table -->\n", tmp_path)
+
+
+def test_pictures_show_their_commits(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
+    plot_results.performance(tmp_path / "performance.svg")
+    picture = (tmp_path / "performance.svg").read_text()
+    for device, num_devices in plot_results.MACHINES:
+        newest = plot_results.rows_of(device, num_devices, tokens="4096")[-1]
+        assert f"{num_devices} x H200, commit {newest['commit']}, {newest['date'][:10]}" in picture
+
+
+@pytest.mark.parametrize("name", ["performance.png", "history.png"])
+def test_pictures_are_of_the_present_history(name):
+    """scripts/plot_results.py draws them anew."""
+    assert f"history.csv {plot_results.history_hash()}".encode() in (ROOT / "docs" / name).read_bytes()
 
 
 # Training
