@@ -28,7 +28,7 @@
 # STEP_TIMEOUT (540) seconds. Logs stay in GPU_CHECK_LOGS (build/gpu_check).
 set -u
 cd "$(dirname "$0")/.."
-python=$(realpath -s "$(type -P "${PYTHON:-python3}")")
+python=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 steps=${*:-build native sanitizer tests train processes bench layer overlap}
 logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_results_tell_with_which_settings_each_step_ran(tmp_path):
     logs = tmp_path / "logs"
 
     def check(name, **settings):
-        env = {"PATH": os.environ["PATH"], "PYTHON": "true", "GPU_CHECK_LOGS": str(logs)}  # true: does nothing
+        env = {"PATH": os.environ["PATH"], "PYTHON": shutil.which("true"), "GPU_CHECK_LOGS": str(logs)}
         script = ROOT / "scripts" / "gpu_check.sh"
         done = subprocess.run([script, name], env=env | settings, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
