@@ -52,7 +52,8 @@ class Machine:
             f"commit {run['commit']} ({run['date'][:10]}, jax {run['versions']['jax']})"
             for run in map(self.runs.__getitem__, runs)
         )
-        return f"*{self.device}, {when}, `{command}`. {text}*"
+        notes = {self.runs[run]["note"] for run in runs if "note" in self.runs[run]}
+        return f"*{self.device}, {when}, `{command}`. {' '.join([text, *sorted(notes)])}*"
 
     def measured_with(self, row: Row, step: str) -> list[dict[str, str]]:
         """The rows, from the history, of another step of the bench in the same run."""
