@@ -28,14 +28,15 @@
 # STEP_TIMEOUT (540) seconds. Logs stay in GPU_CHECK_LOGS (build/gpu_check).
 set -u
 cd "$(dirname "$0")/.."
-python=$(realpath -s "$(command -v "${PYTHON:-python3}")")
+python=${PYTHON:-python3}
+[[ $python != */* ]] || python=$(realpath -s "$python")
 steps=${*:-build native sanitizer tests train processes bench layer overlap}
 logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"
+# Runs Python in tests/. Here it would take this folder's jax_ep/, which has no native extensions.
+installed="env -C tests $python"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
-# Runs Python in tests/. Here, Python would import the folder jax_ep/ of this checkout, which holds no compiled kernels.
-installed="env -C tests $python"
 settings='GPUS_PER_HOST|PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
 ran=()
 failed=0
