@@ -24,9 +24,12 @@
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+[[ $python != */* ]] || python=$(realpath -s "$python")
 steps=${*:-build native sanitizer tests train processes bench layer overlap}
-logs=${GPU_CHECK_LOGS:-build/gpu_check}
+logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"
+# Runs Python in tests/. Here it would take this folder's jax_ep/, which has no native extensions.
+installed="env -C tests $python"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
 arguments='GPUS_PER_HOST|PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
@@ -64,20 +67,20 @@ sanitizer racecheck 8
 # (With more, teams have other sizes; the barriers are the same.)
 sanitizer synccheck 2 --num-cuda-barriers 32768
 # Parts 1 and 2 may run at the same time.
-some_tests=(tests/test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
+some_tests=(test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
 run_tests() {  # run_tests NUMBER ARGUMENT...
-  step "tests-$1" "$python" -P -m pytest "${@:2}" -q -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" \
+  step "tests-$1" $installed -m pytest "${@:2}" -q -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" \
     ${PYTEST_ARGS:-}
 }
 run_tests 1 "${some_tests[@]}"
-run_tests 2 tests "${some_tests[@]/#/--ignore=}" --ignore=tests/test_dispatch_layout.py
+run_tests 2 . "${some_tests[@]/#/--ignore=}" --ignore=test_dispatch_layout.py
 # The CUDA kernel of dispatch_layout. Without a GPU or the CUDA extension, these tests would run other code and pass.
 layout_tests() {
-  "$python" -P -c 'import jax; from jax_ep import _native; jax.devices("gpu"); assert _native.cuda, _native.cuda_reason()' &&
-    "$python" -P -m pytest tests/test_dispatch_layout.py -q -p no:cacheprovider --junit-xml="$logs/tests-3.xml"
+  $installed -c 'import jax; from jax_ep import _native; jax.devices("gpu"); assert _native.cuda, _native.cuda_reason()' &&
+    $installed -m pytest test_dispatch_layout.py -q -p no:cacheprovider --junit-xml="$logs/tests-3.xml"
 }
 export -f layout_tests
-export python logs
+export python installed logs
 step tests-3 bash -c layout_tests
 # In float32 throughout: in TF32, the backends' order of summation would soon be amplified. Then the loss curves of the
 # two backends are compared.
@@ -88,15 +91,15 @@ done
 step train-curves "$python" scripts/compare_training.py "$logs/cuda" "$logs/reference"
 # With a process for each GPU: what is particular to that; then the contract's tests, over NVLink, and over NVSHMEM between
 # two halves of the GPUs, for which nvidia-nvshmem-cu13 must be there; then what operations cost in these two ways.
-step processes-1 "$python" -P -m pytest tests/test_multiprocess.py -m gpu -q -p no:cacheprovider
+step processes-1 $installed -m pytest test_multiprocess.py -m gpu -q -p no:cacheprovider
 # Two processes share one GPU, in time slices: with each way to map memory. (Nothing here may use NCCL, which refuses two
 # ranks on one GPU.)
 on_one_gpu() {
   for sharing in descriptor ipc; do
     for program in layers_on_gpus groups_again_and_again; do
       echo "$program, memory shared by $sharing"
-      JAX_EP_SAME_GPU=1 JAX_EP_SHARING=$sharing XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" scripts/launch_local.py \
-        -n 2 --same-devices --timeout 240 "$python" tests/test_multiprocess.py "$program" || return
+      JAX_EP_SAME_GPU=1 JAX_EP_SHARING=$sharing XLA_PYTHON_CLIENT_PREALLOCATE=false $installed -m jax_ep.launch \
+        -n 2 --same-devices --timeout 240 "$python" test_multiprocess.py "$program" || return
     done
   done
 }
@@ -104,8 +107,8 @@ export -f on_one_gpu
 step processes-one-gpu bash -c on_one_gpu
 if [[ " $steps " == *" processes-"[2-5]* || " $steps " == *" processes "* ]]; then
   num_gpus=$("$python" -c "import jax; print(jax.device_count())")
-  contract=$(echo tests/test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
-  in_processes="$python scripts/launch_local.py -n $num_gpus $python -P -m"
+  contract=$(echo test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
+  in_processes="$installed -m jax_ep.launch -n $num_gpus $python -m"
   over_nvshmem="env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=${GPUS_PER_HOST:-$((num_gpus / 2))}"
   run_contract="$in_processes pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $contract"
   run_bench="$in_processes jax_ep.bench --wire fp8 --no-lax"
@@ -117,7 +120,7 @@ if [[ " $steps " == *" processes-"[2-5]* || " $steps " == *" processes "* ]]; th
 fi
 # The table of docs/performance.md; then what other shapes and settings cost with 128 tokens.
 bench() {  # bench NAME ARGUMENT...
-  step "bench-$1" "$python" -P -m jax_ep.bench --json "$logs/bench-$1.json" --wire fp8 --no-lax "${@:2}" ${BENCH_ARGS:-}
+  step "bench-$1" $installed -m jax_ep.bench --json "$logs/bench-$1.json" --wire fp8 --no-lax "${@:2}" ${BENCH_ARGS:-}
 }
 bench 1-tokens --tokens 1,8,32,128,512,4096 --wire none,fp8
 bench 2-hidden --tokens 128 --hidden 2048,4096,8192
@@ -127,7 +130,7 @@ bench 5-skewed --tokens 128,4096 --routing skewed
 bench 6-num-sms --tokens 128,4096 --num-sms 24
 bench 7-grad --tokens 128,4096 --wire none --grad
 bench 8-lax --tokens 8,128 --chain 5 --lax
-step layer "$python" -P benchmarks/moe_step.py --json "$logs/moe_step.json"
-step overlap "$python" -P benchmarks/overlap.py --json "$logs/overlap.json"
-"$python" -P scripts/gpu_report.py "$logs" || failed=1
+step layer "$python" benchmarks/moe_step.py --json "$logs/moe_step.json"
+step overlap "$python" benchmarks/overlap.py --json "$logs/overlap.json"
+"$python" scripts/gpu_report.py "$logs" || failed=1
 exit $failed
