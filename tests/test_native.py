@@ -64,7 +64,7 @@ assert re.search({reason!r}, _native.cuda_reason()), _native.cuda_reason()
 layout = ep.dispatch_layout(jnp.array([[0, 1, 3]], jnp.int32), num_experts=4, num_ranks=2)
 assert layout.num_tokens_per_rank.tolist() == [1, 1]
 """
-    subprocess.run([sys.executable, "-P", "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=True)
 
 
 # Layout arithmetic
