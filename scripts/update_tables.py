@@ -177,6 +177,8 @@ def rivals(machine: Machine) -> str:
         "`lax.all_to_all`",
         "`lax.ragged_all_to_all`",
     ]
+    if not any(wire(row) == "bfloat16" for row in rows):
+        text += " The column of jax_ep with bfloat16 is from `bench-1-tokens` of the same run."
     return f"{machine.caption(rows, 'scripts/gpu_check.sh bench-8-lax', text)}\n\n{markdown(headings, cells)}"
 
 
