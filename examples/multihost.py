@@ -1,6 +1,6 @@
 """Dispatch and combine over the GPUs of several processes: the smallest program to try a set-up with.
 
-On this machine: `python scripts/launch_local.py -n 4 python examples/multihost.py`; under Slurm: `srun python
+On this machine: `jax-ep launch -n 4 python examples/multihost.py`; under Slurm: `srun python
 examples/multihost.py`; likewise with mpirun.
 """
 
@@ -15,7 +15,7 @@ import jax_ep as ep
 
 T, H, E, K = 16, 512, 32, 4  # tokens per device, channels, experts, experts per token
 
-jax.distributed.initialize()  # as Slurm, Open MPI or launch_local.py says: who the processes are
+jax.distributed.initialize()  # as Slurm, Open MPI or jax-ep launch says: who the processes are
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
 sharding = NamedSharding(mesh, P("ep"))
 

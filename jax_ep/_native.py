@@ -40,6 +40,6 @@ def cuda_reason() -> str | None:
     if not isinstance(_cpu_error, ModuleNotFoundError):
         return f"the native extensions do not load ({_cpu_error}); reinstall jax_ep on this machine"
     return (
-        "jax_ep is imported from a folder without native extensions; install it (pip install .) and, in a checkout, "
-        "run python -P, which does not take its source folder"
+        "jax_ep is imported from a folder without native extensions; install it (pip install .) and start Python in a "
+        "folder other than a checkout, whose own jax_ep/ Python would take first"
     )

@@ -84,7 +84,7 @@ def obstacle(mesh: jax.sharding.Mesh) -> str:
     if (devices := len(mesh.local_devices)) != 1:
         return (
             f"{devices} devices of the mesh in one process, and NVSHMEM wants one process per GPU; start as many "
-            "processes as there are GPUs (srun --ntasks-per-node=8, or scripts/launch_local.py)"
+            "processes as there are GPUs (srun --ntasks-per-node=8, or jax-ep launch)"
         )
     return module_obstacle()
 

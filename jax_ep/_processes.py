@@ -35,9 +35,9 @@ _meetings: Counter[str] = Counter()  # how often each occasion has been
 
 
 def join() -> bool:
-    """Joins the other processes that this program was started in, if there are any; whether there are.
+    """Joins the other processes of this program, if there are any; returns whether there are.
 
-    As scripts/launch_local.py, srun or mpirun tells in the environment. Before anything else of JAX.
+    jax-ep launch, srun and mpirun name the processes in the environment. Call this before anything else of JAX.
     """
     # In a single task JAX would not be joined, but left with the first GPU only.
     of_several = (int(os.environ.get(name, 1)) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))

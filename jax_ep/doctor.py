@@ -1,8 +1,8 @@
-"""Says what jax_ep finds on this machine, what a `Group` would use and why, and what it would take.
+"""`jax-ep doctor`: says what jax_ep finds on this machine, what a `Group` would use and why, and what it would take.
 
-python -m jax_ep.doctor [--json] [--tokens 128 --hidden 7168 --experts 256 --top-k 8 --dtype bfloat16 --ranks 8]
+    jax-ep doctor [--json] [--tokens 128 --hidden 7168 --experts 256 --top-k 8 --dtype bfloat16 --ranks 8]
 
-In several processes, as scripts/launch_local.py, srun or mpirun starts them, it asks all, and process 0 prints.
+In several processes, as jax-ep launch, srun or mpirun starts them, it asks all, and process 0 prints.
 docs/doctor.md explains each line of the output.
 """
 
@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -352,17 +353,18 @@ def _memory_line(memory: dict[str, Any]) -> str:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m jax_ep.doctor",
-        description="Says what jax_ep finds here, and the memory that a group would take.",
+        prog="jax-ep doctor",
+        description="Says what jax_ep finds on this machine, which backend a Group would use and why, and how much "
+        "device memory a group of the given sizes takes. Started in several processes, it asks all of them.",
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON")
-    add("--tokens", type=int, help="the group's max_tokens_per_rank (%(default)s)")
-    add("--hidden", type=int, help="channels of a token (%(default)s)")
-    add("--experts", type=int, help="experts in all (%(default)s)")
-    add("--top-k", type=int, help="experts per token (%(default)s)")
-    add("--dtype", choices=_checks.DTYPES, help="of activations (%(default)s)")
-    add("--ranks", type=int, help="devices of the group (all that JAX finds)")
+    add("--tokens", metavar="N", type=int, help="the group's max_tokens_per_rank (default: %(default)s)")
+    add("--hidden", metavar="N", type=int, help="channels of a token (default: %(default)s)")
+    add("--experts", metavar="N", type=int, help="experts in all (default: %(default)s)")
+    add("--top-k", metavar="N", type=int, help="experts per token (default: %(default)s)")
+    add("--dtype", choices=_checks.DTYPES, help="dtype of activations (default: %(default)s)")
+    add("--ranks", metavar="N", type=int, help="devices of the group (default: all devices that JAX finds)")
     parser.set_defaults(**Sizes._field_defaults)
     options = parser.parse_args(argv)
     for name in Sizes._fields:
@@ -376,12 +378,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the findings, in process 0."""
     options = _parse(argv)
     findings = examine(Sizes(*(getattr(options, name) for name in Sizes._fields)))
     if findings["devices"].get("process", 0) == 0:
         print(json.dumps(findings, indent=1) if options.json else report(findings))
 
 
-if __name__ == "__main__":
+def run(argv: Sequence[str] | None = None) -> int:
+    """The command `jax-ep doctor`, in one process or several; its exit status."""
     _processes.join()
-    main()
+    main(argv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

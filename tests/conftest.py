@@ -1,7 +1,7 @@
 """Devices, backends and groups that all tests share.
 
-As a program of several processes (scripts/launch_local.py -n 4 python -m pytest tests/test_dispatch.py), every process
-runs the same tests in the same order, on a mesh of all processes' devices.
+As a program of several processes (jax-ep launch -n 4 pytest tests/test_dispatch.py), every process runs the same tests
+in the same order, on a mesh of all processes' devices.
 """
 
 import os

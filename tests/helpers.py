@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import os
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,13 @@ import oracle
 from jax_ep import _backends, _native
 from shapes import Inputs, Shape, make_inputs, np_dtype, random_array
 
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+# The command jax-ep of the jax_ep under test, whether that is installed or not. Start it with cwd=TESTS: Python takes
+# modules from the folder that it starts in, and jax_ep/ of a checkout has no native extensions.
+JAX_EP = [sys.executable, "-c", "import sys; from jax_ep._cli import main; sys.exit(main())"]
+
 COMBINE_BOUND = {"bfloat16": 5e-3, "float16": 6e-4, "float32": 1e-6}
 
 # Options of XLA: what it may put into CUDA graphs. By default it takes no fewer than five commands in a row.
@@ -28,7 +37,7 @@ NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 # How long emulated GPUs wait for the host before they let time pass to the next time-out, in real seconds.
 PATIENCE_S = 20
 
-# Under scripts/launch_local.py every process runs the tests.
+# Under jax-ep launch every process runs the tests.
 ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
 in_one_process = pytest.mark.skipif(ONE_OF_SEVERAL, reason="starts processes, or looks at all memory")
 

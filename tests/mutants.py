@@ -265,10 +265,10 @@ def run_pytest(folder: Path, command: Sequence[str], edits: Sequence[Edit]) -> s
         text = path.read_text()
         begin, end = edit.span(text)
         path.write_text(text[:begin] + edit.replacement + text[end:])
-    # -S: or else an editable installation would go before the copy.
+    # With -S and PYTHONSAFEPATH, neither an editable installation nor the folder here goes before the copy.
     search_path = [str(package.parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    command = [sys.executable, "-S", "-P", "-m", *command, "-x", "-q", "-p", "no:cacheprovider"]
-    failure = run(command, PYTEST_SECONDS, PYTHONPATH=os.pathsep.join(search_path))
+    command = [sys.executable, "-S", "-m", *command, "-x", "-q", "-p", "no:cacheprovider"]
+    failure = run(command, PYTEST_SECONDS, PYTHONPATH=os.pathsep.join(search_path), PYTHONSAFEPATH="1")
     if failure is None:
         return None
     failures = re.findall(r"^(?:FAILED|ERROR) (.*)$", failure.output, re.MULTILINE)

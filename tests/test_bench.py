@@ -1,9 +1,8 @@
-"""python -m jax_ep.bench."""
+"""jax-ep bench."""
 
 import importlib.util
 import json
 import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_ep as ep
-from helpers import make_mesh
+from helpers import JAX_EP, TESTS, make_mesh
 from jax_ep import _native
 from jax_ep.bench.__main__ import main
 from jax_ep.bench.cases import ROUTINGS, Case, make_inputs
@@ -374,7 +373,5 @@ def test_a_missing_package_is_named(capsys, monkeypatch):
 
 def test_runs_as_a_command():
     sizes = ["--tokens=2", "--hidden=16", "--top-k=1", "--experts=64", "--chain=1"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "jax_ep.bench", *sizes], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*JAX_EP, "bench", *sizes], cwd=TESTS, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].endswith("yes")

@@ -1,4 +1,4 @@
-"""python -m jax_ep.doctor."""
+"""jax-ep doctor."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jax_ep as ep
-from helpers import open_group
+from helpers import TESTS, open_group
 from jax_ep import _native, doctor
 from shapes import Shape
 
@@ -61,7 +61,8 @@ def test_what_no_group_would_take_is_a_finding(monkeypatch):
 
 
 def test_runs_as_a_command():
-    done = subprocess.run([sys.executable, "-P", "-m", "jax_ep.doctor"], capture_output=True, text=True, check=True)
+    module = [sys.executable, "-m", "jax_ep.doctor"]
+    done = subprocess.run(module, cwd=TESTS, capture_output=True, text=True, check=True)
     assert f"jax_ep {ep.__version__}" in done.stdout
 
 

@@ -5,11 +5,11 @@ import dataclasses
 import faulthandler
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -18,9 +18,13 @@ import numpy as np
 import pytest
 
 import jax_ep as ep
+import jax_ep.launch
 import oracle
 from helpers import (
     COMBINE_BOUND,
+    JAX_EP,
+    ROOT,
+    TESTS,
     assert_same_bits,
     assert_trees_same_bits,
     in_one_process,
@@ -33,7 +37,6 @@ from shapes import SMALL, make_inputs, np_dtype
 
 pytestmark = in_one_process
 
-ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 240
 
 
@@ -44,9 +47,9 @@ def launch(num_processes, *command, devices=1, timeout=TIMEOUT_S, platform="cpu"
     env["XLA_FLAGS"] = " ".join(flag for flag in flags if "host_platform_device_count" not in flag)
     if platform == "cpu":
         env["JAX_PLATFORMS"] = "cpu"
-    launcher = [sys.executable, ROOT / "scripts" / "launch_local.py", "-n", str(num_processes)]
+    launcher = [*JAX_EP, "launch", "-n", str(num_processes)]
     options = ["--devices", str(devices), "--timeout", str(timeout)]
-    return subprocess.run([*launcher, *options, *command], env=env, capture_output=True, text=True)
+    return subprocess.run([*launcher, *options, *command], env=env, cwd=TESTS, capture_output=True, text=True)
 
 
 def run_program(name, num_processes, **options):
@@ -87,12 +90,11 @@ def test_launcher_ends_the_others_when_one_fails():
         (("-n", "1", "no-such-program"), "there is no program 'no-such-program'"),
     ],
 )
-def test_launcher_refuses(arguments, message):
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "launch_local.py", *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_launcher_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        jax_ep.launch.run(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_launcher_ends_all_when_the_time_is_up():
@@ -144,7 +146,7 @@ def test_bench(platform, tmp_path, monkeypatch):
     if not on_gpus:
         monkeypatch.setenv("JAX_EP_NODE_SIZE", "1")
     sizes = ["--tokens=2,3", "--hidden=128", "--top-k=2", "--experts=16", "--chain=3", "--wire=fp8", "--no-lax"]
-    program = [sys.executable, "-P", "-m", "jax_ep.bench", f"--json={tmp_path / 'rows.json'}", *sizes]
+    program = [*JAX_EP, "bench", f"--json={tmp_path / 'rows.json'}", *sizes]
     done = launch(2, *program, platform=platform)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("checked") == 1
@@ -158,14 +160,14 @@ def test_bench(platform, tmp_path, monkeypatch):
 
 
 def test_bench_with_unequal_options():
-    bench = f"exec {sys.executable} -P -m jax_ep.bench --experts=16 --tokens=$((2 + SLURM_PROCID)),8"
+    bench = f"exec {shlex.join(JAX_EP)} bench --experts=16 --tokens=$((2 + SLURM_PROCID)),8"
     done = launch(2, "sh", "-c", bench)
     assert done.returncode == 2
     assert "--tokens is [3, 8] in process 1, [2, 8] in process 0; give all the same" in done.stdout + done.stderr
 
 
 def test_bench_with_options_that_do_not_fit_in_one_process():
-    bench = f"exec {sys.executable} -P -m jax_ep.bench --experts=16 --tokens=$((1 - SLURM_PROCID))"
+    bench = f"exec {shlex.join(JAX_EP)} bench --experts=16 --tokens=$((1 - SLURM_PROCID))"
     done = launch(2, "sh", "-c", bench)
     assert done.returncode == 2
     assert "process 1: --tokens is 0; it must be at least 1" in done.stdout + done.stderr
@@ -484,7 +486,7 @@ def groups_over_a_network():
 
 
 def test_doctor():
-    done = launch(2, sys.executable, "-P", "-m", "jax_ep.doctor", devices=2)
+    done = launch(2, *JAX_EP, "doctor", devices=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("versions") == 1
     assert "4 x cpu (platform cpu), process 0 of 2" in done.stdout
@@ -651,7 +653,7 @@ def test_a_layer_on_gpus(sharing):
 
 @pytest.mark.gpu
 def test_doctor_on_gpus(sharing):
-    done = launch(2, sys.executable, "-P", "-m", "jax_ep.doctor", platform="gpu")
+    done = launch(2, *JAX_EP, "doctor", platform="gpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f" 1   {'D' if sharing == 'descriptor' else 'I'}" in done.stdout
 

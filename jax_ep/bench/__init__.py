@@ -1,8 +1,8 @@
 """Times dispatch + combine on this machine's devices, next to what the link needs and what plain JAX offers.
 
-    python -m jax_ep.bench --tokens 8,32,128 --wire none,fp8 --json rows.json --plot pairs.png
+    jax-ep bench --tokens 8,32,128 --wire none,fp8 --json rows.json --plot pairs.png
 
-In several processes, as scripts/launch_local.py, srun or mpirun starts them, it measures all of their devices: ranks
+In several processes, as jax-ep launch, srun or mpirun starts them, it measures all of their devices: ranks
 are those of all processes, a time on the host's clock is that of the slowest process, and process 0 reports.
 
 Method: a chain of dependent dispatch -> combine pairs is one jitted executable. The experts do nothing: they give back

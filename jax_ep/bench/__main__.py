@@ -1,4 +1,4 @@
-"""python -m jax_ep.bench"""
+"""`jax-ep bench`, or `python -m jax_ep.bench`."""
 
 from __future__ import annotations
 
@@ -133,13 +133,14 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     numbers = listed(int, "whole numbers, such as 8,32")
     sms = listed(sms_or_auto, "whole numbers or auto, such as 24,auto")
     parser = argparse.ArgumentParser(
-        prog="python -m jax_ep.bench",
-        description="Times dispatch + combine on this machine's accelerators, or else on virtual CPU devices; started "
-        "in several processes, on those of all. Options that take a list (1,2,3) make a case of every combination.",
+        prog="jax-ep bench",
+        description="Times dispatch + combine on this machine's accelerators, or on virtual CPU devices if there are "
+        "none. Started in several processes, it times the devices of all. An option that takes a list (1,2,3) makes a "
+        "case of every combination.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=numbers, default="8,32" if on_cpu else "8,32,128", help="per rank; a list")
+    add("--tokens", type=numbers, default="8,32" if on_cpu else "8,32,128", help="tokens per rank; a list")
     add("--hidden", type=numbers, default="256" if on_cpu else "7168", help="channels of a token; a list")
     add("--top-k", type=numbers, default="4" if on_cpu else "8", help="experts per token; a list")
     add("--experts", type=numbers, default="32" if on_cpu else "256", help="experts in all; a list")
@@ -147,19 +148,19 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
         "--wire",
         type=listed(wire, "wires"),
         default="none",
-        help=f"format of rows under way: none, {', '.join(_wires.WIRES)}; a list",
+        help=f"format in which rows travel: none, {', '.join(_wires.WIRES)}; a list",
     )
-    add("--num-sms", type=sms, default="auto", help="multiprocessors that an operation may use; a list")
-    add("--layout", choices=_layouts.LAYOUTS, default="ragged", help="of the rows that arrive")
+    add("--num-sms", type=sms, default="auto", help="SMs that an operation may use; a list")
+    add("--layout", choices=_layouts.LAYOUTS, default="ragged", help="layout of the rows that arrive")
     add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
-    add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="of activations")
-    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
+    add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="dtype of activations")
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="backend of jax_ep")
     add("--chain", type=int, default=4 if on_cpu else 50, help="pairs in one executable; 3 or more for GPU times")
-    add("--grad", action="store_true", help="time the backward pass, too")
+    add("--grad", action="store_true", help="also time the backward pass")
     compare = argparse.BooleanOptionalAction
-    add("--lax", action=compare, default=True, help="time lax.all_to_all and lax.ragged_all_to_all, too")
-    add("--json", metavar="FILE", help="write the rows there, too")
-    add("--plot", metavar="FILE", help="draw pairs over tokens there (needs matplotlib)")
+    add("--lax", action=compare, default=True, help="also time lax.all_to_all and lax.ragged_all_to_all")
+    add("--json", metavar="FILE", help="also write the rows to FILE")
+    add("--plot", metavar="FILE", help="plot the time per pair over the tokens to FILE (needs matplotlib)")
     options = parser.parse_args(argv)
     if jax.process_index() != 0:  # which writes no files
         options.json = options.plot = None
@@ -228,7 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(row["checked"] for row in rows) else 1
 
 
-if __name__ == "__main__":
+def run(argv: Sequence[str] | None = None) -> int:
+    """The command `jax-ep bench`, in one process or several; its exit status."""
     if not _processes.join():
         allow_virtual_cpus()
-    sys.exit(main())
+    return main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run())
