@@ -109,9 +109,6 @@ struct Counters {
 
 inline constexpr int kNumRowsCopies = 8;
 
-// What the blocks of a launch share as they come to it.
-enum class Work : int32_t { kRows, kPadding };
-
 // The word by which the blocks of a launch enter a new operation. Each block adds its launch's step() with one atomic
 // addition. The old value tells the block the epoch, and how many blocks of the launch have entered before it. The block
 // that enters last writes the word for the next launch, when it leaves.
@@ -161,7 +158,7 @@ struct Control {
   uint32_t num_blocks[2];
   uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
   uint32_t poisons[2][kMaxSlots];   // 1 while a block poisons the results of a launch, of a done, in each slot
-  unsigned long long claimed[2][kMaxSlots];  // {epoch, how many} of each Work, in each slot
+  unsigned long long claimed[kMaxSlots];  // {epoch, rows that blocks have claimed} in each slot
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.
   unsigned long long first_wait[2][kMaxSlots];
   // The epoch whose rows each rank has read last in its own memory.

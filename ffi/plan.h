@@ -27,18 +27,18 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 }
 
 // The forms of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/protocol.cuh). Where
-// such blocks share SMs, dense: likewise, with fewer registers. Usual: large blocks, one on an SM. For many rows:
-// likewise, and scatter's blocks that have sent take rows, too, while gather has y come ahead (ffi/cuda/ring.cuh).
-enum class Form : int32_t { kFewRows, kFewRowsDense, kUsual, kManyRows };
-inline constexpr Form kForms[] = {Form::kFewRows, Form::kFewRowsDense, Form::kUsual, Form::kManyRows};
-constexpr bool has_few_rows(Form form) { return form == Form::kFewRows || form == Form::kFewRowsDense; }
+// next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/protocol.cuh). Usual:
+// large blocks, one on an SM. For many rows: likewise, and scatter's blocks that have sent take rows, too, while gather
+// has y come ahead (ffi/cuda/ring.cuh).
+enum class Form : int32_t { kFewRows, kUsual, kManyRows };
+inline constexpr Form kForms[] = {Form::kFewRows, Form::kUsual, Form::kManyRows};
+constexpr bool has_few_rows(Form form) { return form == Form::kFewRows; }
 inline constexpr int32_t kFewRowsBlockWarps = 8;
 constexpr bool has_control_warp(Form form) { return has_few_rows(form); }
 constexpr int32_t most_threads(Form form) {
   return 32 * (has_few_rows(form) ? kFewRowsBlockWarps + 1 : kMaxBlockWarps);
 }
-constexpr int32_t least_blocks_per_sm(Form form) { return form == Form::kFewRowsDense ? 2 : 1; }
+constexpr int32_t least_blocks_per_sm(Form form) { return has_few_rows(form) ? 2 : 1; }
 
 // A thread block sends, or receives; or, where rows are shared, sends and then receives. Senders come first, as blocks
 // are started in their order, and wait for no peer's rows: what a receiver waits for is always on its way. In a launch
@@ -197,12 +197,6 @@ constexpr int32_t log_team(int64_t rows, int32_t warps, int32_t most) {
   return log;
 }
 
-// With the form that its blocks need.
-constexpr LaunchPlan settled(LaunchPlan plan, int32_t device_sms) {
-  if (has_few_rows(plan.form) && plan.num_blocks > device_sms) plan.form = Form::kFewRowsDense;
-  return plan;
-}
-
 // Tokens go out, each read once by one team; rows of all ranks come in, and are written once per expert. What a block
 // spends on finding out where its teams' next tokens go, it spends once for all of them. The warps of a team that
 // receives, with `team_in_block`, are of one block. `num_chunks` is of a row under way.
@@ -215,8 +209,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
   if (team_in_block && form == Form::kUsual) form = Form::kManyRows;  // combine's cotangents: there is padding to share
   Shape shape = {};
   switch (form) {
-    case Form::kFewRows:
-    case Form::kFewRowsDense: {
+    case Form::kFewRows: {
       const int32_t log_receive = num_tokens <= 2 || num_rows <= 16 ? 5 : num_tokens <= 16 ? 4 : 3;
       const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
       shape = {form, 3, log_send, std::min(log_chunks, log_receive), 10};
@@ -250,7 +243,7 @@ constexpr LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t
   if (team_in_block || !has_few_rows(form)) {  // where rows are claimed, a team's warps tell one another
     shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   }
-  return settled(plan_launch(num_tokens, num_rows, shape, sms), device_sms);
+  return plan_launch(num_tokens, num_rows, shape, sms);
 }
 
 // The rows of the other ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing
@@ -274,7 +267,6 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
   Shape shape = {};
   switch (form) {
     case Form::kFewRows:
-    case Form::kFewRowsDense:
       shape = {form, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 10};
       break;
     case Form::kUsual: {
@@ -300,7 +292,7 @@ constexpr LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t 
     }
   }
   shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
-  LaunchPlan plan = settled(plan_launch(num_rows, num_tokens, shape, sms), device_sms);
+  LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, sms);
   plan.sums_own = sums_own;
   return plan;
 }

@@ -264,7 +264,7 @@ int main(int argc, char** argv) {
     plan.log_send_warps = log_of(arg(first + 3, 1 << plan.log_send_warps));
     plan.log_receive_warps = log_of(arg(first + 4, 1 << plan.log_receive_warps));
     if (plan.block_warps() <= kFewRowsBlockWarps) {
-      plan.form = plan.num_blocks > device_sms ? Form::kFewRowsDense : Form::kFewRows;
+      plan.form = Form::kFewRows;
     }
     if (setting("FORM", -1) >= 0) plan.form = static_cast<Form>(setting("FORM", 0));
     plan.sums_own = setting("SUMS_OWN", plan.sums_own);

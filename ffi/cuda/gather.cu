@@ -112,8 +112,6 @@ struct Gather {
 #pragma unroll 1
     for (; item < num_candidates; item += team.num_teams) {
       if (item >= team.num_teams || blocks()) sum_row(kAsksAhead && !blocks() ? next : ask_for_row(item));
-      if (kReadsOnce && !blocks() && args.y && team.warp == 0 && item + team.num_teams < num_candidates)
-        fetch_ahead(next);
       if (row.present) send_row(row, sums, team);
       if (is_far(peers, row.peer) && !by_node()) put_staged(row.peer, peers.rank, row.index, row.present, team);
     }
@@ -203,16 +201,6 @@ struct Gather {
 
   __device__ bool is_present(const SourceRow& source) const {
     return source.peer != peers.rank || blocks() ? source.index < source.seen : source.seen >= 0;
-  }
-
-  // Has y of a row that was asked for brought into the L2 cache, with a warp, if the row has as many there as are
-  // loaded at once, or more: where many of all tokens go to this rank, y is too large for the cache, and who waits for
-  // that much from memory keeps the link waiting.
-  __device__ void fetch_ahead(const SourceRow& source) const {
-    const bool present = source.row >= 0 && is_present(source);
-    if (__popc(__ballot_sync(kAllLanes, present)) < kRowsAtOnce) return;
-    if (present) fetch_to_l2(static_cast<const uint8_t*>(args.y) + int64_t{source.row} * args.row_bytes, row_bytes());
-    __syncwarp();
   }
 
   // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which
@@ -760,8 +748,10 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   const void* result = args.out ? args.out : args.topk_weights;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}, ring, to_come};
-  fetch_arguments(peers);
-  fetch_arguments(args);
+  if (!gather.op.is_control_warp()) {
+    fetch_arguments(peers);
+    fetch_arguments(args);
+  }
   wait_for_dependencies();
   gather.op.stamp(0);
   const auto forwards = [&](int32_t ticket) { return gather.by_node() && plan.forwards(ticket); };
@@ -787,8 +777,6 @@ auto kernel_of(Form form) {
   switch (form) {
     case Form::kFewRows:
       return gather_kernel<X, Form::kFewRows>;
-    case Form::kFewRowsDense:
-      return gather_kernel<X, Form::kFewRowsDense>;
     case Form::kUsual:
       return gather_kernel<X, Form::kUsual>;
     default:

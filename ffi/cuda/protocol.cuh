@@ -18,13 +18,14 @@
 
 namespace jax_ep {
 
-// Asks for a kernel's arguments all at once, each warp for some lines of them: asked for one after the other, as they
-// are used, they would take microseconds.
+// Loads a kernel's arguments into the constant cache all at once, each warp some lines of them: loaded one after the
+// other, as they are used, they would take microseconds. For all warps but the control warp, which enters meanwhile.
 template <typename Args>
 __device__ __forceinline__ void fetch_arguments(const Args& args) {
   constexpr int32_t kLineWords = 16;
+  const int32_t num_warps = static_cast<int32_t>(blockDim.x / 32) - 1;
 #pragma unroll 2
-  for (int32_t word = threadIdx.x / 32 * kLineWords; word * 4 < sizeof(Args); word += blockDim.x / 32 * kLineWords) {
+  for (int32_t word = warp_id() * kLineWords; word * 4 < sizeof(Args); word += num_warps * kLineWords) {
     use(reinterpret_cast<const uint32_t*>(&args)[word]);
   }
 }
@@ -70,7 +71,7 @@ struct Operation {
     if (phase == 0) {  // of which operation, is not known yet
       state.begun = now;
     } else {
-      const uint32_t block = state.epoch % kTimelineOps * kTimelineBlocks + blockIdx.x;
+      const uint32_t block = state.epoch % kTimelineOps * kTimelineBlocks + state.ticket;
       peers.timeline[block * kTimelinePhases + phase] = now;
       if (phase == 5) peers.timeline[block * kTimelinePhases] = state.begun;
     }
@@ -117,14 +118,17 @@ struct Operation {
     return peer();
   }
 
-  // Called at times while a thread waits. Fails the operation once `deadline_ns` has passed. Returns the deadline,
-  // which it computes at the first call (`deadline_ns` is 0).
+  // Called at times while a thread waits. Fails the operation once its deadline has passed. Returns what the next call
+  // gets as `deadline_ns`: 0 at the first call; then the end of a short wait, an even number; then the deadline that the
+  // blocks share, an odd number. Most waits are short: they do not touch the word that the blocks share.
   __device__ __noinline__ static uint64_t lose_patience(Operation op, uint64_t deadline_ns, FailureReason reason,
                                                         int32_t peer, uint32_t expected, uint32_t seen) {
+    constexpr uint64_t kShortWaitNs = 1'000'000;
     const uint64_t now = globaltimer_ns();
     if (load_relaxed(&op.own().failed) != 0) op.state.failed = true;
-    if (deadline_ns == 0) return op.deadline(now);
+    if (deadline_ns == 0) return (now + min(op.peers.timeout_ns, kShortWaitNs)) & ~uint64_t{1};
     if (now < deadline_ns) return deadline_ns;
+    if (deadline_ns % 2 == 0) return op.deadline(now) | 1;
     if (reason == FailureReason::kTimeout && op.state.entered) {
       op.expect_no_other_call();
       if constexpr (kHasNetwork) peer = op.silent_rank(peer);
@@ -334,19 +338,15 @@ struct Operation {
 
   // --- work that blocks share ---------------------------------------------------------------------------------------
 
-  // Before a thread's first claim(). The first `num_rows` rows are nobody's to claim.
+  // Before a thread's first claim(). The first `num_rows` rows are nobody's to claim. Of the threads that try, one opens.
   __device__ __forceinline__ void open_claims(int32_t num_rows) const {
-    for (Work work : {Work::kRows, Work::kPadding}) {
-      unsigned long long* const word = &own().claimed[static_cast<int32_t>(work)][state.slot];
-      const unsigned long long seen = load_relaxed(word);
-      if (seen >> 32 == state.epoch) continue;
-      atomic_cas_relaxed_gpu(word, seen,
-                             tagged(state.epoch, work == Work::kRows ? num_rows : 0));  // of those who try, one does it
-    }
+    unsigned long long* const word = &own().claimed[state.slot];
+    const unsigned long long seen = load_relaxed(word);
+    if (seen >> 32 != state.epoch) atomic_cas_relaxed_gpu(word, seen, tagged(state.epoch, num_rows));
   }
   // Gives each number once, in their order.
-  __device__ __forceinline__ uint32_t claim(Work work) const {
-    return static_cast<uint32_t>(atomic_add_relaxed_gpu(&own().claimed[static_cast<int32_t>(work)][state.slot], 1ull));
+  __device__ __forceinline__ uint32_t claim() const {
+    return static_cast<uint32_t>(atomic_add_relaxed_gpu(&own().claimed[state.slot], 1ull));
   }
 
   // Whether all blocks of the launch run, or have: what a block that has been here longer waits for is on its way.
@@ -368,7 +368,8 @@ struct Operation {
     if (call.half == Half::kDone) {
       leave_done();
     } else if (takes_epoch && threadIdx.x == 0 && state.entered) {
-      count_release(&own().num_left[state.epoch & 1], 1);
+      // A release would wait until all stores have been performed, which the end of the kernel does anyway.
+      count(&own().num_left[state.epoch & 1], 1);
     }
     stamp(5);
   }
@@ -398,6 +399,10 @@ struct Operation {
     while (load_acquire_here(left) != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {
       poll_pause();
     }
+    // A block that left without a failure has not waited for its stores: they land within microseconds.
+    constexpr uint64_t kLandedNs = 50'000;
+    const uint64_t all_left = globaltimer_ns();
+    while (globaltimer_ns() - all_left < kLandedNs) poll_pause();
   }
 
   // The last block tells that the slot has been read; of what whole operations have read, the next operation tells.

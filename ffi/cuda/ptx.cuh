@@ -89,11 +89,6 @@ __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Has some bytes brought into the L2 cache. `from` and `bytes`: multiples of 16.
-__device__ __forceinline__ void fetch_to_l2(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Bulk copies to shared memory, which no thread carries out, and words there that tell when all bytes have landed that
 // were expected: each time, the word's phase, 0 or 1 by turns, is over. All by their addresses in shared memory.
 __device__ __forceinline__ void init_landed(uint32_t landed) {
@@ -183,9 +178,6 @@ __device__ __forceinline__ uint32_t count_in_order(uint32_t* p, uint32_t v) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
-}
-__device__ __forceinline__ void count_release(uint32_t* p, uint32_t v) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // The same for a word that other devices write, too: stores `v` if it was `expected`.

@@ -595,24 +595,13 @@ struct Scatter {
   // Those before are the receivers' first ones.
   __device__ uint32_t first_shared_row() const { return Team::of_receivers(plan, plan.num_blocks - 1, 0).num_teams; }
 
-  // The item, if it was looked for already, and those that the team claims then. While a row is on its way, padding is
-  // zeroed; what is left of that, in the end. (A far row must not be looked at before its signal is there.)
+  // The item, if it was looked for already, and those that the team claims then.
   __device__ void take_shared_rows(uint32_t item, Arriving& arriving, bool looked, const Places& places,
                                    const Team& team) const {
-    bool has_padding = args.zero_pad && !args.blocks;
 #pragma unroll 1
-    while (true) {
-      const bool has_row = item < num_candidates();
-      if (has_row && !looked) {
-        arriving = look_for_row(item, team, [&](int32_t source) { return shared.arrived[source]; });
-      }
+    while (item < num_candidates()) {
+      if (!looked) arriving = look_for_row(item, team, [&](int32_t source) { return shared.arrived[source]; });
       looked = false;
-#pragma unroll 1
-      while (has_padding && !(has_row && (!arriving.comes || has_come(arriving) || comes_by_signal(arriving.source)))) {
-        has_padding = pad_some(places);
-        if (has_row) look_at_batch(arriving.place, team.warp, team, arriving.first);
-      }
-      if (!has_row) return;
       if (arriving.comes) await_row(arriving, team);
       const uint32_t claimed = claim_row(team);  // comes while this one is written
       deliver_row(arriving, places, team);
@@ -622,7 +611,7 @@ struct Scatter {
 
   // With the first thread of a team; then all of it know.
   __device__ uint32_t claim_row(const Team& team) const {
-    return team.warp == 0 && lane_id() == 0 ? op.claim(Work::kRows) : 0;
+    return team.warp == 0 && lane_id() == 0 ? op.claim() : 0;
   }
   __device__ uint32_t shared_row(uint32_t claimed, const Team& team) const {
     if (team.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);
@@ -633,19 +622,10 @@ struct Scatter {
     return item;
   }
 
-  // As senders send them; but first, every other one is an own one: who has such a row to begin with is free for
-  // another when that comes.
+  // Items are dealt in the order in which senders send rows.
   __device__ void find_candidate(uint32_t item, Arriving& arriving) const {
-    const uint32_t tokens = args.num_tokens;
-    if (kForm == Form::kUsual && peers.num_ranks > 2 && !args.blocks) {
-      const uint32_t other = item < 2 * tokens ? item / 2 : item - tokens;
-      const bool own = item < 2 * tokens && item % 2;
-      arriving.source = own ? peers.rank : peers.rank + 1 + peers.by_others.remainder(other);
-      arriving.index = own ? other : peers.by_others.quotient(other);
-    } else {
-      arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
-      arriving.index = peers.by_ranks.quotient(item);
-    }
+    arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
+    arriving.index = peers.by_ranks.quotient(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
   }
 
@@ -706,15 +686,6 @@ struct Scatter {
 
   // Over the network; by node, a near rank passes rows on.
   __device__ bool comes_by_signal(int32_t source) const { return is_far(peers, source) && !by_node(); }
-
-  // As far as this warp has looked.
-  __device__ bool has_come(const Arriving& arriving) const {
-    if (arriving.is_own) return true;
-    bool missing = false;
-#pragma unroll
-    for (const uint4& unit : arriving.first.units) missing = missing || is_empty(unit);
-    return !__any_sync(kAllLanes, missing);
-  }
 
   __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
 
@@ -1185,10 +1156,9 @@ struct Scatter {
   // --- padding ------------------------------------------------------------------------------------------------------
 
   // Rows that hold no token: behind each group, and behind the last one. Their weights are zero; they are themselves,
-  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it. What blocks
-  // take as they come to it, pad_some() does.
+  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it.
   __device__ void pad(const Places& places) const {
-    const bool is_ragged = args.layout == Layout::kRagged, zeroes = args.zero_pad && !kShares;
+    const bool is_ragged = args.layout == Layout::kRagged, zeroes = args.zero_pad;
     const bool is_first = op.state.ticket == plan.first_receiver;
     if (!zeroes && !is_first) return;
     const int32_t worker = (zeroes ? op.state.ticket - plan.first_receiver : 0) * plan.block_warps() + warp_id();
@@ -1207,7 +1177,7 @@ struct Scatter {
       for (uint32_t gaps = __ballot_sync(kAllLanes, begin < end); gaps; gaps &= gaps - 1) {
         const int32_t lane = __ffs(gaps) - 1;
         pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane),
-                 zeroes || (is_ragged && !args.zero_pad), worker, workers);
+                 zeroes || is_ragged, worker, workers);
       }
     }
     pad_rows(last, static_cast<int32_t>(args.num_rows), zeroes, worker, workers);
@@ -1221,35 +1191,6 @@ struct Scatter {
     }
 #pragma unroll 1
     for (int32_t row = begin + worker; zero && row < end; row += workers) zero_row(row);
-  }
-
-  // Zeroes what hold no token of the next rows of the result; a warp does not claim few of many. False if none are
-  // left.
-  __device__ bool pad_some(const Places& places) const {
-    const int32_t num_rows = static_cast<int32_t>(args.num_rows);
-    const int32_t size = min(max(num_rows / 4096, 1), 8);
-    uint32_t claimed = 0;
-    if (lane_id() == 0) claimed = op.claim(Work::kPadding);
-    claimed = __shfl_sync(kAllLanes, claimed, 0);
-    if (claimed * static_cast<uint64_t>(size) >= num_rows) return false;
-    const int32_t row = claimed * size + lane_id();
-#pragma unroll 1
-    for (uint32_t left = __ballot_sync(kAllLanes, lane_id() < size && row < num_rows && holds_none(places, row)); left;
-         left &= left - 1) {
-      zero_row(claimed * size + __ffs(left) - 1);
-    }
-    return true;
-  }
-
-  // It lies in the group of the last expert whose first row is not behind it, or in the gap behind that.
-  __device__ bool holds_none(const Places& places, int32_t row) const {
-    int32_t expert = 0;
-#pragma unroll 1
-    for (int32_t behind = experts_per_rank(); behind - expert > 1;) {
-      const int32_t middle = (expert + behind) / 2;
-      (places.first_row[middle] <= row ? expert : behind) = middle;
-    }
-    return row >= places.first_row[expert] + places.counts[expert];
   }
 
   __device__ void zero_row(int64_t row) const {
@@ -1285,8 +1226,10 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Scatter<X, kCasts, kArrival, kForm> scatter = {
       peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_of(args)};
-  fetch_arguments(peers);
-  fetch_arguments(args);
+  if (!scatter.op.is_control_warp()) {
+    fetch_arguments(peers);
+    fetch_arguments(args);
+  }
   wait_for_dependencies();
   scatter.op.stamp(0);
   const auto forwards = [&](int32_t ticket) { return scatter.by_node() && plan.forwards(ticket); };
@@ -1341,8 +1284,6 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
   switch (form) {
     case Form::kFewRows:
       return kernel_of<Form::kFewRows>(type, casts, arrival);
-    case Form::kFewRowsDense:
-      return kernel_of<Form::kFewRowsDense>(type, casts, arrival);
     case Form::kUsual:
       return kernel_of<Form::kUsual>(type, casts, arrival);
     default:

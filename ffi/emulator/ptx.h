@@ -44,9 +44,6 @@ inline uint32_t count(uint32_t* p, uint32_t v) {
 inline uint32_t count_in_order(uint32_t* p, uint32_t v) {
   return emulator::atomic(p, [=](uint32_t before) { return before + v; }, emulator::Order::kAcquireRelease);
 }
-inline void count_release(uint32_t* p, uint32_t v) {
-  emulator::atomic(p, [=](uint32_t before) { return before + v; }, emulator::Order::kRelease);
-}
 inline void add(unsigned long long* p, unsigned long long v) {
   emulator::atomic(p, [=](unsigned long long before) { return before + v; });
 }
@@ -68,10 +65,6 @@ inline void end_copies() { emulator::commit_copies(); }
 template <int kLeft>
 void await_copies() {
   emulator::await_copies(kLeft);
-}
-
-inline void fetch_to_l2(const void* from, uint32_t bytes) {
-  if (from == nullptr || bytes == 0 || bytes % 16 != 0) emulator::stop("a prefetch of no bytes, or not of whole units");
 }
 
 inline void init_landed(uint32_t landed) { emulator::init_landed(landed_at_address(landed)); }

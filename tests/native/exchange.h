@@ -308,17 +308,17 @@ void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& r
 }
 
 // Thread blocks of each rank, few enough for all ranks to be on the GPU at once, and the kernels' form; 0 for what
-// plan.h likes. And whether own rows may be summed where other ranks' sums come.
+// plan.h likes. And whether own rows may be summed where other ranks' sums come, and whether one warp has all of a row.
 struct Blocks {
   int32_t number;
   Form form;
-  bool sums_own = true;
+  bool sums_own = true, has_one_warp = false;
 
   LaunchPlan adjust(LaunchPlan plan) const {
-    if (number == 0 && form != Form::kFewRowsDense) return plan;
+    if (number == 0 && !has_one_warp) return plan;
     plan.form = form;
     plan.sums_own &= sums_own;
-    if (form == Form::kFewRowsDense) plan.log_send_warps = plan.log_receive_warps = 0;  // a warp has all of a row
+    if (has_one_warp) plan.log_send_warps = plan.log_receive_warps = 0;
     return plan;
   }
 };
@@ -337,7 +337,7 @@ class Session {
     open_group();
     for (const Member& member : group().members()) {
       Control control = initial_control(member.peers.layout.num_slots, newest_epoch);
-      for (auto& words : control.claimed) std::fill(std::begin(words), std::end(words), uint64_t{newest_epoch} << 32);
+      std::fill(std::begin(control.claimed), std::end(control.claimed), uint64_t{newest_epoch} << 32);
       must(cudaMemcpy(member.peers.control, &control, sizeof(control), cudaMemcpyHostToDevice));
     }
     for (int32_t rank = 0; rank < num_ranks; ++rank) ranks_.push_back(std::make_unique<Rank>(num_ranks, rank, shape));

@@ -164,7 +164,7 @@ void run_late_twice(int32_t cast, Blocks blocks) {
                                                    counts_offset(kSlot, kPeer, 2, experts_per_rank));
   for (int32_t expert = 0; expert < experts_per_rank; ++expert) counts[expert] = tagged(expert == 0 ? kRows : 0);
   EXPECT_EQ(session.group().failure().has_value(), false);
-  emulator::run_for(static_cast<uint64_t>(0.4e9 * kShortTimeout));
+  emulator::run_for(static_cast<uint64_t>(0.6e9 * kShortTimeout));
   EXPECT_EQ(session.group().failure().has_value(), true);
   session.wait();
 }
@@ -412,7 +412,7 @@ std::string run_seed(uint64_t seed) {
   const bool is_large = num_ranks * tokens.top_k > 64;
   num_tokens = is_large ? 12 : tokens.number, top_k = is_large ? 4 : tokens.top_k;
   const Blocks blocks = pick<Blocks>(random, {{0, Form::kFewRows},
-                                              {0, Form::kFewRowsDense},
+                                              {0, Form::kFewRows, true, true},
                                               {1, Form::kManyRows},
                                               {2, Form::kUsual},
                                               {2, Form::kManyRows},

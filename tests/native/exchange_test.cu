@@ -154,7 +154,7 @@ void more_blocks_than_fit() {
 }
 
 const Blocks kAny = {0, Form::kFewRows};
-const Blocks kLongRows = {0, Form::kFewRowsDense};
+const Blocks kLongRows = {0, Form::kFewRows, true, true};
 
 void run_exchanges(int32_t most_ranks, bool is_quick) {
   const std::vector<Blocks> quick = {

@@ -102,9 +102,6 @@ void test_num_sms_is_at_most_the_devices() {
   EXPECT_EQ(plan_gather(4096, 4, 8, 28, 1000, 78).num_blocks, 78);
   EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, 148, false).num_blocks, 148);
   EXPECT_EQ(plan_gather(4096, 4, 8, 28, 0, 148).num_blocks, 148);
-  // Two blocks share an SM if there are more blocks than SMs.
-  EXPECT_EQ(plan_scatter(8, 4, 8, 28, 0, 78, false).form == Form::kFewRowsDense, true);
-  EXPECT_EQ(plan_scatter(32, 4, 8, 14, 0, 164, false).form == Form::kFewRows, true);
 }
 
 // A done leaves half of the device's SMs to other kernels.
@@ -124,15 +121,15 @@ std::vector<int32_t> numbers(const LaunchPlan& plan) {
           plan.log_receive_warps};
 }
 void test_plans_on_132_sms() {
-  constexpr int32_t kFew = 0, kDense = 1, kUsual = 2, kMany = 3;  // enum Form
+  constexpr int32_t kFew = 0, kUsual = 1, kMany = 2;  // enum Form
   const struct {
     int32_t tokens, ranks, top_k, chunks, num_sms;
     bool team_in_block;
     std::vector<int32_t> expected;
   } scatters[] = {
       {1, 4, 8, 28, 0, false, {kFew, 3, 20, 3, 4, 5}},       {8, 2, 8, 28, 0, false, {kFew, 17, 82, 3, 4, 5}},
-      {8, 4, 8, 28, 0, false, {kFew, 17, 82, 3, 4, 4}},      {32, 4, 8, 14, 0, false, {kDense, 33, 162, 3, 3, 3}},
-      {32, 8, 8, 28, 0, true, {kDense, 33, 264, 3, 3, 3}},   {64, 2, 8, 14, 0, false, {kUsual, 65, 130, 4, 4, 3}},
+      {8, 4, 8, 28, 0, false, {kFew, 17, 82, 3, 4, 4}},      {32, 4, 8, 14, 0, false, {kFew, 33, 162, 3, 3, 3}},
+      {32, 8, 8, 28, 0, true, {kFew, 33, 264, 3, 3, 3}},   {64, 2, 8, 14, 0, false, {kUsual, 65, 130, 4, 4, 3}},
       {128, 4, 8, 4, 0, false, {kUsual, 33, 98, 4, 2, 1}},   {128, 4, 8, 14, 0, false, {kUsual, 44, 132, 4, 4, 2}},
       {128, 4, 1, 14, 0, false, {kUsual, 65, 132, 4, 3, 2}}, {128, 8, 8, 28, 0, true, {kMany, 65, 132, 4, 3, 2}},
       {256, 8, 8, 28, 0, false, {kUsual, 44, 132, 4, 4, 2}}, {512, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 2}},
@@ -153,7 +150,7 @@ void test_plans_on_132_sms() {
     std::vector<int32_t> expected;
   } gathers[] = {
       {1, 4, 8, 28, 0, false, {kFew, 17, 26, 2, 4, 5}},      {8, 4, 8, 28, 0, false, {kFew, 65, 98, 3, 4, 5}},
-      {32, 4, 8, 28, 0, false, {kDense, 135, 264, 3, 4, 5}}, {32, 8, 0, 14, 0, false, {kDense, 199, 264, 3, 3, 4}},
+      {32, 4, 8, 28, 0, false, {kFew, 135, 264, 3, 4, 5}}, {32, 8, 0, 14, 0, false, {kFew, 199, 264, 3, 3, 4}},
       {64, 2, 8, 28, 0, false, {kUsual, 67, 132, 4, 4, 5}},  {128, 1, 8, 28, 0, true, {kUsual, 45, 132, 4, 4, 5}},
       {128, 2, 8, 16, 0, false, {kUsual, 67, 132, 4, 3, 4}}, {128, 4, 1, 28, 0, true, {kUsual, 67, 132, 4, 2, 3}},
       {128, 4, 8, 16, 0, false, {kUsual, 67, 132, 4, 3, 4}}, {128, 4, 8, 28, 0, true, {kUsual, 45, 132, 4, 4, 5}},
@@ -260,14 +257,6 @@ void test_rows_that_come_one_after_the_other() {
   EXPECT_EQ(plan_scatter(128, 2, 8, 14, 0, false).log_send_warps, 3);
 }
 
-// One block on an SM has twice the registers; where there are more blocks than SMs, two share one.
-void test_few_rows_have_an_sm_for_each_block() {
-  EXPECT_EQ(plan_scatter(8, 4, 8, 28, 0, false).form == Form::kFewRows, true);
-  EXPECT_EQ(plan_scatter(32, 4, 8, 14, 0, false).form == Form::kFewRowsDense, true);
-  EXPECT_EQ(plan_gather(8, 4, 8, 28, 0).form == Form::kFewRows, true);
-  EXPECT_EQ(plan_gather(32, 4, 8, 28, 0).form == Form::kFewRowsDense, true);
-}
-
 // Of more than two ranks, up to 1024 tokens; of two, if they are little.
 void test_long_teams_sum_rows_of_many_ranks() {
   EXPECT_EQ(plan_gather(1024, 4, 8, 28, 0).form == Form::kUsual, true);
@@ -359,7 +348,6 @@ int main() {
   test_own_rows_are_sent_where_that_is_little();
   test_teams_of_rings_are_busy();
   test_rows_that_come_one_after_the_other();
-  test_few_rows_have_an_sm_for_each_block();
   test_long_teams_sum_rows_of_many_ranks();
   test_two_ranks_send_little();
   test_thin_rows_take_small_teams();
