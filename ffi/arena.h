@@ -112,20 +112,52 @@ inline constexpr int kNumRowsCopies = 8;
 // What the blocks of a launch share as they come to it.
 enum class Work : int32_t { kRows, kPadding };
 
+// The word by which the blocks of a launch enter a new operation. Each block adds its launch's step() with one atomic
+// addition. The old value tells the block the epoch, and how many blocks of the launch have entered before it. The block
+// that enters last writes the word for the next launch, when it leaves.
+//
+// Launches that enter operations of one group must not overlap on a device. The sum of the tags shows a block of another
+// launch that has entered before: without one, the sum is as many tags of this launch as blocks have entered.
+struct EntryWord {
+  uint32_t num_entered;
+  // The slots whose newest operation was a whole one, as bits, and kNewestIsWhole. When a whole operation has ended, all
+  // peers had announced it, and so had ended the whole operations before it: nobody has to ask.
+  uint32_t whole_slots;
+  uint32_t newest_epoch;
+  uint32_t tags;
+
+  static constexpr int kCountBits = 12, kSlotBits = kMaxSlots + 1, kTagBits = 32 - kCountBits - kSlotBits;
+  static constexpr uint32_t kNewestIsWhole = 1u << kMaxSlots;
+
+  static constexpr EntryWord unpack(unsigned long long word) {
+    const auto low = static_cast<uint32_t>(word);
+    return {low & ((1u << kCountBits) - 1), low >> kCountBits & ((1u << kSlotBits) - 1),
+            static_cast<uint32_t>(word >> (kCountBits + kSlotBits)), static_cast<uint32_t>(word >> (64 - kTagBits))};
+  }
+  // Of a word that no block of the next launch has changed.
+  static constexpr unsigned long long pack(uint32_t newest_epoch, uint32_t whole_slots) {
+    return static_cast<unsigned long long>(newest_epoch) << (kCountBits + kSlotBits) | whole_slots << kCountBits;
+  }
+  // Two launches on a device at the same time never write to the same buffer: the address of a result tells them apart.
+  static constexpr uint32_t tag(unsigned long long result) {
+    return (static_cast<uint32_t>(result >> 8) ^ static_cast<uint32_t>(result >> 20)) % (1u << kTagBits) | 1;
+  }
+  static constexpr unsigned long long step(uint32_t tag) {
+    return static_cast<unsigned long long>(tag) << (64 - kTagBits) | 1;
+  }
+  constexpr bool is_alone(uint32_t tag, uint32_t num_blocks) const {
+    return num_entered < num_blocks && tags == num_entered * tag % (1u << kTagBits);
+  }
+};
+
 // Control memory of one rank; the counts of arriving rows follow it. It outlives the group, so that an executable that
 // still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
 struct Control {
-  // Whose turn it is, in one unit: read and written as a whole.
-  alignas(16) uint32_t newest_epoch;  // of the operation that was begun last
-  // The slots whose last operation was a whole one, as bits, and kNewestIsWhole. All peers have announced a whole
-  // operation that is done, so that they are through with the whole ones before it, and nobody has to ask.
-  uint32_t whole_slots;
-  uint32_t num_entered;  // thread blocks, of all launches that took an epoch, the owner's not yet
-  uint32_t owner;        // the launch that takes a new epoch, 0 if none does
-
-  uint32_t failed;  // written by peers, too: 0, or 1 + the rank that failed first; kClosed after close()
-  uint32_t num_entering, num_left;  // blocks one by one: like num_entered with the owner's, and those that have left
-  uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
+  alignas(16) unsigned long long entry;  // an EntryWord
+  uint32_t failed;                 // written by peers, too: 0, or 1 + the rank that failed first; kClosed after close()
+  uint32_t num_left[2];            // blocks that have left a launch that took an epoch, by the epoch's last bit
+  uint32_t num_blocks[2];          // blocks of that launch; written when all of them have entered
+  uint32_t done_left[kMaxSlots];   // blocks of each slot's done that have left
   uint32_t poisons[2][kMaxSlots];   // 1 while a block poisons the results of a launch, of a done, in each slot
   unsigned long long claimed[2][kMaxSlots];  // {epoch, how many} of each Work, in each slot
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.
@@ -139,13 +171,12 @@ struct Control {
   Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
-inline constexpr uint32_t kNewestIsWhole = 1u << 31;
 
 // Of a group that has had operations up to `newest_epoch`, and has none under way. Operation n may begin when all have
 // finished n - num_slots: the next ones find that of their slot.
 inline Control initial_control(int32_t num_slots, uint32_t newest_epoch = 0) {
   Control initial = {};
-  initial.newest_epoch = newest_epoch;
+  initial.entry = EntryWord::pack(newest_epoch, 0);
   for (int32_t next = 1; next <= num_slots; ++next) {
     const uint32_t epoch = newest_epoch + next;
     for (uint32_t& finished : initial.finished[epoch % num_slots]) finished = epoch - num_slots;
@@ -177,7 +208,8 @@ enum class FailureReason : uint32_t {
   kWrongRank,  // XLA runs another rank on this device than the group's mesh says
   kSlotTaken,  // the operation that had the slot before was started and never done
   kElsewhere,  // in another process, on another host perhaps: the record is there
-  kOtherOrder  // devices run this group's operations and another's in different order: ffi/cuda/call_order.h
+  kOtherOrder,  // devices run this group's operations and another's in different order: ffi/cuda/call_order.h
+  kOverlap      // two operations of the group run at the same time on this device
 };
 
 // An operation runs in one launch, or in two: a start, which takes its turn, and a done, beside whatever comes then.

@@ -67,6 +67,7 @@ struct LaunchPlan {
   // Blocks that move rows, and a block's number among them; negative if it does other things.
   constexpr int32_t row_senders() const { return std::max(num_senders - 1, 1); }
   constexpr int32_t row_sender(int32_t block) const { return num_senders > 1 ? block - 1 : block; }
+  constexpr bool sends_rows(int32_t block) const { return block < num_senders && row_sender(block) >= 0; }
   constexpr int32_t row_receivers() const { return std::max(num_receivers() - 1, 1); }
   constexpr int32_t row_receiver(int32_t block) const { return block - first_receiver - (num_receivers() > 1); }
 };

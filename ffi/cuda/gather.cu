@@ -80,7 +80,6 @@ struct Gather {
   // --- senders: the experts' side -----------------------------------------------------------------------------------
 
   __device__ void announce() const {
-    op.await_entry();
     if (!op.state.failed) {
       if (args.num_sent) send_num_rows(op, args.num_sent);
       if (threadIdx.x < peers.num_ranks) op.announce(threadIdx.x);
@@ -88,10 +87,9 @@ struct Gather {
     op.tell_former_finished();
   }
 
-  // The possible rows, interleaving the ranks they go to, beginning behind this rank. The first is summed while the
-  // block enters the operation, if it is still `entering` it.
-  __device__ void send(bool entering) const {
-    const Team team = Team::of_senders(plan, blockIdx.x, warp_id());
+  // The possible rows, interleaving the ranks they go to, beginning behind this rank.
+  __device__ void send() const {
+    const Team team = Team::of_senders(plan, op.state.ticket, warp_id());
     const uint32_t num_candidates = team.index < team.num_teams ? num_destinations() * args.num_tokens : 0;
     uint32_t item = team.index;
     SourceRow row = {}, next = {};
@@ -103,7 +101,6 @@ struct Gather {
       sums = partial_sums(row, team.warp, team);
     };
     if (item < num_candidates && !blocks()) sum_row(ask_for_row(item));
-    if (entering) op.await_entry();
     op.stamp(1);
     bool gives_up = op.warp_has_failed();
     // Warps that meet at a barrier for a far rank's rows must agree: they go on to the end, or do not begin.
@@ -435,13 +432,8 @@ struct Gather {
 
   // Adds up what this node's ranks have of the tokens of this rank's counterparts, and sends the sums there. The team's
   // warps meet at a barrier for each, so that none of them leaves the others, whatever fails.
-  __device__ void pass_on(bool entering) const {
-    if (entering) {
-      op.await_entry();
-    } else {
-      op.sync_workers();  // the barriers were those of the teams that send
-    }
-    const Team team = Team::of_forwarders(plan, blockIdx.x, warp_id());
+  __device__ void pass_on() const {
+    const Team team = Team::of_forwarders(plan, op.state.ticket, warp_id());
     if (any_of_team(team, kFirstBarrier, op.state.failed)) return;
     const Nodes& nodes = nodes_of(peers);
     const int32_t as = nodes.source_of(nodes.own);
@@ -477,16 +469,15 @@ struct Gather {
 
   // --- receivers: the source side -----------------------------------------------------------------------------------
 
-  __device__ void receive(bool entering) const {
-    const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
-    const bool takes_tokens = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
+  __device__ void receive() const {
+    const Team team = Team::of_receivers(plan, op.state.ticket, warp_id());
+    const bool takes_tokens = plan.row_receiver(op.state.ticket) >= 0 && team.index < team.num_teams;
     int32_t token = takes_tokens ? team.index : args.num_tokens;
     Returning asked = {};
     if (kAsksAhead && token < args.num_tokens) asked = ask_for_token(token);
-    if (entering) op.await_entry();
     op.stamp(1);
     if (op.warp_has_failed()) return;
-    if (blockIdx.x == plan.first_receiver && op.meets_peers()) {
+    if (op.state.ticket == plan.first_receiver && op.meets_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
       op.meet_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
     }
@@ -769,22 +760,26 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   const void* result = args.out ? args.out : args.topk_weights;
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Gather<X, kForm> gather = {peers, args, plan, {peers, args, result, state, num_workers}, ring, to_come};
-  const int32_t block = blockIdx.x;
-  const bool is_sender = block < plan.num_senders;
-  uint32_t blocks_before = 0;
   fetch_arguments(peers);
   fetch_arguments(args);
   wait_for_dependencies();
   gather.op.stamp(0);
-  const bool passes_on = gather.by_node() && plan.forwards(block);
-  if (gather.op.is_control_warp()) blocks_before = gather.op.begin(is_sender || passes_on);
-  if (gather.op.is_worker()) {
-    if (block == 0) gather.announce();
-    if (is_sender && (block > 0 || plan.num_senders == 1)) gather.send(block > 0);
-    if (passes_on) gather.pass_on(!is_sender);
-    if (block >= plan.first_receiver) gather.receive(!is_sender);
+  const auto forwards = [&](int32_t ticket) { return gather.by_node() && plan.forwards(ticket); };
+  if (gather.op.is_control_warp()) {
+    gather.op.enter([&](int32_t ticket) { return ticket < plan.num_senders || forwards(ticket); });
   }
-  gather.op.end(blocks_before, [&] { gather.poison(); });
+  __syncthreads();  // the block has entered
+  const int32_t ticket = state.ticket;
+  if (gather.op.is_worker()) {
+    if (ticket == 0) gather.announce();
+    if (plan.sends_rows(ticket)) gather.send();
+    if (forwards(ticket)) {
+      if (plan.sends_rows(ticket)) gather.op.sync_workers();  // the teams' barriers are those of the teams that send
+      gather.pass_on();
+    }
+    if (ticket >= plan.first_receiver) gather.receive();
+  }
+  gather.op.end([&] { gather.poison(); });
 }
 
 template <typename X>

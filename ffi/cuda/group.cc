@@ -54,6 +54,8 @@ std::string summary(const FailureRecord& failure) {
     case FailureReason::kOtherOrder:
       return "Error: " + op + ": ranks " + rank + " and " + peer +
              " run operations of this group and of another group in different order";
+    case FailureReason::kOverlap:
+      return "Error: " + op + ": rank " + rank + " runs another operation of the group at the same time";
   }
   return "Error: " + op;
 }

@@ -57,8 +57,8 @@ JAX_EP_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
 nb::object group_failure(int64_t id) {
   const std::optional<FailureRecord> failure = find_group(id)->failure();
   if (!failure) return nb::none();
-  static constexpr const char* kReasons[] = {"timeout",    "other op",  "wrong rank",
-                                             "slot taken", "elsewhere", "other order"};  // enum FailureReason
+  static constexpr const char* kReasons[] = {"timeout",   "other op",    "wrong rank", "slot taken",
+                                             "elsewhere", "other order", "overlap"};  // enum FailureReason
   return nb::make_tuple(kReasons[failure->reason], kOpNames[failure->op], failure->rank, failure->peer,
                         failure->expected, failure->seen);
 }

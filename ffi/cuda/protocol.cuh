@@ -1,13 +1,13 @@
 // How the ranks of a group run one operation together: begin and end, bounded waits, and the words that ranks exchange.
 // Kernels (scatter.cu, gather.cu) are written on top of this and know no epochs. Rows are the matter of units.cuh.
 //
-// An operation is one launch per rank, or two (halves.h): a start, which takes its turn, and a done, which does the
-// rest. All blocks of a launch begin() it and end() it. Blocks that send wait for no rows, and are started before those
-// that receive: no block waits for one that cannot run yet, however few run at a time. Those that have sent may
-// receive, but only once all_have_begun().
+// An operation is one launch per rank, or two (halves.h): a start, which takes an epoch, and a done, which does the rest.
+// All blocks of a launch enter() it and end() it. A block's last warp, the control warp, enters for the block.
 //
-// A block's last warp, the control warp, enters the operation for it, while the others do what needs no epoch, up to
-// await_entry(). It may be one of the workers, or none: then it may do besides what needs no other warp.
+// Blocks get their roles in the order in which they enter, whatever the order in which CUDA starts them. Senders come
+// first, and wait for no rows. So when a receiver has entered, all senders of its launch have entered, too: no block
+// waits for one that cannot run yet, however few blocks run at a time. A sender that has sent its rows may receive, but
+// only once all_have_begun().
 #pragma once
 
 #include "ffi/arena.h"
@@ -34,17 +34,18 @@ __device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t va
 }
 
 // The barriers of a block; __syncthreads() is 0. A kernel may use those from kFirstBarrier on.
-inline constexpr int32_t kEntryBarrier = 1, kPreparedBarrier = 2, kWorkersBarrier = 3, kFirstBarrier = 4;
+inline constexpr int32_t kWorkersBarrier = 1, kFirstBarrier = 2;
 
-// What a block knows of the operation; in shared memory. Valid behind await_entry().
+// What a block knows of the operation; in shared memory. The control warp writes it in enter().
 struct State {
   PeerTable table;
   uint32_t epoch;
   int32_t slot;
-  uint32_t whole_slots, num_entered;  // Control's, as this launch found them
-  bool slot_is_free;                  // on all ranks, without asking
-  bool entered;                       // it takes part in the launch, and so has an epoch and a slot
-  volatile bool failed;               // give up: the results will be poisoned
+  int32_t ticket;        // blocks of this launch that entered before: it decides the block's role
+  uint32_t whole_slots;  // an EntryWord's, as this launch found it
+  bool slot_is_free;     // on all ranks, without asking
+  bool entered;          // no block of another launch has entered before: the epoch and the slot are this launch's own
+  volatile bool failed;  // give up: the results will be poisoned
 #ifdef JAX_EP_TIMELINE
   uint64_t begun;
 #endif
@@ -53,7 +54,7 @@ struct State {
 struct Operation {
   const Peers& peers;
   const Call& call;
-  const void* result;  // tells launches apart that can be on the device together
+  const void* result;  // tells this launch from others: EntryWord::tag
   State& state;
   int32_t num_workers;  // threads of the block
 
@@ -214,36 +215,19 @@ struct Operation {
   __device__ bool is_worker() const { return static_cast<int32_t>(threadIdx.x) < num_workers; }
   __device__ static bool is_control_warp() { return threadIdx.x >= blockDim.x - 32; }
 
-  // For workers: waits for begin(). If the control warp is a worker, too, it waits for what the others prepared before
-  // this, and they do not wait for what it prepares: none of them may read that before the next sync_workers().
-  __device__ __forceinline__ void await_entry() const {
-    if (is_control_warp()) {
-      named_barrier(kPreparedBarrier, blockDim.x);
-    } else {
-      if (num_workers == blockDim.x) named_barrier_arrive(kPreparedBarrier, blockDim.x);
-      named_barrier(kEntryBarrier, blockDim.x);
-    }
-  }
   // For workers: waits for one another.
   __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_workers); }
 
-  // Enters the launch, with the control warp. With `to_send`, it is known then that the peers have read what their
-  // slots held. Gives the warp's first thread what it hands to end(): the blocks that were in before this one.
-  __device__ __forceinline__ uint32_t begin(bool to_send) const {
-    const uint32_t blocks_before = enter(to_send);
-    __syncwarp();
-    named_barrier_arrive(kEntryBarrier, blockDim.x);
-    return blocks_before;
-  }
-
-  __device__ __forceinline__ uint32_t enter(bool to_send) const {
+  // Enters the launch, with the control warp; the other warps wait for it at a barrier of the block. sends(ticket) says
+  // whether the block writes to peers: then enter() waits until the peers have read what their slots held.
+  template <typename Sends>
+  __device__ __forceinline__ void enter(Sends sends) const {
     const int32_t peer = lane_id();
     uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
-    uint32_t before = 0;
     if (lane_id() == 0) {
-      if (takes_turn()) {
-        before = enter_epoch();
+      if (takes_epoch()) {
+        enter_epoch();
       } else {
         enter_started();
       }
@@ -252,7 +236,7 @@ struct Operation {
     state.table.control[peer] = control;
     __syncwarp();
     if (!state.slot_is_free && !warp_has_failed()) {
-      if (to_send) {
+      if (sends(state.ticket)) {
         claim_slots(*this);
       } else if (call.half != Half::kStart && peer == 0) {
         await_own_slot(*this);
@@ -260,62 +244,50 @@ struct Operation {
       __syncwarp();
     }
     if constexpr (kHasNetwork) {
-      if (blockIdx.x == 0 && lane_id() == 0) order_words();
+      if (state.ticket == 0 && lane_id() == 0) order_words();
       __syncwarp();
     }
-    return before;
   }
 
-  __device__ bool takes_turn() const { return call.half != Half::kDone; }
+  // Whether the launch is a whole operation, or a start. A done has the epoch of its start.
+  __device__ bool takes_epoch() const { return call.half != Half::kDone; }
 
-  // The first unit of the control memory.
-  struct Turn {
-    uint32_t newest_epoch, whole_slots, num_entered, owner;
-  };
-
-  // A whole operation, or a start. Such launches take turns, should XLA let them run at once: one is the owner until
-  // all of its blocks have entered, and the next goes on when all of them have left. Behind a kernel that has ended, a
-  // block finds all that out in one round trip to memory. Gives the blocks of this launch that were in before.
-  __device__ __forceinline__ uint32_t enter_epoch() const {
-    Turn turn = {};
-    uint32_t group_failed = 0;
-    const uint32_t self = static_cast<uint32_t>(reinterpret_cast<unsigned long long>(result) >> 6) | 1;
-    state.failed = state.entered = false;
-    state.epoch = 0;  // for who gives up before it has an epoch
-    state.entered = wait_for(peers.rank, 1, [&] {
-      // What follows is asked for without waiting for the answer, but arrives behind it, at the same place in memory.
-      const uint32_t before = take_over(&own().owner, self);
-      const uint4 unit = load_unit(&own());
-      group_failed = load_relaxed(&own().failed);
-      const uint32_t num_left = load_acquire_here(&own().num_left);
-      turn = {unit.x, unit.y, unit.z, unit.w};
-      // More have left than had entered where blocks of this launch have, which they can only when all before them had.
-      return (before == 0 || before == self) && turn.owner == self &&
-                     static_cast<int32_t>(num_left - turn.num_entered) >= 0
-                 ? 1
-                 : 0;
-    });
-    const uint32_t epoch = turn.newest_epoch + 1;
-    const bool newest_is_whole = turn.whole_slots & kNewestIsWhole;
-    state.failed = group_failed != 0 || !state.entered;
+  // Takes the next epoch, and a ticket: both come with the answer to one atomic addition.
+  __device__ __forceinline__ void enter_epoch() const {
+    const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
+    const unsigned long long word = atomic_add_relaxed_gpu(&own().entry, EntryWord::step(tag));
+    const uint32_t group_failed = load_relaxed(&own().failed);
+    const EntryWord entry = EntryWord::unpack(word);
+    const uint32_t epoch = entry.newest_epoch + 1;
+    const bool newest_is_whole = entry.whole_slots & EntryWord::kNewestIsWhole;
     state.epoch = epoch;
     state.slot = slot_of(epoch);
-    state.whole_slots = turn.whole_slots;
-    state.num_entered = turn.num_entered;
-    state.slot_is_free = newest_is_whole && (turn.whole_slots >> slot_of(epoch) & 1);
-    if (!state.entered) return 0;
-    if (blockIdx.x == 0) {
-      if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
-      if (!state.failed) expect_rank(*call.axis_index);
+    state.ticket = static_cast<int32_t>(entry.num_entered);
+    state.whole_slots = entry.whole_slots;
+    state.slot_is_free = newest_is_whole && (entry.whole_slots >> slot_of(epoch) & 1);
+    state.failed = group_failed != 0;
+    state.entered = entry.is_alone(tag, gridDim.x);
+    if (!state.entered) {
+      state.ticket = 0;
+      return fail_overlap();
     }
-    return count(&own().num_entering, 1) - turn.num_entered;
+    if (state.ticket != 0) return;
+    uint32_t* const left = &own().num_left[~epoch & 1];  // of the former launch, and then of the next one
+    if (load_acquire_here(left) != load_relaxed(&own().num_blocks[~epoch & 1]) && !state.failed) fail_overlap();
+    store_relaxed(left, 0);
+    if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
+    if (!state.failed) expect_rank(*call.axis_index);
   }
 
-  // The block that entered last, of whose launch all know the epoch, hands on the turn.
-  __device__ __forceinline__ void end_turn() const {
-    const uint32_t slot = 1u << state.slot, others = state.whole_slots & ~(slot | kNewestIsWhole);
-    const uint32_t whole_slots = call.half == Half::kWhole ? others | slot | kNewestIsWhole : others;
-    store_unit(&own(), make_uint4(state.epoch, whole_slots, state.num_entered + gridDim.x, 0));
+  // Blocks of two launches are in operations of the group at the same time.
+  __device__ void fail_overlap() const { fail(*this, FailureReason::kOverlap, peers.rank, 1, 2); }
+
+  // For the block that has entered last: now all blocks of the launch know its epoch.
+  __device__ __forceinline__ void open_next_epoch() const {
+    const uint32_t slot = 1u << state.slot, others = state.whole_slots & ~(slot | EntryWord::kNewestIsWhole);
+    const uint32_t whole_slots = call.half == Half::kWhole ? others | slot | EntryWord::kNewestIsWhole : others;
+    store_relaxed(&own().num_blocks[state.epoch & 1], gridDim.x);
+    store_relaxed(&own().entry, EntryWord::pack(state.epoch, whole_slots));
   }
 
   // A done, with the epoch of its start.
@@ -325,7 +297,7 @@ struct Operation {
     state.epoch = call.ticket->epoch;
     state.slot = slot_of(state.epoch);
     state.slot_is_free = false;
-    count(&call.ticket->blocks_begun, 1);
+    state.ticket = static_cast<int32_t>(count(&call.ticket->blocks_begun, 1));
   }
 
   __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
@@ -375,25 +347,24 @@ struct Operation {
 
   // Whether all blocks of the launch run, or have: what a block that has been here longer waits for is on its way.
   __device__ __forceinline__ bool all_have_begun() const {
-    const uint32_t begun =
-        takes_turn() ? load_relaxed(&own().num_entering) - state.num_entered : load_relaxed(&call.ticket->blocks_begun);
-    return static_cast<int32_t>(begun - gridDim.x) >= 0;
+    if (!takes_epoch()) return load_relaxed(&call.ticket->blocks_begun) >= gridDim.x;
+    const EntryWord entry = EntryWord::unpack(load_relaxed(&own().entry));
+    return entry.newest_epoch == state.epoch || entry.num_entered >= gridDim.x;
   }
 
-  // Leaves the launch, with all threads; `blocks_before` is what begin() gave. poison() fills the results of a failed
-  // operation.
+  // Leaves the launch, with all threads. poison() fills the results of a failed operation.
   template <typename Poison>
-  __device__ __forceinline__ void end(uint32_t blocks_before, Poison poison) const {
+  __device__ __forceinline__ void end(Poison poison) const {
     __syncthreads();
     stamp(4);
-    const bool takes_turn = this->takes_turn();
-    if (takes_turn && state.entered && is_control_warp() && lane_id() == 0 && blocks_before + 1 == gridDim.x)
-      end_turn();
+    const bool takes_epoch = this->takes_epoch();
+    if (takes_epoch && state.entered && is_control_warp() && lane_id() == 0 && state.ticket + 1 == gridDim.x)
+      open_next_epoch();
     if (state.failed) poison_once(poison);
     if (call.half == Half::kDone) {
       leave_done();
-    } else if (takes_turn && threadIdx.x == 0 && state.entered) {
-      count_release(&own().num_left, 1);
+    } else if (takes_epoch && threadIdx.x == 0 && state.entered) {
+      count_release(&own().num_left[state.epoch & 1], 1);
     }
     stamp(5);
   }
@@ -416,12 +387,11 @@ struct Operation {
   __device__ uint32_t* poisoning() const { return &own().poisons[call.half == Half::kDone][state.slot]; }
   __device__ void await_others() const {
     const bool is_done = call.half == Half::kDone;
-    const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left;
-    const uint32_t all = (is_done ? 0 : state.num_entered) + gridDim.x - 1;
-    // They leave soon, as they know of the failure, too; but where another launch was let in meanwhile, never all.
+    const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left[state.epoch & 1];
+    // They leave soon, as they know of the failure, too; but where blocks of another launch have entered, never all.
     constexpr uint64_t kSoonNs = 1'000'000'000;
     const uint64_t begun = globaltimer_ns();
-    while (load_acquire_here(left) != all && globaltimer_ns() - begun < kSoonNs) {
+    while (load_acquire_here(left) != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {
       poll_pause();
     }
   }
@@ -456,8 +426,8 @@ struct Operation {
   }
   // Of the operation before, if it was a whole one; a launch that takes an epoch does.
   __device__ __forceinline__ void tell_former_finished() const {
-    const bool newest_was_whole = state.whole_slots & kNewestIsWhole;
-    if (takes_turn() && newest_was_whole && threadIdx.x < peers.num_ranks) {
+    const bool newest_was_whole = state.whole_slots & EntryWord::kNewestIsWhole;
+    if (takes_epoch() && newest_was_whole && threadIdx.x < peers.num_ranks) {
       tell_finished(state.epoch - 1, threadIdx.x);
     }
   }

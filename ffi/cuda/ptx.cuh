@@ -171,12 +171,6 @@ __device__ __forceinline__ uint32_t load_acquire_here(const uint32_t* p) {
   return v;
 }
 
-// Takes *p over from 0; gives what it was.
-__device__ __forceinline__ uint32_t take_over(uint32_t* p, uint32_t v) {
-  uint32_t before;
-  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
-  return before;
-}
 // Adds; gives what it was.
 __device__ __forceinline__ uint32_t count(uint32_t* p, uint32_t v) {
   uint32_t before;

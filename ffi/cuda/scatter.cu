@@ -113,10 +113,10 @@ struct Scatter {
     const Lookup lookup = this->lookup();
     clear(lookup);
     if (new_route()) {
-      count_tokens(lookup, 0, args.num_tokens, ids_to_count(0, args.num_tokens), true);
-    } else {
-      op.await_entry();
-      if (args.splits) count_splits(lookup);
+      count_tokens(lookup, 0, args.num_tokens, ids_to_count(0, args.num_tokens));
+    } else if (args.splits) {
+      op.sync_workers();
+      count_splits(lookup);
     }
     if (!op.state.failed) {
       if (sends_numbers()) {
@@ -138,13 +138,10 @@ struct Scatter {
     return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
   }
 
-  // Behind the next barrier. That may be await_entry(), which does not wait for the control warp: where there are other
-  // warps, they do it.
+  // The workers may count behind their next barrier.
   __device__ void clear(const Lookup& lookup) const {
-    const int32_t threads = max(static_cast<int32_t>(blockDim.x) - 32, 32);
-    if (threadIdx.x >= threads) return;
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += threads) lookup.experts[i] = 0;
+    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_workers) lookup.experts[i] = 0;
   }
 
   __device__ void count_splits(const Lookup& lookup) const {
@@ -175,9 +172,9 @@ struct Scatter {
     return ids;
   }
 
-  // Counts tokens [first, last), whose first ids have been asked for. Ends with a barrier of the workers, and has one
-  // before it counts, which is await_entry() if the block is `entering`: what can be done without counting comes first.
-  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, Ids ids, bool entering) const {
+  // Counts tokens [first, last), whose first ids have been asked for. The workers meet at a barrier before they count, and
+  // at another one at the end.
+  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, Ids ids) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
     Pair pairs[kCountsAtOnce];
@@ -186,11 +183,7 @@ struct Scatter {
       for (int i = 0; i < kCountsAtOnce; ++i) pairs[i] = pair(ids.expert[i], k);
     };
     look_at();
-    if (entering) {
-      op.await_entry();
-    } else {
-      op.sync_workers();
-    }
+    op.sync_workers();
     op.stamp(1);
 #pragma unroll 1
     while (first < last) {
@@ -250,10 +243,10 @@ struct Scatter {
   };
 
   // A block's teams send as many tokens at once, which follow one another. The next token's row is on its way while one
-  // is counted and sent; the first is cast while the block is `entering`.
-  __device__ void send(bool entering) const {
+  // is counted and sent.
+  __device__ void send() const {
     const Lookup lookup = this->lookup();
-    const Team team = Team::of_senders(plan, blockIdx.x, warp_id(), true);
+    const Team team = Team::of_senders(plan, op.state.ticket, warp_id(), true);
     if (team.index >= team.num_teams) return;
     const int32_t place = warp_id() >> plan.log_send_warps;  // of the team in the block
     int32_t token = team.index, counted = 0;
@@ -272,13 +265,10 @@ struct Scatter {
         const Companions companions = {place, shared.experts[turn % 2], shared.ranks[turn % 2]};
         begin_route(route, companions, team);
         if (!kCountsAhead) ids = ids_to_count(counted, token - place);
-        count_tokens(lookup, counted, token - place, ids, entering);
+        count_tokens(lookup, counted, token - place, ids);
         place_route(lookup, route, companions, team);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;
-      } else if (entering) {
-        op.await_entry();
       }
-      entering = false;
       counted = token - place;
       op.stamp(2);
       if (args.place && team.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
@@ -545,17 +535,12 @@ struct Scatter {
 
   // Rows that may come, as find_candidate() deals them, a team of warps for each. The first row of a team is asked for
   // while the block finds out where rows go.
-  __device__ void receive(bool entering) const {
-    if (entering) {
-      op.await_entry();
-    } else {
-      op.sync_workers();
-    }
+  __device__ void receive() const {
     op.stamp(1);
-    const Team team = Team::of_receivers(plan, blockIdx.x, warp_id());
-    const bool takes_rows = plan.row_receiver(blockIdx.x) >= 0 && team.index < team.num_teams;
+    const Team team = Team::of_receivers(plan, op.state.ticket, warp_id());
+    const bool takes_rows = plan.row_receiver(op.state.ticket) >= 0 && team.index < team.num_teams;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
-    if (blockIdx.x == plan.first_receiver && op.meets_peers()) {
+    if (op.state.ticket == plan.first_receiver && op.meets_peers()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
       op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
@@ -570,7 +555,7 @@ struct Scatter {
     op.stamp(8);
     if (!places_are_known()) return;
     op.stamp(2);
-    if (plan.first_receiver == blockIdx.x) write_counts(places);
+    if (op.state.ticket == plan.first_receiver) write_counts(places);
     if constexpr (kShares) {
       if (!args.blocks) pad(places);
       if (!takes_rows) item = shared_row(claim_row(team), team);
@@ -1123,9 +1108,8 @@ struct Scatter {
 
   // Passes the rows that come from this rank's counterparts on to the ranks of its node that they go to, as if those
   // had sent them there.
-  __device__ void pass_on(bool entering) const {
-    if (entering) op.await_entry();
-    const Team team = Team::of_forwarders(plan, blockIdx.x, warp_id());
+  __device__ void pass_on() const {
+    const Team team = Team::of_forwarders(plan, op.state.ticket, warp_id());
     const Nodes& nodes = nodes_of(peers);
     const int32_t num_candidates = team.index < team.num_teams ? nodes.num_others() * args.num_tokens : 0;
 #pragma unroll 1
@@ -1205,9 +1189,9 @@ struct Scatter {
   // take as they come to it, pad_some() does.
   __device__ void pad(const Places& places) const {
     const bool is_ragged = args.layout == Layout::kRagged, zeroes = args.zero_pad && !kShares;
-    const bool is_first = blockIdx.x == plan.first_receiver;
+    const bool is_first = op.state.ticket == plan.first_receiver;
     if (!zeroes && !is_first) return;
-    const int32_t worker = (zeroes ? blockIdx.x - plan.first_receiver : 0) * plan.block_warps() + warp_id();
+    const int32_t worker = (zeroes ? op.state.ticket - plan.first_receiver : 0) * plan.block_warps() + warp_id();
     const int32_t workers = (zeroes ? plan.num_receivers() : 1) * plan.block_warps();
     int32_t last = 0;
 #pragma unroll 1
@@ -1301,33 +1285,34 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
   const Scatter<X, kCasts, kArrival, kForm> scatter = {
       peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_of(args)};
-  const int32_t block = blockIdx.x;
-  const bool is_sender = block < plan.num_senders;
-  uint32_t blocks_before = 0;
   fetch_arguments(peers);
   fetch_arguments(args);
   wait_for_dependencies();
   scatter.op.stamp(0);
-  const bool passes_on = scatter.by_node() && plan.forwards(block);
+  const auto forwards = [&](int32_t ticket) { return scatter.by_node() && plan.forwards(ticket); };
   if (scatter.op.is_control_warp()) {
     if (lane_id() == 0) shared.gives_up = 0;
-    blocks_before = scatter.op.begin(is_sender || passes_on);
+    scatter.op.enter([&](int32_t ticket) { return ticket < plan.num_senders || forwards(ticket); });
   }
-  if (has_control_warp(kForm) && scatter.op.is_control_warp() && block >= plan.first_receiver) scatter.learn_places();
+  __syncthreads();  // the block has entered
+  const int32_t ticket = shared.state.ticket;
   if (scatter.op.is_worker()) {
-    if (block == 0) scatter.announce();
-    if (block == 0 && plan.num_senders == 1) scatter.op.sync_workers();  // the scratch memory is free again
-    if (is_sender && (block > 0 || plan.num_senders == 1)) scatter.send(block > 0);
+    if (ticket == 0) scatter.announce();
+    if (ticket == 0 && plan.sends_rows(0)) scatter.op.sync_workers();  // the scratch memory is free again
+    if (plan.sends_rows(ticket)) scatter.send();
     if constexpr (kHasNetwork) {
-      if (passes_on) scatter.pass_on(!is_sender);
+      if (forwards(ticket)) scatter.pass_on();
     }
-    if (block >= plan.first_receiver) {
-      scatter.receive(!is_sender);
+    if (ticket >= plan.first_receiver) {
+      if (ticket < plan.num_senders) scatter.op.sync_workers();  // and again
+      scatter.receive();
     } else if constexpr (Scatter<X, kCasts, kArrival, kForm>::kShares) {
       scatter.help();
     }
+  } else if (ticket >= plan.first_receiver) {
+    scatter.learn_places();
   }
-  scatter.op.end(blocks_before, [&] { scatter.poison(); });
+  scatter.op.end([&] { scatter.poison(); });
 }
 
 using Kernel = void (*)(Peers, ScatterArgs, LaunchPlan);

@@ -14,12 +14,12 @@ __global__ void __launch_bounds__(kWarp)
   const Operation op = {peers, call, call.ticket, state, kWarp};
   wait_for_dependencies();
   op.stamp(0);
-  const uint32_t blocks_before = op.begin(false);
+  op.enter([](int32_t) { return false; });
   if (threadIdx.x == 0) {
     *call.ticket = {state.epoch, 0};
   }
   op.tell_former_finished();
-  op.end(blocks_before, [] {});
+  op.end([] {});
 }
 
 // Ends when `num_blocks` of the body have begun; or soon, if the host has yet to launch it, or something else has the

@@ -34,7 +34,6 @@ Adversary adversary_of(uint64_t seed, const std::string& settings) {
     constexpr int kResident[] = {0, 0, 1, 2, 3, 5};
     made.resident_blocks = kResident[choice.below(6)];
     // Kernels rely on one of the two: blocks start in order, or all blocks of a launch fit on an idle device.
-    if (made.shuffles_blocks) made.resident_blocks = 0;
     constexpr double kChoices[] = {0.005, 0.05, 0.3};
     made.settle_share = kChoices[choice.below(3)];
     made.switch_share = kChoices[choice.below(3)];

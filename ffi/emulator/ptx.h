@@ -38,7 +38,6 @@ template <typename T>
 T atomic_exchange_relaxed_gpu(T* p, T v) {
   return emulator::atomic(p, [=](T) { return v; });
 }
-inline uint32_t take_over(uint32_t* p, uint32_t v) { return atomic_cas_relaxed_sys(p, 0u, v); }
 inline uint32_t count(uint32_t* p, uint32_t v) {
   return emulator::atomic(p, [=](uint32_t before) { return before + v; });
 }

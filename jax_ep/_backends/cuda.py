@@ -191,6 +191,11 @@ class CudaBackend:
                 "so that each would wait for the other; run the operations of both groups in the same order on all "
                 "devices: in one program, or in programs that one host thread calls"
             )
+        if reason == "overlap":
+            raise Error(
+                f"{op}: rank {rank} runs another operation of the group at the same time; give the operations an order: "
+                "let one use a result of the other, or call them in one function of one program"
+            )
         raise Error(
             f"{op}: the program runs rank {seen} on the device that group.mesh has as rank {rank}; pass "
             "mesh=group.mesh to jax.shard_map"

@@ -101,7 +101,6 @@ struct Rank {
   cudaStream_t streams[kStreams];
   Array<int32_t> axis_index{1}, ids{size_t(num_tokens) * top_k},
       place{size_t(2) * num_tokens * ranks},  // half of it without a network
-
       rows{size_t(ranks) * num_tokens * top_k}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<Ticket> dispatch_tickets{kTickets}, combine_tickets{kTickets};
@@ -382,6 +381,18 @@ class Session {
   void done(Args args) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       group().members()[r].halves->done(buffers_of(args(*ranks_[r])), ranks_[r]->streams[0]);
+    }
+  }
+
+  // What is launched on the stream `then` from here on runs behind all that has been launched on `first`.
+  void order_streams(int32_t first, int32_t then) {
+    for (int32_t r = 0; r < num_ranks_; ++r) {
+      must(cudaSetDevice(device_of(r)));
+      cudaEvent_t event;
+      must(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+      must(cudaEventRecord(event, ranks_[r]->streams[first]));
+      must(cudaStreamWaitEvent(ranks_[r]->streams[then], event));
+      must(cudaEventDestroy(event));
     }
   }
 

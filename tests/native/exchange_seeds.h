@@ -134,17 +134,15 @@ void run_wrong_rank(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kWrongRank, wrong);
 }
 
-// A launch whose turn never comes, as another one has taken it and does not end: it gives up without an epoch.
-void run_without_turn(Session& session, std::mt19937& random) {
-  const auto stuck = static_cast<int32_t>(random() % session.num_ranks());
-  const uint32_t other_launch = 2;
-  must(cudaMemcpy(&session.group().members()[stuck].peers.control->owner, &other_launch, sizeof(other_launch),
-                  cudaMemcpyHostToDevice));
-  session.whole([](Rank& rank) { return rank.dispatch(0); });
+// Two launches of one group at the same time on one device: an error by name.
+void run_overlap(Session& session, std::mt19937& random) {
+  if (session.num_ranks() == 1) return;
+  const auto missing = static_cast<int32_t>(random() % session.num_ranks());
+  const Failing operation(session, random);
+  operation.launch(session, missing, [](auto&&...) {});  // waits for the missing rank
+  session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); }, -1, 1);
   session.wait();
-  const std::optional<FailureRecord> failure = session.group().failure();
-  EXPECT_EQ(failure.has_value(), true);
-  if (failure) EXPECT_EQ(static_cast<int32_t>(failure->peer), stuck);
+  check_failed(session, FailureReason::kOverlap);
 }
 
 // A peer that is late, and late again: the operation still ends within one time-out. The host plays the peer: it says
@@ -255,13 +253,12 @@ void run_far_ahead(Session& session, std::mt19937& random) {
   session.check_results();
 }
 
-// Launches of one group on several streams, which run at once: they take turns.
-void run_streams(Session& session, std::mt19937& random) {
-  std::vector<uint32_t> epochs;
-  for (const Member& member : session.group().members()) epochs.push_back(member.peers.control->newest_epoch);
-  for (int32_t i = 0; i < (session.num_ranks() == 1 ? 10 : 3) * kStreams; ++i) {
+// Launches of one group on several streams, in an order that events give them.
+void run_streams(Session& session) {
+  for (int32_t i = 0; i < 3 * kStreams; ++i) {
     const int32_t stream = i % kStreams;
-    switch (stream) {  // launches that run at once have different results
+    session.order_streams((stream + kStreams - 1) % kStreams, stream);
+    switch (stream) {
       case 0:
         session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); }, -1, stream);
         break;
@@ -273,18 +270,6 @@ void run_streams(Session& session, std::mt19937& random) {
         break;
       default:
         session.whole([](Rank& rank) { return rank.dispatch_back(); }, -1, stream);
-    }
-    if (session.num_ranks() == 1) continue;  // in any order
-    // The next one comes when this one has its turn, everywhere: their order is the same on all ranks.
-    for (size_t r = 0; r < epochs.size(); ++r) {
-      const Control& control = *session.group().members()[r].peers.control;
-      const uint32_t epoch = epochs[r] + i + 1;
-      const auto has_come = [&] {
-        return control.newest_epoch == epoch || (control.newest_epoch == epoch - 1 && control.owner != 0);
-      };
-      for (int32_t tries = 0; tries < 500'000 && !has_come(); ++tries) emulator::run_for(200);
-      EXPECT_EQ(has_come(), true);
-      if (!has_come()) return;
     }
   }
   session.check_results();
@@ -370,11 +355,7 @@ void run_success(Session& session, std::mt19937& random, uint32_t scenario) {
       session.run_whole();
       return session.run_whole();
     case 7:
-    case 8:
-    case 9: {
-      const ResidentBlocks enough(kAllBlocks);  // of all launches
-      return run_streams(session, random);
-    }
+      return run_streams(session);
     case 15:
       return run_all_to_all(session, random, Splits::kRagged, random() % 2);
     default: {
@@ -389,8 +370,10 @@ void run_failure(Session& session, std::mt19937& random, Blocks blocks, uint32_t
   switch (scenario) {
     case 0:
       return run_without_rank(session, random);
-    case 1:
-      return run_without_turn(session, random);
+    case 1: {
+      const ResidentBlocks enough(kAllBlocks);  // of both launches
+      return run_overlap(session, random);
+    }
     case 2:
       return run_late_twice(session.cast(), blocks);
     case 3:
