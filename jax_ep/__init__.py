@@ -12,7 +12,8 @@ out = ep.combine(y, recv)
 from jax_ep._all_to_all import all_to_all, all_to_all_back
 from jax_ep._backends import BackendStatus, backends
 from jax_ep._combine import combine, combine_done, combine_start
-from jax_ep._dispatch import dequantize, dispatch, dispatch_done, dispatch_like, dispatch_start
+from jax_ep._dequantize import dequantize
+from jax_ep._dispatch import dispatch, dispatch_done, dispatch_like, dispatch_start
 from jax_ep._dispatch_layout import DispatchLayout, dispatch_layout
 from jax_ep._errors import Error, PeerTimeoutError, SplitCallError
 from jax_ep._group import Group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,17 @@ from jax import lax
 
 from jax_ep import _checks, _compat
 from jax_ep._group import check_usable
-from jax_ep._types import Dispatched, Pending, Route
+from jax_ep._split_calls import Pending, check_pending
+from jax_ep._types import Dispatched, Route, route_of
 
 
 @_compat.named
-def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def combine(
+    y: Annotated[jax.Array, "group.dtype, the shape of recv.x"],
+    recv: Dispatched,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
 
     The experts' side sums its part of a token in float32 and sends it back in y's dtype; the source sums those parts in
@@ -38,7 +44,12 @@ def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike |
 
 
 @_compat.named
-def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> Pending:
+def combine_start(
+    y: Annotated[jax.Array, "group.dtype, the shape of recv.x"],
+    recv: Dispatched,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+) -> Pending:
     """Starts a `combine`, with its arguments and errors, and waits for no peer.
 
     Returns:
@@ -53,7 +64,7 @@ def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DType
 
 
 @_compat.named
-def combine_done(pending: Pending) -> jax.Array:
+def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Ends what `combine_start` began: the same result as `combine`. Both must be in one compiled program.
 
     Raises:
@@ -61,14 +72,14 @@ def combine_done(pending: Pending) -> jax.Array:
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
             before, or was copied on its way, as in the carry of a loop.
     """
-    _checks.pending("combine", pending)
+    check_pending("combine", pending)
     check_usable("combine_done", pending.group)
     return _combine(pending.static, *pending.take())
 
 
 def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array, jax.Array, Route]:
     """Checks the arguments of a combine; returns its static part and its operands."""
-    route = _checks.received(op, recv)
+    route = route_of(op, recv)
     group = route.group
     check_usable(op, group)
     letters = ("E_local", "capacity") if route.layout == "expert" else ("capacity",)

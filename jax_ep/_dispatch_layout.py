@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,9 @@ class DispatchLayout(NamedTuple):
 
 
 @_compat.named
-def dispatch_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num_nodes: int = 1) -> DispatchLayout:
+def dispatch_layout(
+    topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, num_experts: int, num_ranks: int, num_nodes: int = 1
+) -> DispatchLayout:
     """Counts the tokens that a routing sends to each rank, node and expert.
 
     A token counts once for a rank or a node, however many of its experts are there. Ids outside [0, num_experts) count

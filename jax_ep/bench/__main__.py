@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 import jax_ep as ep
 from jax_ep import _checks, _layouts, _network, _processes, _wires
+from jax_ep._group import BackendName
 from jax_ep.bench import report
 from jax_ep.bench.cases import ROUTINGS, Case
 from jax_ep.bench.devices import allow_virtual_cpus
@@ -27,7 +28,7 @@ from jax_ep.bench.options import flag, misfits, sms_or_auto
 from jax_ep.bench.timing import Timing, time_backward, time_forward
 
 
-def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
+def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
     """A row of the report: the case, and all that was measured of it."""
     with open_group(case, mesh, backend) as group:
         exchange = EpExchange(group, case.layout, case.wire, zero_pad=grad)
