@@ -113,7 +113,8 @@ class Route:
     @property
     def rows_shape(self) -> tuple[int, ...]:
         """Leading dimensions of the rows on the experts' side."""
-        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=self.group.experts_per_rank)
+        experts_per_rank = self.backend.group.experts_per_rank
+        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=experts_per_rank)
 
 
 @partial(

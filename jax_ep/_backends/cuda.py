@@ -181,15 +181,35 @@ class CudaBackend(NativeGroup, Backend):
         operands: Mapping[str, jax.Array | None],
         results: Mapping[str, Result],
         *,
-        agreed: tuple[Any, ...] = (),
+        agreed: tuple[Any, ...] | None = (),
+        aliases: Mapping[int, int] | None = None,
         has_side_effect: bool = False,
         **attributes: Any,
     ) -> dict[str, jax.Array]:
-        """One FFI call: a whole operation, or a start. The kernels compare its hash, of what ranks must agree on."""
-        arrays = target.in_order({"axis_index": lax.axis_index(self.group.axis_name), **operands})
-        types = tuple(None if array is None else (array.shape, str(array.dtype)) for array in arrays[1:])
-        agreed = (target.name, types, agreed)
-        return self._ffi_call(target, arrays, results, agreed=agreed, effect=has_side_effect, **attributes)
+        """One FFI call; its results by name.
+
+        Args:
+            agreed: what ranks must agree on besides the types of the operands. The kernels compare a hash of both. None
+                for a done, which is part of the call that its start has begun.
+            aliases: operand -> result in the same memory.
+        """
+        if agreed is not None:
+            operands = {"axis_index": lax.axis_index(self.group.axis_name), **operands}
+        given = target.in_order(operands)
+        if agreed is not None:
+            types = tuple(None if operand is None else (operand.shape, str(operand.dtype)) for operand in given[1:])
+            agreed = (target.name, types, agreed)
+        arrays = self._arrays(given)
+        call = ordered_call(
+            f"jax_ep_{target.name}",
+            arrays,
+            _types(arrays, results),
+            attributes={"group": np.int64(self._id), **target.encode(attributes)},
+            agreed=agreed,
+            aliases=aliases,
+            has_side_effect=has_side_effect,
+        )
+        return dict(zip(results, lax.optimization_barrier(call), strict=True))
 
     def _start(
         self,
@@ -221,34 +241,9 @@ class CudaBackend(NativeGroup, Backend):
         *memory, ticket = started
         given = {result.name: array for result, array in zip(target.results, memory, strict=True)}
         results = {name: NONE if array is None else Result(array.shape, array.dtype) for name, array in given.items()}
-        arrays = target.done.in_order({**operands, **given, "ticket": ticket})
         aliases = {len(operands) + i: i for i in range(len(results))}
-        return self._ffi_call(target.done, arrays, results, aliases, effect=True)
-
-    def _ffi_call(
-        self,
-        target: Target,
-        operands: Collection[jax.Array | None],
-        results: Mapping[str, Result],
-        aliases: dict[int, int] | None = None,  # operand -> result in the same memory
-        agreed: tuple[Any, ...] | None = None,
-        effect: bool = False,
-        **attributes: Any,
-    ) -> dict[str, jax.Array]:
-        """The results by name."""
-        assert set(attributes) == set(target.attributes)
-        attributes = {name: value if isinstance(value, bool) else np.int64(value) for name, value in attributes.items()}
-        arrays = self._arrays(operands)
-        call = ordered_call(
-            f"jax_ep_{target.name}",
-            arrays,
-            _types(arrays, results),
-            attributes={"group": np.int64(self._id), **attributes},
-            agreed=agreed,
-            aliases=aliases,
-            has_side_effect=effect,
-        )
-        return dict(zip(results, lax.optimization_barrier(call), strict=True))
+        operands = {**operands, **given, "ticket": ticket}
+        return self._call(target.done, operands, results, agreed=None, aliases=aliases, has_side_effect=True)
 
     def _arrays(self, operands: Collection[jax.Array | None]) -> tuple[jax.Array, ...]:
         """The operands of a foreign call: no None, all varying over the EP axis, behind a barrier."""

@@ -74,6 +74,12 @@ class Target:
             raise TypeError(f"{self.name}: operands {sorted(declared_not)} are declared or given, not both")
         return tuple(operands[name] for name in declared)
 
+    def encode(self, attributes: Mapping[str, int | bool]) -> dict[str, np.int64 | bool]:
+        """The attributes as the handler decodes them."""
+        if set(attributes) != set(self.attributes):
+            raise TypeError(f"{self.name}: attributes {sorted(attributes)}; declared are {sorted(self.attributes)}")
+        return {name: value if isinstance(value, bool) else np.int64(value) for name, value in attributes.items()}
+
     def result_types(
         self,
         operands: Mapping[str, jax.Array | None],
