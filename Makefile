@@ -3,7 +3,7 @@
 # make fuzz      run random cases against the oracle, for two minutes: make fuzz ARGS='--minutes 8 --seed 1234'
 # make mutants   break the sources in one place at a time: each time a test must fail
 # make coverage  tell which lines of ffi/cuda the emulated tests run
-# make lint      check style, types and formatting, and that the documents' site builds
+# make lint      check style, types, formatting, the documents' tables, and that the documents' site builds
 # make docs      build the documents' site, in build/site
 # make clean     remove what make and builds left behind
 #
@@ -58,6 +58,7 @@ coverage:
 	python3 scripts/native_coverage.py build/coverage/native --at-least 90 --lines
 
 lint: docs
+	$(RUN) scripts/update_tables.py --check
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy

@@ -19,7 +19,7 @@ lines, by the profiler; in the JSON file, per step, medians over executions and 
     gemms_us            the GEMMs without communication
     sequential_us       one after the other
     overlapped_us       by the recipe
-    hidden              (sequential_us - overlapped_us) / alone_us: the share of the communication that costs no time
+    hidden_share        (sequential_us - overlapped_us) / alone_us: the share of the communication that costs no time
     beside_gemms        the share of the communication kernels' time in which a GEMM ran on the same GPU
     gemms_slowed        the GEMMs' time by the recipe, over that one after the other: what they lose by having fewer SMs
     gemm_kernels        the names of their kernels
@@ -252,7 +252,7 @@ def measure(bench: Bench, form: Form) -> dict[str, Any]:
     if alone:
         row |= {"sequential_us": step_us(one_by_one), "overlapped_us": step_us(both)}
         row |= {
-            "hidden": (row["sequential_us"] - row["overlapped_us"]) / row["alone_us"],
+            "hidden_share": (row["sequential_us"] - row["overlapped_us"]) / row["alone_us"],
             "beside_gemms": beside_gemms(both),
             "gemms_slowed": compute_us(both) / compute_us(one_by_one),
         }
@@ -309,7 +309,7 @@ def show(result: dict[str, Any]) -> None:
     table.add_column("SMs", justify="right", no_wrap=True)
     table.add_column("by", no_wrap=True)
     times = {"alone_us": "alone", "gemms_us": "GEMMs", "sequential_us": "in turn", "overlapped_us": "overlapped"}
-    shares = {"hidden": "hidden", "beside_gemms": "beside"}
+    shares = {"hidden_share": "hidden", "beside_gemms": "beside"}
     for heading in (*times.values(), *shares.values(), "slowed"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["rows"]:

@@ -153,10 +153,12 @@ struct EntryWord {
 // still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
 struct Control {
   alignas(16) unsigned long long entry;  // an EntryWord
-  uint32_t failed;                 // written by peers, too: 0, or 1 + the rank that failed first; kClosed after close()
-  uint32_t num_left[2];            // blocks that have left a launch that took an epoch, by the epoch's last bit
-  uint32_t num_blocks[2];          // blocks of that launch; written when all of them have entered
-  uint32_t done_left[kMaxSlots];   // blocks of each slot's done that have left
+  uint32_t failed;  // written by peers, too: 0, or 1 + the rank that failed first; kClosed after close()
+  // One unit. Of the two newest launches that took an epoch, by the epoch's last bit: blocks that have left, and all
+  // blocks, which is written when all have entered.
+  alignas(16) uint32_t num_left[2];
+  uint32_t num_blocks[2];
+  uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
   uint32_t poisons[2][kMaxSlots];   // 1 while a block poisons the results of a launch, of a done, in each slot
   unsigned long long claimed[2][kMaxSlots];  // {epoch, how many} of each Work, in each slot
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.

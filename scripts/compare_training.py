@@ -6,7 +6,7 @@ The exit status is 1 if the losses of any step are further apart than the tolera
 
 Two backends round the same sums in another order. Up to step 90, their losses agree to 1e-6 on CPUs and to 1e-5 on
 2 x H200. Then a token is routed to another expert in one run, and the difference grows: at most 0.0131 in 300 steps, in
-four runs on 2 x H200 (`training.largest_difference` in benchmarks/results). A backend that loses one row per step is
+four runs on 2 x H200 (commits 679b0f3 to b02df1b). A backend that loses one row per step is
 2e-4 off at step 1 if combine loses the row, and 2.6e-4 off at step 10 if the gradient loses it.
 """
 

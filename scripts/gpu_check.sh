@@ -1,26 +1,31 @@
 #!/usr/bin/env bash
-# Builds jax_ep on a machine with GPUs, runs all that needs one, and writes benchmarks/results/gpu_check-*.json.
+# Builds jax_ep on a machine with GPUs, runs everything that needs a GPU, and adds what it found to benchmarks/results/.
 #
-#   scripts/gpu_check.sh [build native sanitizer tests train processes bench layer overlap]    # no names: all steps
-#   scripts/gpu_check.sh processes-2-nvlink bench-7-grad                                       # parts of them
+#   scripts/gpu_check.sh                                    # all steps
+#   scripts/gpu_check.sh build native tests                 # all parts of some steps
+#   scripts/gpu_check.sh processes-2-nvlink bench-7-grad    # some parts
 #
-# Takes every GPU it finds (CUDA_VISIBLE_DEVICES chooses), Hopper or newer, two or more and a power of two; native,
-# sanitizer, tests-3 and processes-one-gpu use the first one only, and need no second one. Nothing is fetched: the environment of $PYTHON (python3) must hold what
-# the extras cuda13 and test bring, without jax_ep itself; besides that
+# The steps: build native sanitizer tests train processes bench layer overlap.
 #
-#   build       wants nvcc, CMake and Ninja on the PATH, pip, scikit-build-core and nanobind; where nvidia-nvshmem-cu13
-#               is installed, it builds the network transport, too
-#   native      wants nvcc, CMake and Ninja on the PATH
-#   sanitizer   wants compute-sanitizer on the PATH, and what native has built
-#   processes   wants nvidia-nvshmem-cu13 to have been there for build, in its parts over NVSHMEM
+# The script uses every GPU that it finds; CUDA_VISIBLE_DEVICES chooses. GPUs must be Hopper or newer, two or more, and a
+# power of two. native, sanitizer, tests-3 and processes-one-gpu use the first GPU only and run on a machine with one.
 #
-# spin is not needed: where it is missing, tests leaves out the model of the protocol, which CI checks. Nor is git, if
-# JAX_EP_COMMIT names the commit.
+# The script fetches nothing. The environment of $PYTHON (python3) must hold the packages of the extras cuda13 and test,
+# without jax_ep itself. Some steps need more:
 #
-# GPUS_PER_HOST is how many GPUs processes over NVSHMEM take for a host (half of them). PYTEST_ARGS goes to pytest ("-m
-# gpu" leaves out what needs none; where only one part of tests has what it selects, name that part). tests-3 takes no
-# PYTEST_ARGS: its tests have no marks, and all of them run. BENCH_ARGS goes to the bench. A part may take STEP_TIMEOUT
-# (540) seconds. Logs are kept in GPU_CHECK_LOGS (build/gpu_check), and all steps that have run there are in the report.
+#   build       nvcc, CMake and Ninja on the PATH; pip, scikit-build-core and nanobind. The step builds the network
+#               transport if nvidia-nvshmem-cu13 is installed.
+#   native      nvcc, CMake and Ninja on the PATH
+#   sanitizer   compute-sanitizer on the PATH, and the program that native built
+#   processes   nvidia-nvshmem-cu13 at the time of build, for the parts over NVSHMEM
+#
+# Without spin, the tests leave out the model of the protocol, which CI checks. Without git, JAX_EP_COMMIT must name the
+# commit.
+#
+# Settings: GPUS_PER_HOST is how many GPUs count as one host in the parts over NVSHMEM (half of them). PYTEST_ARGS goes to
+# pytest: "-m gpu" leaves out tests that need no GPU. If only one part of tests has the tests that PYTEST_ARGS selects,
+# name that part. tests-3 takes no PYTEST_ARGS and runs all its tests. BENCH_ARGS goes to the bench. A part may take
+# STEP_TIMEOUT (540) seconds. Logs stay in GPU_CHECK_LOGS (build/gpu_check).
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -32,19 +37,21 @@ mkdir -p "$logs"
 installed="env -C tests $python"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
-arguments='GPUS_PER_HOST|PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
+settings='GPUS_PER_HOST|PYTEST_ARGS|PYTEST_ADDOPTS|BENCH_ARGS|STEP_TIMEOUT|CUDA_VISIBLE_DEVICES'
+ran=()
 failed=0
 
-# step NAME COMMAND...: runs a step if it was asked for. The report reads its log, and its status with what the
-# environment sets for it, as steps of several calls, with different settings, may be in one report.
+# step NAME COMMAND...: runs a step if it was asked for. scripts/gpu_report.py reads NAME.log, NAME.status (exit status,
+# seconds, the settings of this call) and what COMMAND writes to NAME.json and NAME.xml.
 step() {
   local name=$1 begun=$SECONDS
   shift
   [[ " $steps " == *" ${name%%-*} "* || " $steps " == *" $name "* ]] || return 0
-  rm -f "$logs/$name".*  # a former run's
+  rm -f "$logs/$name".*  # of an earlier call
   timeout "${STEP_TIMEOUT:-540}" "$@" >"$logs/$name.log" 2>&1
   local status=$?
-  { echo "$status $((SECONDS - begun))"; env | grep -E "^($arguments)="; } >"$logs/$name.status"
+  { echo "$status $((SECONDS - begun))"; env | grep -E "^($settings)="; } >"$logs/$name.status"
+  ran+=("$name")
   [ $status -eq 0 ] || { failed=1; tail -n 40 "$logs/$name.log"; }
   echo "gpu_check: $name: $([ $status -eq 0 ] && echo ok || echo "FAILED ($status)"), $((SECONDS - begun)) s"
 }
@@ -63,8 +70,7 @@ sanitizer() {  # sanitizer TOOL NUM_RANKS OPTION...
 }
 sanitizer memcheck 8
 sanitizer racecheck 8
-# Each warp has four barriers of its own (ring.cuh). With room for as many, synccheck is slow: so with two ranks only.
-# (With more, teams have other sizes; the barriers are the same.)
+# Each warp has four barriers of its own. synccheck tracks so many barriers slowly, so it runs with two ranks only.
 sanitizer synccheck 2 --num-cuda-barriers 32768
 # Parts 1 and 2 may run at the same time.
 some_tests=(test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
@@ -82,18 +88,18 @@ layout_tests() {
 export -f layout_tests
 export python installed logs
 step tests-3 bash -c layout_tests
-# In float32 throughout: in TF32, the backends' order of summation would soon be amplified. Then the loss curves of the
-# two backends are compared.
+# All in float32: in TF32, rounding in the backends' different orders of summation would soon be amplified. The last part
+# compares the loss curves of the two backends.
 for backend in cuda reference; do
   step "train-$backend" env JAX_DEFAULT_MATMUL_PRECISION=highest "$python" examples/train_moe.py \
     --backend=$backend --steps=300 --dtype=float32 --out="$logs/$backend"
 done
 step train-curves "$python" scripts/compare_training.py "$logs/cuda" "$logs/reference"
-# With a process for each GPU: what is particular to that; then the contract's tests, over NVLink, and over NVSHMEM between
-# two halves of the GPUs, for which nvidia-nvshmem-cu13 must be there; then what operations cost in these two ways.
+# One process per GPU: the tests of several processes; then the tests of the API, over NVLink, and over NVSHMEM between
+# two halves of the GPUs; then the times of operations in both ways.
 step processes-1 $installed -m pytest test_multiprocess.py -m gpu -q -p no:cacheprovider
-# Two processes share one GPU, in time slices: with each way to map memory. (Nothing here may use NCCL, which refuses two
-# ranks on one GPU.)
+# Two processes share one GPU in time slices, once per way to map memory. (NCCL refuses two ranks on one GPU, so these
+# programs use no collective of XLA.)
 on_one_gpu() {
   for sharing in descriptor ipc; do
     for program in layers_on_gpus groups_again_and_again; do
@@ -107,18 +113,18 @@ export -f on_one_gpu
 step processes-one-gpu bash -c on_one_gpu
 if [[ " $steps " == *" processes-"[2-5]* || " $steps " == *" processes "* ]]; then
   num_gpus=$("$python" -c "import jax; print(jax.device_count())")
-  contract=$(echo test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
+  api_tests=$(echo test_{dispatch,combine,all_to_all,split,wires,gradients,transforms}.py)
   in_processes="$installed -m jax_ep.launch -n $num_gpus $python -m"
   over_nvshmem="env XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_EP_NODE_SIZE=${GPUS_PER_HOST:-$((num_gpus / 2))}"
-  run_contract="$in_processes pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $contract"
+  run_api_tests="$in_processes pytest -q -k cuda -p no:cacheprovider ${PYTEST_ARGS:-} $api_tests"
   run_bench="$in_processes jax_ep.bench --wire fp8 --no-lax"
-  step processes-2-nvlink $run_contract
-  step processes-3-nvshmem $over_nvshmem $run_contract
-  step processes-4-bench $run_bench --tokens 1,8,32,128,1024,4096 --json "$logs/bench-processes-4.json" ${BENCH_ARGS:-}
+  step processes-2-nvlink $run_api_tests
+  step processes-3-nvshmem $over_nvshmem $run_api_tests
+  step processes-4-bench $run_bench --tokens 1,8,32,128,1024,4096 --json "$logs/processes-4-bench.json" ${BENCH_ARGS:-}
   step processes-5-bench-nvshmem $over_nvshmem $run_bench --tokens 1,8,32,128,1024 \
-    --json "$logs/bench-processes-5.json" ${BENCH_ARGS:-}
+    --json "$logs/processes-5-bench-nvshmem.json" ${BENCH_ARGS:-}
 fi
-# The table of docs/performance.md; then what other shapes and settings cost with 128 tokens.
+# The tables of docs/performance.md. Every part times the same chain of pairs (the bench's default), also of lax.
 bench() {  # bench NAME ARGUMENT...
   step "bench-$1" $installed -m jax_ep.bench --json "$logs/bench-$1.json" --wire fp8 --no-lax "${@:2}" ${BENCH_ARGS:-}
 }
@@ -129,8 +135,12 @@ bench 4-experts --tokens 128 --experts 32,512
 bench 5-skewed --tokens 128,4096 --routing skewed
 bench 6-num-sms --tokens 128,4096 --num-sms 24
 bench 7-grad --tokens 128,4096 --wire none --grad
-bench 8-lax --tokens 8,128 --chain 5 --lax
-step layer "$python" benchmarks/moe_step.py --json "$logs/moe_step.json"
-step overlap "$python" benchmarks/overlap.py --json "$logs/overlap.json"
-"$python" scripts/gpu_report.py "$logs" || failed=1
+bench 8-lax --tokens 8,128 --wire none,fp8 --lax
+step layer "$python" benchmarks/moe_step.py --json "$logs/layer.json"
+overlap() {  # overlap NAME ARGUMENT...
+  step "overlap-$1" "$python" benchmarks/overlap.py --json "$logs/overlap-$1.json" "${@:2}"
+}
+overlap 1-recipes
+overlap 2-sms --num-sms 8 16 24 28 32 40
+"$python" scripts/gpu_report.py "$logs" ${ran[@]+"${ran[@]}"} || failed=1
 exit $failed

@@ -1,22 +1,29 @@
-"""Writes what scripts/gpu_check.sh found, from its logs, to benchmarks/results/gpu_check-*.json."""
+"""Adds what scripts/gpu_check.sh or scripts/gpu_soak.sh found to benchmarks/results/, from the logs of their steps.
+
+python scripts/gpu_report.py LOGS STEP...     # the steps that have just run
+"""
 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-
-import jax
-import jaxlib
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from native_hash import RESULTS, ROOT, native_hash  # noqa: E402
+import gpu_results  # noqa: E402
+from gpu_results import ROOT, Row  # noqa: E402
+from native_hash import native_hash, python_hash  # noqa: E402
+
+MEASURED = ("bench", "layer", "overlap", "train", "soak")
+NOT_A_FILTER = re.compile(r"--(durations|maxfail)=\S+|-[vqx]+")  # options of pytest that leave out no test
 
 
 def commit() -> str:
@@ -26,94 +33,137 @@ def commit() -> str:
     try:
         head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
         dirty = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=ROOT, text=True)
-        return head.strip() + ("+" if dirty else "")
+        return head.strip()[:7] + ("+" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def tests(parts: Iterable[Path]) -> dict[str, object] | None:
-    """What pytest reported of some steps; one that was cut has left no report."""
-    suites = [suite for path in parts if path.exists() for suite in ElementTree.parse(path).iter("testsuite")]
-    if not suites:
-        return None
-    cases = [case for suite in suites for case in suite.iter("testcase")]
-    count = {key: sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")}
+def package_root() -> Path:
+    """The folder of the package that ran: of the installed jax_ep, or this checkout if none is installed."""
+    spec = importlib.util.find_spec("jax_ep")
+    return Path(spec.origin).resolve().parent.parent if spec and spec.origin else ROOT
+
+
+def filter_of(step: str, environment: dict[str, str]) -> str:
+    """What the environment selected of a step: options of pytest, or of the bench."""
+    names = ("BENCH_ARGS",) if "bench" in step else ("PYTEST_ARGS", "PYTEST_ADDOPTS")
+    given = " ".join(environment[name] for name in names if name in environment)
+    return " ".join(NOT_A_FILTER.sub("", given).split())
+
+
+def counts(log: str) -> dict[str, Any]:
+    """The numbers in pytest's last line; a list of them, one per process, if several processes ran."""
+    lines = sorted(line for line in log.splitlines() if re.search(r"\d+ (passed|failed).* in [\d.]+s", line))
+    found = [{name: int(number) for number, name in re.findall(r"(\d+) ([a-z]+)", line)} for line in lines]
+    names = [
+        name
+        for name in ("passed", "failed", "error", "errors", "skipped", "deselected")
+        if any(name in c for c in found)
+    ]
+    return {name: [c.get(name, 0) for c in found] if len(found) > 1 else found[0].get(name, 0) for name in names}
+
+
+def tests(path: Path) -> dict[str, list[str]]:
+    """Which tests failed, and why others were skipped, from pytest's XML report. A step that was cut has left none."""
+    if not path.exists():
+        return {}
+    cases = list(ElementTree.parse(path).iter("testcase"))
     failing = [
         f"{case.get('classname')}::{case.get('name')}"
         for case in cases
         if case.find("failure") is not None or case.find("error") is not None
     ]
     reasons = sorted({skip.get("message", "") for case in cases for skip in case.iter("skipped")})
-    faults = {
-        case.get("name"): float(case.get("time", 0))
-        for case in cases
-        if case.get("classname") == "tests.test_faults" and case.find("skipped") is None
-    }
-    return {**count, "failing": failing, "skip_reasons": reasons, "seconds_of_faults": faults}
+    return {name: found for name, found in (("failing", failing), ("skipped_because", reasons)) if found}
 
 
-def training(logs: Path) -> dict[str, object] | None:
-    """The loss curves of the two backends, every tenth step, how far they are apart at most, and how fast they were."""
-    curves, tokens_per_second = {}, {}
-    for backend in ("cuda", "reference"):
-        path = logs / backend / "train_moe.json"
-        if not path.exists():
-            return None
-        report = json.loads(path.read_text())
-        curves[backend], tokens_per_second[backend] = report["loss"], report["tokens_per_second"]
-    apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
-    return {
-        "steps": len(curves["cuda"]),
-        "largest_difference": apart,
-        "tokens_per_second": tokens_per_second,
-        **{backend: [round(loss, 5) for loss in curve[::10]] for backend, curve in curves.items()},
-    }
+def step(logs: Path, name: str) -> Row:
+    """What became of a step, from its NAME.status, NAME.log and NAME.xml. Status 124: it ran out of time."""
+    outcome, *settings = (logs / f"{name}.status").read_text().splitlines()
+    status, seconds = map(int, outcome.split())
+    row: Row = {"step": name, "ok": status == 0, "seconds": seconds}
+    if status:
+        row["status"] = status
+    environment = dict(setting.split("=", 1) for setting in settings)
+    if selected := filter_of(name, environment):
+        row["filter"] = selected
+    if "GPUS_PER_HOST" in environment:
+        row["gpus_per_host"] = int(environment["GPUS_PER_HOST"])
+    return row | counts((logs / f"{name}.log").read_text(errors="replace")) | tests(logs / f"{name}.xml")
 
 
-def read(path: Path) -> object:
-    return json.loads(path.read_text()) if path.exists() else None
+def training(logs: Path) -> list[Row]:
+    """Of the two backends: how many steps, how fast, the last loss, how far the loss curves are apart at most."""
+    paths = [logs / backend / "train_moe.json" for backend in ("cuda", "reference")]
+    if not all(path.exists() for path in paths):
+        return []
+    cuda, reference = (json.loads(path.read_text()) for path in paths)
+    apart = max(abs(a - b) for a, b in zip(cuda["loss"], reference["loss"], strict=True))
+    return [
+        {
+            "step": "train-curves",
+            "backend": backend,
+            "steps": len(report["loss"]),
+            "tokens_per_second": report["tokens_per_second"],
+            "last_loss": report["loss"][-1],
+            "largest_difference": apart,
+        }
+        for backend, report in (("cuda", cuda), ("reference", reference))
+    ]
 
 
-def step(path: Path) -> dict[str, object]:
-    """What became of a step, and what was set for it in the environment, from its NAME.status and NAME.log."""
-    outcome, *arguments = path.read_text().splitlines()
-    status, seconds = outcome.split()
-    # A status of 124: out of time.
-    result: dict[str, object] = {"ok": status == "0", "status": int(status), "seconds": int(seconds)}
-    if arguments:
-        result["arguments"] = dict(argument.split("=", 1) for argument in arguments)
-    text = path.with_suffix(".log").read_text(errors="replace")
-    log = text.replace(f"{ROOT}/", "").replace(sys.executable, "python3").splitlines()  # no paths of one machine
-    if counts := [line for line in log if re.search(r"\d+ passed", line)]:
-        result["pytest"] = sorted(counts) if len(counts) > 1 else counts[0]  # of each process
-    if status != "0":
-        result["end_of_log"] = log[-40:]
-    return result
+def rows(found: Any) -> list[Row]:
+    """The rows of a step's JSON file: those of a table, each with what the table's rows share."""
+    if isinstance(found, list):
+        return found
+    key = next((key for key in ("rows", "variants") if key in found), None)
+    if key is None:
+        return [found]
+    shared = {name: value for name, value in found.items() if not isinstance(value, list)}
+    return [shared | row for row in found[key]]
 
 
-def main(logs: Path) -> None:
-    steps = {path.stem: step(path) for path in sorted(logs.glob("*.status"))}
+# Raw samples, and what the run states once for all rows.
+LEFT_OUT = ("samples_ms", "date", "commit", "native_hash", "versions", "jax", "device", "num_devices")
+
+
+def measured(logs: Path, names: Sequence[str]) -> dict[str, list[Row]]:
+    """What steps measured, by table, from their NAME.json."""
+    tables: dict[str, list[Row]] = {"train": training(logs) if "train-curves" in names else []}
+    for name in names:
+        path = logs / f"{name}.json"
+        if path.exists():
+            (table,) = (table for table in MEASURED if table in name)
+            tables[table] = tables.get(table, []) + [
+                {"step": name} | {key: value for key, value in row.items() if key not in LEFT_OUT}
+                for row in rows(json.loads(path.read_text()))
+            ]
+    return tables
+
+
+def main(logs: Path, names: Sequence[str]) -> None:
+    import jax
+    import jaxlib
+
     devices = jax.devices()
     date = datetime.datetime.now(datetime.UTC)
-    result = {
+    run = {
+        "run": f"{date:%Y%m%dT%H%M%S}",
         "date": date.isoformat(timespec="seconds"),
         "commit": commit(),
         "native_hash": native_hash(),
+        "python_hash": python_hash(package_root()),
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__},
-        "steps": steps,
-        "tests": tests(logs / f"{name}.xml" for name in steps if name.startswith("tests-")),
-        "training": training(logs) if "train-cuda" in steps else None,
-        "bench": [row for path in sorted(logs.glob("bench-*.json")) for row in json.loads(path.read_text())],
-        "moe_step": read(logs / "moe_step.json"),
-        "overlap": read(logs / "overlap.json"),
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    name = f"gpu_check-{len(devices)}x{devices[0].device_kind.replace(' ', '-')}-{date:%Y%m%dT%H%M%S}.json"
-    (RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    tables = measured(logs, names) | {"steps": [step(logs, name) for name in names]}
+    path = gpu_results.record(gpu_results.machine_name(run["device"], len(devices)), run, tables)
+    for row in tables["steps"]:
+        print(json.dumps(row))
+    print(f"gpu_report: {path.relative_to(ROOT)} has these steps now; update the tables: scripts/update_tables.py")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[2:]:
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,15 +1,23 @@
 #!/usr/bin/env bash
-# Random cases against the oracle on this machine's GPUs, then 10,000 operations on ranks that are late at random; writes
-# benchmarks/results/gpu_soak-*.json.
+# Runs random cases against the oracle on this machine's GPUs, then 10,000 operations in which ranks are late at random.
+# Adds the result to benchmarks/results/, as the step soak.
 #
 #   scripts/gpu_soak.sh                           # ten minutes
-#   scripts/gpu_soak.sh --minutes 5 --seed 5000   # options go to tests/soak.py, and `--seed N --cases 1` repeats a case
+#   scripts/gpu_soak.sh --minutes 5 --seed 5000   # options go to tests/soak.py; `--seed N --cases 1` repeats a case
 #
-# Uses the environment of $PYTHON (python3), in which jax_ep is installed (scripts/gpu_check.sh build).
-set -eu
+# Uses the environment of $PYTHON (python3), where jax_ep is installed (scripts/gpu_check.sh build).
+set -u
 cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
+mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
-# Run as a file, so that this folder's jax_ep, which has no native extensions, does not hide the installed one.
-exec "${PYTHON:-python3}" tests/soak.py --backend cuda --minutes 10 --late-operations 10000 \
-  --json "benchmarks/results/gpu_soak-$(date -u +%Y%m%dT%H%M%S).json" "$@"
+rm -f "$logs"/soak.*
+# As a file, not as a module: `python -m` would import this checkout's jax_ep/, which holds no compiled kernels.
+"$python" tests/soak.py --backend cuda --minutes 10 --late-operations 10000 --json "$logs/soak.json" "$@" 2>&1 |
+  tee "$logs/soak.log"
+status=${PIPESTATUS[0]}
+echo "$status $SECONDS" >"$logs/soak.status"
+"$python" scripts/gpu_report.py "$logs" soak || status=1
+exit "$status"

@@ -1,7 +1,5 @@
-"""The native extensions: how they load, the C++ unit tests, and layout arithmetic against Python's; and scripts/."""
+"""The native extensions: how they load, the C++ unit tests, and layout arithmetic against Python's."""
 
-import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -19,94 +17,6 @@ ROOT = Path(__file__).parents[1]
 needs_native = pytest.mark.skipif(_native.cpu is None, reason="the native extensions are not built")
 
 
-def script(name):
-    """The module of scripts/ of this name."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_results_outlive_comments():
-    """The hash that ties GPU results to sources does not change with what is not compiled."""
-    native_hash = script("native_hash")
-    source = rb"""f("// \" /*", 1);  // "one"
-    /* two
-       lines */ g( 2 );"""
-    assert native_hash.compiled(source) == rb"""f("// \" /*", 1); g( 2 );"""
-
-
-def test_the_last_run_of_each_step_counts(monkeypatch, tmp_path):
-    native_hash = script("native_hash")
-    monkeypatch.setattr(native_hash, "RESULTS", tmp_path)
-    assert "there are no GPU results" in native_hash.check()
-
-    def write(date, present, **steps):
-        result = {
-            "date": date,
-            "native_hash": native_hash.native_hash() if present else "another",
-            "device": "GPU",
-            "num_devices": 2,
-            "steps": {name: {"ok": ok} for name, ok in steps.items()},
-        }
-        (tmp_path / f"gpu_check-{date}.json").write_text(json.dumps(result))
-
-    write("1", False, tests=True)
-    assert "have not run on a GPU" in native_hash.check()
-    write("2", True, tests=True, layer=False)
-    assert "where layer failed" in native_hash.check()
-    write("3", True, layer=True)
-    assert native_hash.check().endswith("ran on 2 x GPU, last on 3: layer, tests.")
-
-
-def test_results_tell_with_what_each_step_was_run(tmp_path):
-    """Also where another call of the script has run another step with other settings."""
-
-    def check(step, **settings):
-        env = {"PATH": os.environ["PATH"], "PYTHON": "true", "GPU_CHECK_LOGS": str(tmp_path)}  # true: does nothing
-        done = subprocess.run(
-            [ROOT / "scripts" / "gpu_check.sh", step], env=env | settings, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    former = tmp_path / "tests-1.xml"
-    former.write_text("a former run's")
-    check("tests", PYTEST_ARGS="-k 'a or b=c'", CUDA_VISIBLE_DEVICES="0,1")
-    check("bench-7-grad", STEP_TIMEOUT="60")
-    check("layer")
-    steps = {path.stem: script("gpu_report").step(path) for path in tmp_path.glob("*.status")}
-    assert all(step["ok"] for step in steps.values())
-    for part in ("tests-1", "tests-2", "tests-3"):
-        assert steps[part]["arguments"] == {"PYTEST_ARGS": "-k 'a or b=c'", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert steps["bench-7-grad"]["arguments"] == {"STEP_TIMEOUT": "60"}
-    assert "arguments" not in steps["layer"]
-    assert not former.exists()
-
-
-def test_training_curves_that_are_apart_are_found():
-    mismatches = script("compare_training").mismatches
-    curve = np.linspace(6, 1.5, 300).tolist()
-
-    def changed(step, difference):
-        return [loss + difference if number == step else loss for number, loss in enumerate(curve, start=1)]
-
-    assert mismatches(curve, curve) == []
-    assert mismatches(curve, changed(90, 0.9e-4)) == mismatches(curve, changed(91, 0.039)) == []
-    for step, difference in ((1, 2e-4), (90, -2e-4), (91, 0.05), (300, -0.05), (7, np.nan)):
-        (line,) = mismatches(curve, changed(step, difference))
-        assert line.startswith(f"step {step}: ")
-    assert mismatches(curve, curve[:-1]) == ["one run has 300 steps, the other run has 299"]
-
-
-def test_the_comparison_of_training_runs_fails_if_they_are_apart(tmp_path):
-    for name, last in (("one", 2.0), ("same", 2.01), ("apart", 2.1)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train_moe.json").write_text(json.dumps({"loss": [6.0] * 299 + [last]}))
-    command = [sys.executable, ROOT / "scripts" / "compare_training.py", tmp_path / "one"]
-    for other, status in (("same", 0), ("apart", 1), ("missing", 1)):
-        assert subprocess.run([*command, tmp_path / other], capture_output=True).returncode == status
-
-
 def test_cpp_unit_tests(tmp_path):
     """Builds and runs tests/native, with this environment's CMake or else the system's."""
     search_path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -118,21 +28,6 @@ def test_cpp_unit_tests(tmp_path):
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_results_have_the_tests_of_all_parts(tmp_path):
-    for part, failing in (("tests-1", ""), ("tests-2", "<failure/>")):
-        (tmp_path / f"{part}.xml").write_text(
-            f'<testsuites><testsuite tests="2" failures="{int(bool(failing))}" errors="0" skipped="1">'
-            f'<testcase classname="c" name="{part}">{failing}</testcase>'
-            '<testcase classname="c" name="left out"><skipped message="why"/></testcase></testsuite></testsuites>'
-        )
-    tests = script("gpu_report").tests
-    assert tests([tmp_path / "tests-2.xml", tmp_path / "tests-3.xml"])["tests"] == 2  # part 3 was cut: it has no xml
-    found = tests([tmp_path / "tests-1.xml", tmp_path / "tests-2.xml"])
-    assert (found["tests"], found["failures"], found["skipped"]) == (4, 1, 2)
-    assert (found["failing"], found["skip_reasons"]) == (["c::tests-2"], ["why"])
-    assert tests([tmp_path / "tests-3.xml"]) is None
 
 
 # Loading

@@ -37,7 +37,7 @@ def test_all_tokens_come_back(tmp_path, capsys, backend, monkeypatch):
     on_cpu = jax.default_backend() == "cpu"
     assert ("no time line" in shown) == on_cpu
     for row in result["rows"]:
-        assert ("hidden" not in row) == on_cpu
+        assert ("hidden_share" not in row) == on_cpu
 
 
 def test_a_wrong_result_is_found(capsys, monkeypatch):
@@ -135,7 +135,7 @@ def test_measured_lengths_set_the_work(monkeypatch):
         overlap.Bench(None, overlap.Inputs(np.ones(2), None, None), None, None), overlap.FORMS["shared expert"]
     )
     assert chosen[1:] == [overlap.Work(2, 3)] * 2
-    assert row["hidden"] == pytest.approx(1) and row["gemms_us"] == pytest.approx(100) and row["checked"]
+    assert row["hidden_share"] == pytest.approx(1) and row["gemms_us"] == pytest.approx(100) and row["checked"]
     assert row["gemms_slowed"] == pytest.approx(1.25) and row["gemm_kernels"] == ["gemm"]
 
 

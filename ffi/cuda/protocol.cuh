@@ -252,9 +252,12 @@ struct Operation {
   // Whether the launch is a whole operation, or a start. A done has the epoch of its start.
   __device__ bool takes_epoch() const { return call.half != Half::kDone; }
 
-  // Takes the next epoch, and a ticket: both come with the answer to one atomic addition.
+  // Takes the next epoch, and a ticket: both come with the answer to one atomic addition. All loads are issued before the
+  // first answer is needed.
   __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
+    const int32_t axis_index = *call.axis_index;
+    const uint4 launches = load_unit(own().num_left);
     const unsigned long long word = atomic_add_relaxed_gpu(&own().entry, EntryWord::step(tag));
     const uint32_t group_failed = load_relaxed(&own().failed);
     const EntryWord entry = EntryWord::unpack(word);
@@ -272,11 +275,12 @@ struct Operation {
       return fail_overlap();
     }
     if (state.ticket != 0) return;
-    uint32_t* const left = &own().num_left[~epoch & 1];  // of the former launch, and then of the next one
-    if (load_acquire_here(left) != load_relaxed(&own().num_blocks[~epoch & 1]) && !state.failed) fail_overlap();
-    store_relaxed(left, 0);
+    // The former launch has the other bit, and the next one, too.
+    const bool has_former_left = epoch & 1 ? launches.x == launches.z : launches.y == launches.w;
+    if (!has_former_left && !state.failed) fail_overlap();
+    store_relaxed(&own().num_left[~epoch & 1], 0);
     if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
-    if (!state.failed) expect_rank(*call.axis_index);
+    if (!state.failed) expect_rank(axis_index);
   }
 
   // Blocks of two launches are in operations of the group at the same time.

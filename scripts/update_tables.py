@@ -1,0 +1,350 @@
+"""Writes the tables of the documents from benchmarks/results/.
+
+    python scripts/update_tables.py            # rewrite the tables
+    python scripts/update_tables.py --check    # exit status 1 if a table is not what the results say
+
+A table stands between two comments, which name it and the machine:
+
+    <!-- table: pairs 4xNVIDIA-H200 -->
+    ...
+    <!-- end of table -->
+
+Its caption names the machine, the commit and the date of the run. `TABLES` below has all tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gpu_results  # noqa: E402
+from gpu_results import ROOT, Row  # noqa: E402
+from native_hash import documents  # noqa: E402
+
+BLOCK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+class Machine:
+    """The results of one machine."""
+
+    def __init__(self, name: str, folder: Path = gpu_results.RESULTS) -> None:
+        self.name, self.folder = name, folder
+        self.tables = gpu_results.load(name, folder)
+        self.runs = {run["run"]: run for run in self.tables["runs"]}
+        if not self.runs:
+            raise ValueError(f"nothing has run on {name}")
+
+    def rows(self, table: str, *steps: str) -> list[Row]:
+        found = [row for step in steps for row in self.tables[table] if row["step"] == step]
+        if not found:
+            raise ValueError(f"{self.name} has no results of {' or '.join(steps)}")
+        return found
+
+    def caption(self, rows: Iterable[Row], command: str, text: str) -> str:
+        """Which machine, which sources, when, by which command; then what the numbers are."""
+        runs = sorted({row["run"] for row in rows})
+        when = ", ".join(
+            f"commit {run['commit']} ({run['date'][:10]}, jax {run['versions']['jax']})"
+            for run in map(self.runs.__getitem__, runs)
+        )
+        notes = {self.runs[run]["note"] for run in runs if "note" in self.runs[run]}
+        return f"*{self.device}, {when}, `{command}`. {' '.join([text, *sorted(notes)])}*"
+
+    def measured_with(self, row: Row, step: str) -> list[dict[str, str]]:
+        """The rows, from the history, of another step of the bench in the same run."""
+        run = self.runs[row["run"]]
+        of_run = {"step": step, "date": run["date"], "num_devices": str(run["num_devices"])}
+        found = gpu_results.history(self.folder)
+        return [row for row in found if all(row[name] == value for name, value in of_run.items())]
+
+    @property
+    def device(self) -> str:
+        run = next(iter(self.runs.values()))
+        return f"{run['num_devices']} x {run['device'].removeprefix('NVIDIA ')}"
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
+    """A table whose first columns are text and whose other columns are numbers."""
+    rules = ["---" if column < text_columns else "--:" for column in range(len(headings))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rules, *rows])
+
+
+def us(time: float | str | None) -> str:
+    if time in (None, ""):
+        return ""
+    return f"{float(time):.1f}" if float(time) < 99.95 else f"{float(time):.0f}"
+
+
+def ratio(a: float, b: float) -> str:
+    return f"{a / b:.2f}"
+
+
+def wire(row: Row) -> str:
+    return row.get("wire", row["dtype"])
+
+
+PAIR_HEADINGS = ("dispatch", "combine", "pair", "floor", "pair / floor", "wall")
+
+
+def pair_cells(row: Row) -> list[str]:
+    times = [us(row[name]) for name in ("dispatch_us", "combine_us", "pair_us", "floor_pair_us")]
+    return [*times, ratio(row["pair_us"], row["floor_pair_us"]), us(row["wall_pair_us"])]
+
+
+SHAPE = "Hidden 7168, top-8 of 256 experts, uniform routing, ragged layout, activations in bfloat16"
+
+
+def pairs(machine: Machine) -> str:
+    """dispatch and combine over tokens."""
+    rows = sorted(machine.rows("bench", "bench-1-tokens"), key=lambda row: (row["tokens"], wire(row)))
+    cells = [[str(row["tokens"]), wire(row), *pair_cells(row)] for row in rows]
+    caption = machine.caption(rows, "scripts/gpu_check.sh bench-1-tokens", f"{SHAPE}; microseconds.")
+    return f"{caption}\n\n{markdown(['tokens per rank', 'wire', *PAIR_HEADINGS], cells, 2)}"
+
+
+def shape(row: Row) -> str:
+    """What a row of the bench has other than the usual shape."""
+    different = {
+        f"hidden {row['hidden']}": row["hidden"] != 7168,
+        f"top-{row['top_k']}": row["top_k"] != 8,
+        f"{row['experts']} experts": row["experts"] != 256,
+        "half of all rows to one rank": row["routing"] == "skewed",
+        f"{row.get('num_sms')} SMs": "num_sms" in row,
+        f"{row['tokens']} tokens": row["tokens"] != 128,
+    }
+    return ", ".join(name for name, is_so in different.items() if is_so)
+
+
+def shapes(machine: Machine) -> str:
+    """dispatch and combine in other shapes."""
+    steps = ("bench-2-hidden", "bench-3-top-k", "bench-4-experts", "bench-5-skewed", "bench-6-num-sms")
+    rows = machine.rows("bench", *steps)
+    text = "128 tokens per rank and wire fp8 unless the first column says otherwise; microseconds."
+    caption = machine.caption(rows, "scripts/gpu_check.sh bench", text)
+    return f"{caption}\n\n{markdown(['shape', *PAIR_HEADINGS], [[shape(row), *pair_cells(row)] for row in rows])}"
+
+
+def backward(machine: Machine) -> str:
+    """A pair in training."""
+    rows = machine.rows("bench", "bench-7-grad")
+    cells = [
+        [str(row["tokens"])]
+        + [us(row[name]) for name in ("pair_us", "grad_pair_us", "grad_combine_us", "grad_dispatch_us")]
+        + [us(row["floor_pair_us"])]
+        for row in rows
+    ]
+    caption = machine.caption(rows, "scripts/gpu_check.sh bench-7-grad", f"{SHAPE}, default capacity; microseconds.")
+    headings = [
+        "tokens per rank",
+        "forward pair",
+        "backward pair",
+        "of which combine's",
+        "dispatch's",
+        "floor of a pair",
+    ]
+    return f"{caption}\n\n{markdown(headings, cells)}"
+
+
+def rivals(machine: Machine) -> str:
+    """jax_ep beside plain JAX."""
+    rows = machine.rows("bench", "bench-8-lax")
+    by_case: dict[int, dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault(row["tokens"], {})[wire(row)] = row
+    for row in machine.measured_with(rows[0], "bench-1-tokens"):  # the same chain, on the same clock
+        case = by_case.get(int(row["tokens"]), {})
+        if case and int(row["chain"]) == rows[0]["chain"]:
+            case.setdefault(row["wire"] or row["dtype"], row)
+    wires = [name for name in ("bfloat16", "fp8") if any(name in case for case in by_case.values())]
+    cells = []
+    for tokens, case in by_case.items():
+        lax = next(row for row in case.values() if row.get("lax_pair_us"))
+        ours = [us(case[name]["wall_pair_us"]) if name in case else "" for name in wires]
+        cells.append([str(tokens), *ours, us(lax["lax_pair_us"]), us(lax.get("lax_ragged_pair_us"))])
+    chain = rows[0]["chain"]
+    text = (
+        f"Microseconds of the host's clock per dispatch and combine, in chains of {chain} pairs for all. "
+        "Hidden 7168, top-8 of 256 experts. lax sends rows in bfloat16."
+    )
+    headings = [
+        "tokens per rank",
+        *(f"jax_ep, {name}" for name in wires),
+        "`lax.all_to_all`",
+        "`lax.ragged_all_to_all`",
+    ]
+    if not any(wire(row) == "bfloat16" for row in rows):
+        text += " The column of jax_ep with bfloat16 is from `bench-1-tokens` of the same run."
+    return f"{machine.caption(rows, 'scripts/gpu_check.sh bench-8-lax', text)}\n\n{markdown(headings, cells)}"
+
+
+def processes(machine: Machine) -> str:
+    """One process per GPU beside one process."""
+    rows = machine.rows("bench", "processes-4-bench")
+    alone = {row["tokens"]: row for row in machine.rows("bench", "bench-1-tokens") if row.get("wire") == "fp8"}
+    cells = [
+        [str(row["tokens"])]
+        + [us(row[name]) for name in ("dispatch_us", "combine_us", "pair_us", "wall_pair_us")]
+        + [us(alone.get(row["tokens"], {}).get("pair_us"))]
+        for row in rows
+    ]
+    caption = machine.caption(rows, "scripts/gpu_check.sh processes-4-bench", f"{SHAPE}, wire fp8; microseconds.")
+    headings = ["tokens per rank", "dispatch", "combine", "pair", "wall", "one process: pair"]
+    return f"{caption}\n\n{markdown(headings, cells)}"
+
+
+def network(machine: Machine) -> str:
+    """NVSHMEM between halves of the GPUs beside NVLink, of one run."""
+    rows = machine.rows("bench", "processes-5-bench-nvshmem")
+    nvlink = {int(row["tokens"]): row["pair_us"] for row in machine.measured_with(rows[0], "processes-4-bench")}
+    cells = [
+        [str(row["tokens"]), us(nvlink.get(row["tokens"]))]
+        + [us(row[name]) for name in ("dispatch_us", "combine_us", "pair_us")]
+        + [str(row["network_rows"])]
+        for row in rows
+    ]
+    nodes, of = rows[0]["nodes"], rows[0]["ranks"] // rows[0]["nodes"]
+    caption = machine.caption(
+        rows,
+        "scripts/gpu_check.sh processes-4-bench processes-5-bench-nvshmem",
+        f"{nodes} nodes of {of}. {SHAPE}, wire fp8; microseconds.",
+    )
+    headings = ["tokens per rank", "NVLink: pair", "NVSHMEM: dispatch", "combine", "pair", "`network_rows`"]
+    few, many = rows[-2:]  # both in one level, or both in two
+    num_rows = many["network_rows"] - few["network_rows"]
+    over = many["pair_us"] - few["pair_us"]
+    text = (
+        f"From {few['tokens']} to {many['tokens']} tokens, one more row prolongs the pair over NVSHMEM by "
+        f"{over / num_rows:.2f} us"
+    )
+    if many["tokens"] in nvlink:
+        over -= float(nvlink[many["tokens"]]) - float(nvlink[few["tokens"]])
+        text += f"; `c / lanes` is {over / num_rows:.2f} us by the formula above"
+    return f"{caption}\n\n{markdown(headings, cells)}\n\n{text}."
+
+
+VARIANTS = {
+    "jax_ep": "jax_ep",
+    "all_to_all": "`lax.all_to_all`",
+    "ragged_all_to_all": "`lax.ragged_all_to_all`",
+    "ideal": "no communication",
+}
+
+
+def layer(machine: Machine) -> str:
+    """One MoE layer's training step."""
+    rows = {row["variant"]: row for row in machine.rows("layer", "layer")}
+    ideal = rows["ideal"]
+    cells = [
+        [
+            text,
+            f"{rows[name]['step_ms']:.2f}",
+            f"{rows[name]['step_ms'] - ideal['step_ms']:.2f}" if name != "ideal" else "",
+            f"{(rows[name]['executable_bytes'] + rows[name]['group_bytes']) / 2**20:.0f}",
+        ]
+        for name, text in VARIANTS.items()
+    ]
+    text = (
+        f"Value and gradient of one MoE layer: {ideal['tokens']} tokens of {ideal['hidden']} channels per rank, "
+        f"top-{ideal['top_k']} of {ideal['experts']} experts of {ideal['expert_hidden']} channels, {ideal['dtype']}. "
+        "Milliseconds of the host's clock; MiB per rank."
+    )
+    caption = machine.caption(rows.values(), "scripts/gpu_check.sh layer", text)
+    return f"{caption}\n\n{markdown(['exchange', 'step', 'beyond no communication', 'memory'], cells)}"
+
+
+GEMMS = {"triton": "Triton", "cublas": "cuBLAS", "auto": "auto"}
+
+
+def overlap(machine: Machine) -> str:
+    """Communication behind computation, by the recipes of docs/overlap.md."""
+    rows = machine.rows("overlap", "overlap-1-recipes")
+    cells = [
+        [row["form"], str(row.get("num_sms", "auto")), GEMMS[row["gemms_by"]]]
+        + [us(row[name]) for name in ("alone_us", "sequential_us", "overlapped_us")]
+        + [f"{row['hidden_share']:.0%}", f"{row['beside_gemms']:.0%}", f"{row['gemms_slowed']:.2f}"]
+        for row in rows
+    ]
+    first = rows[0]
+    text = (
+        f"{first['tokens']} tokens of {first['hidden']} channels per rank, top-{first['top_k']} of "
+        f"{first['experts']} experts, {first['dtype']}; microseconds per dispatch and combine."
+    )
+    headings = ["recipe", "SMs", "GEMMs of", "alone", "in turn", "overlapped", "hidden", "beside GEMMs", "GEMMs slowed"]
+    return f"{machine.caption(rows, 'scripts/gpu_check.sh overlap-1-recipes', text)}\n\n{markdown(headings, cells, 3)}"
+
+
+def overlap_sms(machine: Machine) -> str:
+    """The recipe with a shared expert, over the SMs that the communication may use."""
+    rows = [row for row in machine.rows("overlap", "overlap-2-sms") if row["form"] == "shared expert"]
+    counts = sorted({row["num_sms"] for row in rows})
+    found = {(row["gemms_by"], row["num_sms"]): row for row in rows}
+    by = [name for name in GEMMS if (name, counts[0]) in found]
+    lines: list[list[str]] = []
+    for name in by:
+        lines.append([f"GEMMs slowed, {GEMMS[name]}", *(f"{found[name, n]['gemms_slowed']:.2f}" for n in counts)])
+    for name in by:
+        lines.append([f"hidden, {GEMMS[name]}", *(f"{found[name, n]['hidden_share']:.0%}" for n in counts)])
+    lines.append(["communication alone", *(us(found[by[0], n]["alone_us"]) for n in counts)])
+    text = "The recipe with a shared expert, the shape of the table above."
+    caption = machine.caption(rows, "scripts/gpu_check.sh overlap-2-sms", text)
+    return f"{caption}\n\n{markdown(['SMs', *map(str, counts)], lines)}"
+
+
+def each(count: int | list[int]) -> str:
+    """A count; or those of several processes."""
+    return " + ".join(map(str, count)) if isinstance(count, list) else str(count)
+
+
+def steps(machine: Machine) -> str:
+    """What ran on this machine, and whether it passed."""
+    cells = []
+    for row in machine.tables["steps"]:
+        run = machine.runs[row["run"]]
+        counted = [f"{each(row[name])} {name}" for name in ("passed", "failed", "skipped") if name in row]
+        result = "passed" if row["ok"] else "**failed**"
+        given = f"`{row['filter']}`" if "filter" in row else ""
+        cells.append([f"`{row['step']}`", result, ", ".join(counted), given, run["commit"], run["date"][:10]])
+    headings = ["step of `scripts/gpu_check.sh`", "result", "tests", "filter", "commit", "date"]
+    return f"*{machine.device}: the newest run of each step.*\n\n{markdown(headings, cells, len(headings))}"
+
+
+TABLES: dict[str, Callable[[Machine], str]] = {
+    function.__name__: function
+    for function in (pairs, shapes, backward, rivals, processes, network, layer, overlap, overlap_sms, steps)
+}
+
+
+def updated(text: str, folder: Path = gpu_results.RESULTS) -> str:
+    """A document with the tables that the results give."""
+
+    def table(match: re.Match[str]) -> str:
+        begin, name, machine, end = match.groups()
+        return f"{begin}\n{TABLES[name](Machine(machine, folder))}\n\n{end}"
+
+    return BLOCK.sub(table, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a document would change")
+    options: Any = parser.parse_args(argv)
+    changed = []
+    for path in documents():
+        old = path.read_text()
+        new = updated(old)
+        if new != old:
+            changed.append(path.relative_to(ROOT).as_posix())
+            if not options.check:
+                path.write_text(new)
+    if changed:
+        print(f"{'out of date' if options.check else 'updated'}: {', '.join(changed)}")
+    return 1 if changed and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
