@@ -37,6 +37,13 @@ def all_to_all(
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+
+    Example:
+        >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)  # each rank sends its rows to expert 0
+        >>> def rows_received(x, splits):
+        ...     return jnp.sum(ep.all_to_all(x, splits, group=group).splits)[None]
+        >>> on_each_rank(rows_received)(x, splits).tolist() == [R * T] + (R - 1) * [0]
+        True
     """
     check_usable("all_to_all", group)
     _checks.array("all_to_all", "x", x, {"M": None, "H": group.hidden}, group.dtype)
@@ -64,6 +71,14 @@ def all_to_all_back(
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+
+    Example:
+        >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)
+        >>> def there_and_back(x, splits):
+        ...     recv = ep.all_to_all(x, splits, group=group)
+        ...     return ep.all_to_all_back(recv.x, splits, group=group)
+        >>> bool(jnp.all(on_each_rank(there_and_back)(x, splits) == x))
+        True
     """
     check_usable("all_to_all_back", group)
     _checks.array("all_to_all_back", "y", y, {"R": group.num_ranks, "M": None, "H": group.hidden}, group.dtype)

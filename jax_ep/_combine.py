@@ -38,6 +38,14 @@ def combine(
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
         jax_ep.Error: an operation of the group failed on a device before.
+
+    Example:
+        >>> def identity(x, topk_idx, topk_weights):
+        ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
+        ...     return ep.combine(recv.x, recv, out_dtype="float32")
+        >>> out = on_each_rank(identity)(x, topk_idx, topk_weights)
+        >>> bool(jnp.allclose(out, x * jnp.sum(topk_weights, axis=1, keepdims=True), atol=0.02))
+        True
     """
     out_dtype, *operands = _prepare("combine", y, recv, out_dtype)
     return _combine(out_dtype, *operands, None)
@@ -54,6 +62,15 @@ def combine_start(
 
     Returns:
         What `combine_done` turns into the result, once; opaque.
+
+    Example:
+        >>> def layer(x, topk_idx, topk_weights):
+        ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
+        ...     pending = ep.combine_start(recv.x, recv)
+        ...     shared = jnp.tanh(x)  # runs while the rows travel
+        ...     return shared + ep.combine_done(pending)
+        >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
+        True
     """
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
     operands = _compat.in_one_place(operands)
@@ -71,6 +88,13 @@ def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
         jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
             before, or was copied on its way, as in the carry of a loop.
+
+    Example:
+        >>> def layer(x, topk_idx):
+        ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
+        ...     return ep.combine_done(ep.combine_start(recv.x, recv))
+        >>> on_each_rank(layer)(x, topk_idx).shape == x.shape
+        True
     """
     check_pending("combine", pending)
     check_usable("combine_done", pending.group)

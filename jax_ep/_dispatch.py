@@ -71,6 +71,13 @@ def dispatch(
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
         TypeError: a call that returns fp8 rows is differentiated.
         jax_ep.Error: an operation of the group failed on a device before.
+
+    Example:
+        >>> def rows_of_experts(x, topk_idx, topk_weights):
+        ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="expert", capacity=8)
+        ...     return recv.x  # [E_local, 8, H] on each rank
+        >>> on_each_rank(rows_of_experts)(x, topk_idx, topk_weights).shape == (E, 8, H)
+        True
     """
     options = DispatchOptions(layout, capacity, alignment, wire, dequantize, zero_pad)
     call, operands = _prepare("dispatch", group, options, x, topk_idx, topk_weights)
@@ -97,6 +104,15 @@ def dispatch_start(
 
     Returns:
         What `dispatch_done` turns into the result, once; opaque.
+
+    Example:
+        >>> def layer(x, topk_idx, topk_weights):
+        ...     pending = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout="ragged")
+        ...     shared = jnp.tanh(x)  # runs while the rows travel
+        ...     recv = ep.dispatch_done(pending)
+        ...     return shared + ep.combine(recv.x, recv)
+        >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
+        True
     """
     options = DispatchOptions(layout, capacity, alignment, wire, dequantize, zero_pad)
     call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights)
@@ -112,6 +128,12 @@ def dispatch_done(pending: Pending) -> Dispatched:
         jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
             before, or was copied on its way, as in the carry of a loop.
+
+    Example:
+        >>> def rows(x, topk_idx):
+        ...     return ep.dispatch_done(ep.dispatch_start(x, topk_idx, group=group, layout="expert", capacity=8)).x
+        >>> on_each_rank(rows)(x, topk_idx).shape == (E, 8, H)
+        True
     """
     check_pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
@@ -137,6 +159,13 @@ def dispatch_like(
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+
+    Example:
+        >>> def token_of_each_row(x, topk_idx):
+        ...     recv = ep.dispatch(x, topk_idx, group=group, layout="expert", capacity=8)
+        ...     return ep.dispatch_like(jnp.arange(T, dtype=jnp.int32)[:, None], recv)
+        >>> on_each_rank(token_of_each_row)(x, topk_idx).shape == (E, 8, 1)
+        True
     """
     route = route_of("dispatch_like", recv)
     check_usable("dispatch_like", route.group)

@@ -13,7 +13,12 @@ from jax_ep import _checks, _compat, _native
 
 
 class DispatchLayout(NamedTuple):
-    """What a routing of T tokens sends where: R ranks, N nodes, E experts."""
+    """What a routing of T tokens sends where: R ranks, N nodes, E experts.
+
+    Example:
+        >>> ep.dispatch_layout(topk_idx, num_experts=E, num_ranks=R).is_token_in_rank.shape == (R * T, R)
+        True
+    """
 
     num_tokens_per_rank: jax.Array
     """[R] int32: tokens with at least one expert on the rank."""
@@ -47,6 +52,11 @@ def dispatch_layout(
     Raises:
         TypeError: topk_idx is not an int32 array, or a number is not an int.
         ValueError: topk_idx is not [T, K], or one number does not divide the other.
+
+    Example:
+        >>> counts = ep.dispatch_layout(jnp.array([[0, 1], [0, 3]], jnp.int32), num_experts=4, num_ranks=2)
+        >>> counts.num_tokens_per_rank.tolist(), counts.num_tokens_per_expert.tolist()
+        ([2, 1], [2, 1, 0, 1])
     """
     op = "dispatch_layout"
     _checks.array(op, "topk_idx", topk_idx, {"T": None, "K": None}, jnp.int32, "jax.lax.top_k returns the ids second")

@@ -33,6 +33,13 @@ class GroupStats:
         rows_sent, rows_received: [L, R] int64.
         bytes_sent, bytes_received: [L, R] int64.
         seconds_waited: [L, R] float64, from when ranks[i] was in an operation until rank r was.
+
+    Example:
+        >>> stats = group.stats()
+        >>> stats.ranks == tuple(range(R))  # in one process
+        True
+        >>> stats.to_dict()["ranks"][0]["rank"]
+        0
     """
 
     ranks: tuple[int, ...]

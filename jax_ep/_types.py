@@ -203,10 +203,9 @@ class AllToAll:
         group: the `Group`.
 
     Example:
-        >>> def rows_per_rank(x, splits):
-        ...     return jnp.sum(ep.all_to_all(x, splits, group=group).splits)[None]
-        >>> rows_per_expert = jnp.full(R * E, 1, jnp.int32)  # each rank sends one row to each expert
-        >>> (on_each_rank(rows_per_rank)(jnp.zeros((R * E, H), group.dtype), rows_per_expert) == E).all().item()
+        >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)  # each rank sends its rows to expert 0
+        >>> recv = on_each_rank(lambda x, splits: ep.all_to_all(x, splits, group=group))(x, splits)
+        >>> recv.x.shape == (R * R, T, H) and recv.splits.shape == (R * R, E // R)
         True
     """
 
