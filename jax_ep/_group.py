@@ -34,8 +34,8 @@ class Group(GroupSettings):
         dtype: of activations: bfloat16, float16 or float32.
         backend: "auto" takes the fastest that works here, `jax_ep.backends()` lists them. "emulated", for the tests of
             a checkout, runs the kernels of "cuda" on CPU devices.
-        num_sms: streaming multiprocessors that one operation may use; None lets each choose. In halves
-            (`dispatch_start`, `combine_start`) it uses at most 64 whatever this says, and 32 with None.
+        num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
+            split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs, and 32 with None.
         timeout: seconds that a device waits for a peer before the operation fails; in making the group, seconds that a
             process waits for the others.
 
@@ -123,8 +123,8 @@ class Group(GroupSettings):
         """
         here = [
             (rank, str(device))
-            for line in _processes.lines(self.mesh, self.axis_name)
-            for rank, device in enumerate(line)
+            for ep_group in _processes.ep_groups(self.mesh, self.axis_name)
+            for rank, device in enumerate(ep_group)
             if device.process_index == jax.process_index()
         ]
         ranks, devices = zip(*here, strict=True)

@@ -27,8 +27,8 @@ class GroupStats:
     Attributes:
         ranks: L numbers, of this process's ranks in their expert-parallel group.
         devices: L names of their devices.
-        operations: for each kind of operation [L] int64, how many of them have begun on all ranks; one in halves counts
-            as one.
+        operations: for each kind of operation [L] int64, how many of them have begun on all ranks; a split-phase call
+            counts as one.
         rows_dropped: [L] int64, the sum of `num_dropped`.
         rows_sent, rows_received: [L, R] int64.
         bytes_sent, bytes_received: [L, R] int64.

@@ -119,22 +119,22 @@ def _no_group(reason: str) -> dict[str, Any]:
 def _group(devices: Sequence[jax.Device]) -> dict[str, Any]:
     """What `Group(backend="auto")` would use along all `devices`, and what each process has to do with it."""
     try:
-        with _processes.meeting_of_all("jax_ep.doctor", "group") as meeting:
-            return _agreed_group(devices, meeting)
+        with _processes.rendezvous_of_all("jax_ep.doctor", "group") as rendezvous:
+            return _agreed_group(devices, rendezvous)
     except Exception as error:  # raised here, or in the process that it names
         return _no_group(str(error))
 
 
-def _agreed_group(devices: Sequence[jax.Device], meeting: _processes.Meeting) -> dict[str, Any]:
+def _agreed_group(devices: Sequence[jax.Device], rendezvous: _processes.Rendezvous) -> dict[str, Any]:
     me, mesh = jax.process_index(), jax.sharding.Mesh(devices, ("ep",))
     no_network = _network.obstacle(mesh) or None
-    told = meeting.exchange({"host": _processes.host(), "gpus": _gpus(mesh.local_devices)})
-    hosts = {process: answer["host"] for process, answer in told.items()}
+    published = rendezvous.exchange({"host": _processes.host(), "gpus": _gpus(mesh.local_devices)})
+    hosts = {process: answer["host"] for process, answer in published.items()}
     backend = sharing = None
     try:
         backend, reason = _choice(mesh)
         if backend == "cuda":
-            native_group.expect_own_gpus(told)
+            native_group.expect_own_gpus(published)
             is_network = _network.is_needed(np.array([devices]), hosts)
             native = cast(ModuleType, _native.cuda)
             sharing = "network" if is_network else native_group.choose_sharing(np.array(devices), native)
@@ -151,7 +151,7 @@ def _agreed_group(devices: Sequence[jax.Device], meeting: _processes.Meeting) ->
         "no_group": reason if backend is None else None,
         "no_network": no_network,
     }
-    processes = list(meeting.exchange(mine).values())
+    processes = list(rendezvous.exchange(mine).values())
     return {
         "auto": {"backend": backend, "reason": reason, "transport": transport},
         "processes": processes,

@@ -98,17 +98,17 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
         "override": _network.override(),
         "gpus": {} if reason else _uuids(mesh.local_devices),
     }
-    told = _processes.exchange(f"processes/{owners}", mine, processes, timeout)
-    _network.expect_same_override({process: answer["override"] for process, answer in told.items()})
-    if agreed := _first_reason({process: answer["reason"] for process, answer in told.items()}):
+    published = _processes.exchange(f"processes/{owners}", mine, processes, timeout)
+    _network.expect_same_override({process: answer["override"] for process, answer in published.items()})
+    if agreed := _first_reason({process: answer["reason"] for process, answer in published.items()}):
         return agreed
-    hosts = {process: answer["host"] for process, answer in told.items()}
-    lines = _processes.lines(mesh, axis_name)
-    gpus = {device: uuid for answer in told.values() for device, uuid in answer["gpus"].items()}
-    link_reasons = _processes.exchange(f"links/{owners}", _link_reason(lines, hosts, gpus), processes, timeout)
+    hosts = {process: answer["host"] for process, answer in published.items()}
+    ep_groups = _processes.ep_groups(mesh, axis_name)
+    gpus = {device: uuid for answer in published.values() for device, uuid in answer["gpus"].items()}
+    link_reasons = _processes.exchange(f"links/{owners}", _link_reason(ep_groups, hosts, gpus), processes, timeout)
     if agreed := _first_reason(link_reasons):
         return agreed
-    if not _network.is_needed(lines, hosts):
+    if not _network.is_needed(ep_groups, hosts):
         return ""
     occasion = "network/" + "-".join(str(device.id) for device in mesh.devices.flat)
     obstacles = _processes.exchange(occasion, _network.obstacle(mesh), processes, timeout)
@@ -135,14 +135,14 @@ def _uuids(devices: Sequence[jax.Device]) -> dict[str, str]:
     return {str(device.id): native.device_uuid(device.local_hardware_id).hex() for device in devices}
 
 
-def _link_reason(lines: np.ndarray, hosts: dict[int, str], gpus: dict[str, str]) -> str:
+def _link_reason(ep_groups: np.ndarray, hosts: dict[int, str], gpus: dict[str, str]) -> str:
     """Why two GPUs of a node cannot store into each other's memory, or ""; `hosts`: of each process.
 
     Each process looks at the nodes of its own ranks, and at the GPUs that it sees there. CUDA says nothing about a GPU
     of another process that CUDA_VISIBLE_DEVICES or a container hides from this process.
     """
     native = cast(ModuleType, _native.cuda)
-    for node in lines.reshape(-1, _network.node_size(lines, hosts)):
+    for node in ep_groups.reshape(-1, _network.node_size(ep_groups, hosts)):
         if all(device.process_index != jax.process_index() for device in node):
             continue
         ordinals = [native.find_device(bytes.fromhex(gpus[str(device.id)])) for device in node]

@@ -31,9 +31,9 @@ class NativeGroup:
         self.group = group
         self._native = native
         mesh = group.mesh
-        self._lines = _processes.lines(mesh, group.axis_name)
+        self._ep_groups = _processes.ep_groups(mesh, group.axis_name)
         place = [[device.id for device in mesh.devices.flat], list(mesh.shape.items()), group.axis_name]
-        self._meeting = _processes.Meeting(_digest(place), _processes.owners(mesh), group.timeout)
+        self._rendezvous = _processes.Rendezvous(_digest(place), _processes.owners(mesh), group.timeout)
         self._settings = {
             "num_experts": group.num_experts,
             "top_k": group.top_k,
@@ -43,11 +43,11 @@ class NativeGroup:
             "node_size": _network.given_node_size(),
         }
         # It stands in compiled programs, which must be the same in all processes.
-        self._id = int(_digest([self._meeting.key, self._settings])[:15], 16)
+        self._id = int(_digest([self._rendezvous.key, self._settings])[:15], 16)
         try:
-            with self._meeting:
+            with self._rendezvous:
                 self._open()
-        except BaseException:  # of this process, or of one that does not come to the meeting's end
+        except BaseException:  # of this process, or of one that does not come to the rendezvous's end
             self._native.close_group(self._id)
             raise
         self.memory_bytes: int = self._native.group_bytes(self._id)
@@ -55,16 +55,16 @@ class NativeGroup:
 
     def _open(self) -> None:
         group, me = self.group, jax.process_index()
-        gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._lines)]
-        told = self._meeting.exchange({"settings": self._settings, "gpus": gpus, "host": _processes.host()})
-        _expect_same_settings(told, me)
-        expect_own_gpus(told)
-        hosts = {process: answer["host"] for process, answer in told.items()}
+        gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._ep_groups)]
+        published = self._rendezvous.exchange({"settings": self._settings, "gpus": gpus, "host": _processes.host()})
+        _expect_same_settings(published, me)
+        expect_own_gpus(published)
+        hosts = {process: answer["host"] for process, answer in published.items()}
         network = None
-        if _network.is_needed(self._lines, hosts):
+        if _network.is_needed(self._ep_groups, hosts):
             network = self._start_network(hosts)
         self._has_network = network is not None
-        self._sharing = choose_sharing(self._lines, self._native) if network is None else "none"
+        self._sharing = choose_sharing(self._ep_groups, self._native) if network is None else "none"
         self._frees_together = self._has_network
         try:
             self._native.open_group(
@@ -76,45 +76,47 @@ class NativeGroup:
                 num_sms=group.num_sms or 0,
                 timeout_seconds=group.timeout,
                 devices=[
-                    [device.local_hardware_id if device.process_index == me else ELSEWHERE for device in line]
-                    for line in self._lines
+                    [device.local_hardware_id if device.process_index == me else ELSEWHERE for device in ep_group]
+                    for ep_group in self._ep_groups
                 ],
                 sharing=self._sharing,
                 exchange=self._exchange if network is None else self._exchange_nothing,
                 network=network,
-                pes=[[self._processing_element(device) for device in line] for line in self._lines],
-                node_size=_network.node_size(self._lines, hosts),
+                pes=[[self._processing_element(device) for device in ep_group] for ep_group in self._ep_groups],
+                node_size=_network.node_size(self._ep_groups, hosts),
             )
         except RuntimeError as error:
             raise Error(f"Group: {error}") from None
-        self._meeting.exchange(None)  # no kernel writes to a peer before all memory is ready
+        self._rendezvous.exchange(None)  # no kernel writes to a peer before all memory is ready
 
     def _start_network(self, hosts: dict[int, str]) -> Any:
         """What the native group needs of NVSHMEM; `hosts`: of each process."""
-        return _network.start(self._meeting, hosts.values(), _local_ordinals(self._lines)[0])
+        return _network.start(self._rendezvous, hosts.values(), _local_ordinals(self._ep_groups)[0])
 
     def _processing_element(self, device: jax.Device) -> int:
         """The number that NVSHMEM knows a device by."""
-        return self._meeting.processes.index(device.process_index)
+        return self._rendezvous.processes.index(device.process_index)
 
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
-        """Gives what others need to map this process's memory to those that share a line of the mesh with it."""
-        meeting, me = self._meeting, jax.process_index()
+        """Sends what is needed to map this process's memory to the processes that share an EP group with it."""
+        rendezvous, me = self._rendezvous, jax.process_index()
         handles, descriptors = mine
         with _processes.Mailbox() as mailbox:
-            told = meeting.exchange({"sharing": self._sharing, "mailbox": mailbox.address, "handles": handles.hex()})
+            published = rendezvous.exchange(
+                {"sharing": self._sharing, "mailbox": mailbox.address, "handles": handles.hex()}
+            )
             # Where one process frees its memory by IPC's rules, all must say when they have unmapped it.
-            self._frees_together = any(answer["sharing"] == "ipc" for answer in told.values())
-            of_lines = [{device.process_index for device in line} for line in self._lines]
-            others = sorted(set().union(*(line for line in of_lines if me in line)) - {me})
+            self._frees_together = any(answer["sharing"] == "ipc" for answer in published.values())
+            owners = [{device.process_index for device in ep_group} for ep_group in self._ep_groups]
+            others = sorted(set().union(*(processes for processes in owners if me in processes)) - {me})
             for process in others:
-                _processes.send_descriptors(told[process]["mailbox"], descriptors, meeting.timeout)
-            received = mailbox.receive(others, meeting.timeout)
-        return [(bytes.fromhex(told[process]["handles"]), received[process]) for process in others]
+                _processes.send_descriptors(published[process]["mailbox"], descriptors, rendezvous.timeout)
+            received = mailbox.receive(others, rendezvous.timeout)
+        return [(bytes.fromhex(published[process]["handles"]), received[process]) for process in others]
 
     def _exchange_nothing(self, _: _Parcel) -> list[_Parcel]:
         """Tells the others that this process has come so far, and waits for them."""
-        self._meeting.exchange(None)
+        self._rendezvous.exchange(None)
         return []
 
     def close(self) -> None:
@@ -125,7 +127,7 @@ class NativeGroup:
         if not self._frees_together:
             return
         try:
-            self._meeting.wait_for_all()
+            self._rendezvous.wait_for_all()
         except Exception as error:  # a peer may be dead, and jax.distributed with it
             warnings.warn(f"Group.close: its memory stays taken, as others may still use it: {error}", stacklevel=3)
         else:
@@ -174,9 +176,9 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _expect_same_settings(told: dict[int, Any], me: int) -> None:
-    mine = told[me]["settings"]
-    for process, answer in told.items():
+def _expect_same_settings(published: dict[int, Any], me: int) -> None:
+    mine = published[me]["settings"]
+    for process, answer in published.items():
         for name, value in answer["settings"].items():
             if value != mine[name]:
                 raise Error(
@@ -185,12 +187,12 @@ def _expect_same_settings(told: dict[int, Any], me: int) -> None:
                 )
 
 
-def expect_own_gpus(told: dict[int, Any]) -> None:
-    """`told`: what processes say of themselves, among that their "gpus": how CUDA names them on all machines."""
+def expect_own_gpus(published: dict[int, Any]) -> None:
+    """No two processes use the same GPU. `published`: of each process, "gpus" among others, the UUIDs of its GPUs."""
     if os.environ.get(_SAME_GPU) == "1":
         return
     users: dict[str, int] = {}
-    for process, answer in told.items():
+    for process, answer in published.items():
         for gpu in answer["gpus"]:
             if (user := users.setdefault(gpu, process)) != process:
                 raise Error(

@@ -24,7 +24,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def misfits(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
+def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
     """What is wrong with the options, and what would be right: to be asked before anything is measured.
 
     Those of a `Case` are named as there. Any may be missing, or be a list; all ints count something.
