@@ -7,7 +7,6 @@ group does (ffi/cuda/group.h).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +20,6 @@ from jax_ep._backends.native_group import NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
 from jax_ep._constants import CHANNELS_PER_SCALE, Layout
 from jax_ep._ordered_calls import ordered_call
-from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
 _Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, None for NONE; the ticket
@@ -38,9 +36,7 @@ class RouteArrays(NamedTuple):
 
 
 class CudaBackend(NativeGroup, Backend):
-    def __init__(self, group: GroupSettings, native: ModuleType) -> None:
-        """`native`: the extension module whose kernels run, on GPUs or emulated ones."""
-        super().__init__(group, native)
+    """The operations of a `NativeGroup`."""
 
     def dispatch_start(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
