@@ -58,7 +58,7 @@ from jax_ep.bench import report
 from jax_ep.bench.cases import Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange, LaxExchange, LocalExchange, open_group
-from jax_ep.bench.options import misfits
+from jax_ep.bench.options import mismatches
 
 WARM_UPS = 2
 IN_A_ROW = 5
@@ -312,7 +312,7 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add("--samples", type=int, default=3 if on_cpu else 20, help=f"turns; one is {IN_A_ROW} steps of each variant")
     add("--json", metavar="FILE", help="write what was measured there")
     options = parser.parse_args(argv)
-    for wrong in misfits(options, num_ranks):
+    for wrong in mismatches(options, num_ranks):
         parser.error(wrong)
     if why := report.missing("rich"):
         parser.error(why)

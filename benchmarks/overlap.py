@@ -46,7 +46,7 @@ from jax_ep.bench import report
 from jax_ep.bench.cases import Case, Inputs, make_inputs
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, open_group
-from jax_ep.bench.options import misfits, sms_or_auto
+from jax_ep.bench.options import mismatches, sms_or_auto
 from jax_ep.bench.timeline import KINDS, TRACE_OPTIONS, Event, trace
 
 STEPS = 8
@@ -343,7 +343,7 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     options = parser.parse_args(argv)
     if options.gemm_rows is None:
         options.gemm_rows = options.tokens
-    for wrong in misfits(options, num_ranks):
+    for wrong in mismatches(options, num_ranks):
         parser.error(wrong)
     if options.tokens % 2:
         parser.error(f"--tokens is {options.tokens}; it must be an even number, as a batch has two halves")

@@ -5,12 +5,11 @@
 
 #include <cstdint>
 
+#include "ffi/constants.h"
 #include "ffi/layout.h"
 
 namespace jax_ep {
 
-inline constexpr int kMaxRanks = 32;  // one per lane of a warp
-inline constexpr int kMaxTopK = 32;
 // Operations of a group take turns in its slots, by their epoch. Two are enough for whole operations; a small arena has
 // four, for as many halves under way.
 inline constexpr int kMaxSlots = 4;
@@ -200,15 +199,6 @@ struct FailureRecord {
   uint32_t epoch;
   uint32_t rank, peer;
   uint32_t expected, seen;
-};
-enum class FailureReason : uint32_t {
-  kTimeout,
-  kOtherOp,    // a peer is in another call
-  kWrongRank,  // XLA runs another rank on this device than the group's mesh says
-  kSlotTaken,  // the operation that had the slot before was started and never done
-  kElsewhere,  // in another process, on another host perhaps: the record is there
-  kOtherOrder,  // devices run this group's operations and another's in different order: ffi/cuda/call_order.h
-  kOverlap      // two operations of the group run at the same time on this device
 };
 
 // An operation runs in one launch, or in two: a start, which takes its turn, and a done, beside whatever comes then.

@@ -9,13 +9,9 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace jax_ep {
+#include "ffi/constants.h"
 
-// A new layout is a new name here and in jax_ep/_layouts.py.
-enum class Layout {
-  kExpert,  // [experts_per_rank, capacity]: every expert has `capacity` rows of its own
-  kRagged,  // [capacity]: one expert after the other, each rounded up to `alignment` rows
-};
+namespace jax_ep {
 
 // Any id outside [0, num_experts) means "no expert".
 constexpr bool is_expert(int32_t id, int32_t num_experts) { return id >= 0 && id < num_experts; }
@@ -72,9 +68,6 @@ struct Nodes {
   // What travels by node is kept behind what the ranks send, as that of the node.
   constexpr int32_t source_of(int32_t node) const { return size * count + node; }
 };
-
-// One float32 scale covers this many channels of an fp8 row.
-inline constexpr int64_t kChannelsPerScale = 128;
 
 // The smallest capacity that never drops a row, provided that no token names an expert twice.
 constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,

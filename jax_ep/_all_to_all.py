@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,17 @@ import jax.numpy as jnp
 from jax_ep import _checks, _compat
 from jax_ep._group import Group, check_usable
 from jax_ep._types import AllToAll
+from jax_ep._wires import Wire
 
 
 @_compat.named
-def all_to_all(x: jax.Array, splits: jax.Array, *, group: Group, wire: str | None = None) -> AllToAll:
+def all_to_all(
+    x: Annotated[jax.Array, "group.dtype [M, H]"],
+    splits: Annotated[jax.Array, "int32 [E]"],
+    *,
+    group: Group,
+    wire: Wire | None = None,
+) -> AllToAll:
     """Sends rows that are already sorted by expert. Differentiable, in reverse mode, in x.
 
     Args:
@@ -29,17 +37,26 @@ def all_to_all(x: jax.Array, splits: jax.Array, *, group: Group, wire: str | Non
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+
+    Example:
+        >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)  # each rank sends its rows to expert 0
+        >>> def rows_received(x, splits):
+        ...     return jnp.sum(ep.all_to_all(x, splits, group=group).splits)[None]
+        >>> on_each_rank(rows_received)(x, splits).tolist() == [R * T] + (R - 1) * [0]
+        True
     """
     check_usable("all_to_all", group)
     _checks.array("all_to_all", "x", x, {"M": None, "H": group.hidden}, group.dtype)
-    _checks.num_rows("all_to_all", "M", x.shape[0], group)
+    _checks.num_rows("all_to_all", "M", x.shape[0], group.max_tokens_per_rank)
     _checks.array("all_to_all", "splits", splits, {"E": group.num_experts}, jnp.int32)
-    _checks.wire("all_to_all", wire, group)
+    _checks.wire("all_to_all", wire, group.hidden)
     return _all_to_all((group, wire), *_compat.vary((x, splits), [group.axis_name]))
 
 
 @_compat.named
-def all_to_all_back(y: jax.Array, splits: jax.Array, *, group: Group) -> jax.Array:
+def all_to_all_back(
+    y: Annotated[jax.Array, "group.dtype [R, M, H]"], splits: Annotated[jax.Array, "int32 [E]"], *, group: Group
+) -> Annotated[jax.Array, "group.dtype [M, H]"]:
     """Returns rows to where `all_to_all` took them from: its inverse, and its gradient.
 
     Differentiable, in reverse mode, in y.
@@ -54,10 +71,18 @@ def all_to_all_back(y: jax.Array, splits: jax.Array, *, group: Group) -> jax.Arr
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+
+    Example:
+        >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)
+        >>> def there_and_back(x, splits):
+        ...     recv = ep.all_to_all(x, splits, group=group)
+        ...     return ep.all_to_all_back(recv.x, splits, group=group)
+        >>> bool(jnp.all(on_each_rank(there_and_back)(x, splits) == x))
+        True
     """
     check_usable("all_to_all_back", group)
     _checks.array("all_to_all_back", "y", y, {"R": group.num_ranks, "M": None, "H": group.hidden}, group.dtype)
-    _checks.num_rows("all_to_all_back", "M", y.shape[1], group)
+    _checks.num_rows("all_to_all_back", "M", y.shape[1], group.max_tokens_per_rank)
     _checks.array("all_to_all_back", "splits", splits, {"E": group.num_experts}, jnp.int32)
     return _all_to_all_back(group, *_compat.vary((y, splits), [group.axis_name]))
 

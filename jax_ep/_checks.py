@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._types import Dispatched, Pending, Route
-from jax_ep._wires import CHANNELS_PER_SCALE, WIRES
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
+from jax_ep._constants import CHANNELS_PER_SCALE
+from jax_ep._wires import WIRES
 
 DTYPES = ("bfloat16", "float16", "float32")  # of activations
 SETTINGS = {"E": "num_experts", "H": "hidden", "K": "top_k"}  # what a group fixes of an argument's shape
@@ -72,22 +69,22 @@ def kind(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def num_rows(op: str, letter: str, size: int, group: Group) -> None:
-    """`size` tokens or rows fit in the group."""
-    if size > group.max_tokens_per_rank:
+def num_rows(op: str, letter: str, size: int, max_tokens_per_rank: int) -> None:
+    """`size` tokens or rows fit in a group with this maximum."""
+    if size > max_tokens_per_rank:
         raise ValueError(
-            f"{op}: x has {letter} = {size} rows; at most max_tokens_per_rank = {group.max_tokens_per_rank} fit; "
+            f"{op}: x has {letter} = {size} rows; at most max_tokens_per_rank = {max_tokens_per_rank} fit; "
             f"make the Group with max_tokens_per_rank={size}"
         )
 
 
-def wire(op: str, value: Any, group: Group) -> None:
-    """`value` is a wire format, or None, that can carry the group's rows."""
+def wire(op: str, value: Any, hidden: int) -> None:
+    """`value` is a wire format, or None, that can carry rows of `hidden` channels."""
     choice(f"{op}: wire", value, (None, *WIRES))
-    if value is not None and group.hidden % CHANNELS_PER_SCALE:
+    if value is not None and hidden % CHANNELS_PER_SCALE:
         raise ValueError(
             f"{op}: wire is {value!r}, which needs hidden to be a multiple of {CHANNELS_PER_SCALE}; the group's is "
-            f"{group.hidden}: use wire=None"
+            f"{hidden}: use wire=None"
         )
 
 
@@ -114,17 +111,3 @@ def dtype(name: str, value: Any) -> np.dtype:
     if found is None or found.name not in DTYPES:
         raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}")
     return found
-
-
-def received(op: str, value: Any) -> Route:
-    """`value` is what dispatch returned; its route."""
-    if not isinstance(value, Dispatched):
-        raise TypeError(f"{op}: recv, the second argument, is {kind(value)}; it must be what dispatch returned")
-    return value.route
-
-
-def pending(op: str, value: Any) -> None:
-    """`value` is what `op`_start returned."""
-    if not isinstance(value, Pending) or value.op != op:
-        given = f"of {value.op}_start" if isinstance(value, Pending) else kind(value)
-        raise TypeError(f"{op}_done: pending is {given}; it must be what {op}_start returned")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,17 @@ from jax import lax
 
 from jax_ep import _checks, _compat
 from jax_ep._group import check_usable
-from jax_ep._types import Dispatched, Pending, Route
+from jax_ep._split_calls import Pending, check_pending
+from jax_ep._types import Dispatched, Route, route_of
 
 
 @_compat.named
-def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def combine(
+    y: Annotated[jax.Array, "group.dtype, the shape of recv.x"],
+    recv: Dispatched,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
 
     The experts' side sums its part of a token in float32 and sends it back in y's dtype; the source sums those parts in
@@ -32,17 +38,39 @@ def combine(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike |
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
         jax_ep.Error: an operation of the group failed on a device before.
+
+    Example:
+        >>> def identity(x, topk_idx, topk_weights):
+        ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
+        ...     return ep.combine(recv.x, recv, out_dtype="float32")
+        >>> out = on_each_rank(identity)(x, topk_idx, topk_weights)
+        >>> bool(jnp.allclose(out, x * jnp.sum(topk_weights, axis=1, keepdims=True), atol=0.02))
+        True
     """
     out_dtype, *operands = _prepare("combine", y, recv, out_dtype)
     return _combine(out_dtype, *operands, None)
 
 
 @_compat.named
-def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DTypeLike | None = None) -> Pending:
+def combine_start(
+    y: Annotated[jax.Array, "group.dtype, the shape of recv.x"],
+    recv: Dispatched,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+) -> Pending:
     """Starts a `combine`, with its arguments and errors, and waits for no peer.
 
     Returns:
         What `combine_done` turns into the result, once; opaque.
+
+    Example:
+        >>> def layer(x, topk_idx, topk_weights):
+        ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
+        ...     pending = ep.combine_start(recv.x, recv)
+        ...     shared = jnp.tanh(x)  # runs while the rows travel
+        ...     return shared + ep.combine_done(pending)
+        >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
+        True
     """
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
     operands = _compat.in_one_place(operands)
@@ -53,22 +81,29 @@ def combine_start(y: jax.Array, recv: Dispatched, *, out_dtype: jax.typing.DType
 
 
 @_compat.named
-def combine_done(pending: Pending) -> jax.Array:
+def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Ends what `combine_start` began: the same result as `combine`. Both must be in one compiled program.
 
     Raises:
         jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
             before, or was copied on its way, as in the carry of a loop.
+
+    Example:
+        >>> def layer(x, topk_idx):
+        ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
+        ...     return ep.combine_done(ep.combine_start(recv.x, recv))
+        >>> on_each_rank(layer)(x, topk_idx).shape == x.shape
+        True
     """
-    _checks.pending("combine", pending)
+    check_pending("combine", pending)
     check_usable("combine_done", pending.group)
     return _combine(pending.static, *pending.take())
 
 
 def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array, jax.Array, Route]:
     """Checks the arguments of a combine; returns its static part and its operands."""
-    route = _checks.received(op, recv)
+    route = route_of(op, recv)
     group = route.group
     check_usable(op, group)
     letters = ("E_local", "capacity") if route.layout == "expert" else ("capacity",)

@@ -1,34 +1,43 @@
 """dispatch: send each token to the ranks that hold its experts.
 
-The path of a call: `dispatch` checks its arguments and makes a `DispatchCall`, the static facts; `_dispatch` attaches
-the gradient; the group's backend moves the rows. What combine and the backward pass need is the result's `Route`.
+The path of a call: `dispatch` checks its arguments and makes a `DispatchCall`, the static facts. `_dispatch` attaches
+the gradient. The group's backend moves the rows. The result's `Route` holds what combine and the backward pass need.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ep import _checks, _compat, _layouts, _wires
+from jax_ep import _checks, _compat, _wires
+from jax_ep._constants import CHANNELS_PER_SCALE
+from jax_ep._dispatch_options import DispatchOptions
 from jax_ep._group import Group, check_usable
-from jax_ep._types import AllToAll, DispatchCall, Dispatched, Pending, Route
+from jax_ep._layouts import LayoutName
+from jax_ep._split_calls import Pending, check_pending
+from jax_ep._types import DispatchCall, Dispatched, Route, route_of
+from jax_ep._wires import Wire
+
+QuantizedRows: TypeAlias = tuple[
+    Annotated[jax.Array, "float8_e4m3fn [T, H]"], Annotated[jax.Array, "float32 [T, H/128]"]
+]
 
 
 @_compat.named
 def dispatch(
-    x: Any,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None = None,
+    x: Annotated[jax.Array, "group.dtype [T, H]"] | QuantizedRows,
+    topk_idx: Annotated[jax.Array, "int32 [T, K]"],
+    topk_weights: Annotated[jax.Array, "float32 [T, K]"] | None = None,
     *,
     group: Group,
-    layout: str,
+    layout: LayoutName,
     capacity: int | None = None,
     alignment: int = 1,
-    wire: str | None = None,
+    wire: Wire | None = None,
     dequantize: bool = False,
     zero_pad: bool | None = None,
 ) -> Dispatched:
@@ -62,24 +71,30 @@ def dispatch(
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
         TypeError: a call that returns fp8 rows is differentiated.
         jax_ep.Error: an operation of the group failed on a device before.
+
+    Example:
+        >>> def rows_of_experts(x, topk_idx, topk_weights):
+        ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="expert", capacity=8)
+        ...     return recv.x  # [E_local, 8, H] on each rank
+        >>> on_each_rank(rows_of_experts)(x, topk_idx, topk_weights).shape == (E, 8, H)
+        True
     """
-    call, *operands = _prepare(
-        "dispatch", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
-    )
+    options = DispatchOptions(layout, capacity, alignment, wire, dequantize, zero_pad)
+    call, operands = _prepare("dispatch", group, options, x, topk_idx, topk_weights)
     return _dispatch(call, *operands, None)
 
 
 @_compat.named
 def dispatch_start(
-    x: Any,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None = None,
+    x: Annotated[jax.Array, "group.dtype [T, H]"] | QuantizedRows,
+    topk_idx: Annotated[jax.Array, "int32 [T, K]"],
+    topk_weights: Annotated[jax.Array, "float32 [T, K]"] | None = None,
     *,
     group: Group,
-    layout: str,
+    layout: LayoutName,
     capacity: int | None = None,
     alignment: int = 1,
-    wire: str | None = None,
+    wire: Wire | None = None,
     dequantize: bool = False,
     zero_pad: bool | None = None,
 ) -> Pending:
@@ -89,10 +104,18 @@ def dispatch_start(
 
     Returns:
         What `dispatch_done` turns into the result, once; opaque.
+
+    Example:
+        >>> def layer(x, topk_idx, topk_weights):
+        ...     pending = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout="ragged")
+        ...     shared = jnp.tanh(x)  # runs while the rows travel
+        ...     recv = ep.dispatch_done(pending)
+        ...     return shared + ep.combine(recv.x, recv)
+        >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
+        True
     """
-    call, *operands = _prepare(
-        "dispatch_start", x, topk_idx, topk_weights, group, layout, capacity, alignment, wire, dequantize, zero_pad
-    )
+    options = DispatchOptions(layout, capacity, alignment, wire, dequantize, zero_pad)
+    call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights)
     operands = _compat.in_one_place(operands)
     return Pending((*operands, _start(call, *operands)), "dispatch", group, call)
 
@@ -105,14 +128,22 @@ def dispatch_done(pending: Pending) -> Dispatched:
         jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
             before, or was copied on its way, as in the carry of a loop.
+
+    Example:
+        >>> def rows(x, topk_idx):
+        ...     return ep.dispatch_done(ep.dispatch_start(x, topk_idx, group=group, layout="expert", capacity=8)).x
+        >>> on_each_rank(rows)(x, topk_idx).shape == (E, 8, H)
+        True
     """
-    _checks.pending("dispatch", pending)
+    check_pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
     return _dispatch(pending.static, *pending.take())
 
 
 @_compat.named
-def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
+def dispatch_like(
+    x: Annotated[jax.Array, "[T, H']"], recv: Dispatched
+) -> Annotated[jax.Array, "[E_local, capacity, H'] or [capacity, H']"]:
     """Sends another tensor along the route of an earlier dispatch; no ids and no counts are sent again.
 
     Differentiable, in reverse mode, in x: the transpose is the unweighted combine.
@@ -128,8 +159,15 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+
+    Example:
+        >>> def token_of_each_row(x, topk_idx):
+        ...     recv = ep.dispatch(x, topk_idx, group=group, layout="expert", capacity=8)
+        ...     return ep.dispatch_like(jnp.arange(T, dtype=jnp.int32)[:, None], recv)
+        >>> on_each_rank(token_of_each_row)(x, topk_idx).shape == (E, 8, 1)
+        True
     """
-    route = _checks.received("dispatch_like", recv)
+    route = route_of("dispatch_like", recv)
     check_usable("dispatch_like", route.group)
     _checks.array("dispatch_like", "x", x, {"T": route.num_tokens, "H'": None}, getattr(x, "dtype", None))
     # Keys are no numbers, and XLA packs several int4 into a byte.
@@ -145,68 +183,25 @@ def dispatch_like(x: jax.Array, recv: Dispatched) -> jax.Array:
     return _dispatch_like(*_compat.vary((x, route), [group.axis_name]))
 
 
-@_compat.named
-def dequantize(recv: Dispatched | AllToAll) -> jax.Array:
-    """The received rows in group.dtype: recv.x * recv.scales in float32, rounded once.
-
-    Args:
-        recv: what dispatch or all_to_all returned; without scales, recv.x is returned as it is.
-
-    Raises:
-        TypeError: recv is something else.
-    """
-    if not isinstance(recv, (Dispatched, AllToAll)):
-        raise TypeError(f"dequantize: recv is {_checks.kind(recv)}; it must be what dispatch or all_to_all returned")
-    if recv.scales is None:
-        return recv.x
-    return _wires.dequantize(recv.x, recv.scales, recv.group.dtype)
-
-
 def _prepare(
-    op: str,
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    group: Group,
-    layout: str,
-    capacity: int | None,
-    alignment: int,
-    wire: str | None,
-    dequantize: bool,
-    zero_pad: bool | None,
-) -> tuple[DispatchCall, Any, jax.Array, jax.Array | None]:
+    op: str, group: Group, options: DispatchOptions, x: Any, topk_idx: Any, topk_weights: Any
+) -> tuple[DispatchCall, Any]:
     """Checks the arguments of a dispatch; returns its static part and its operands."""
     check_usable(op, group)
     quantized = isinstance(x, (tuple, list))
     if quantized:
-        num_tokens = _check_quantized(op, x, wire, group)
+        num_tokens = _check_quantized(op, x, options.wire, group)
     else:
         _checks.array(op, "x", x, {"T": None, "H": group.hidden}, group.dtype, "fp8 comes in a pair: (x, scales)")
         num_tokens = x.shape[0]
-    _checks.num_rows(op, "T", num_tokens, group)
+    _checks.num_rows(op, "T", num_tokens, group.max_tokens_per_rank)
     choices: dict[str, int | None] = {"T": num_tokens, "K": group.top_k}
     _checks.array(op, "topk_idx", topk_idx, choices, jnp.int32, _checks.SWAPPED)
     if topk_weights is not None:
         _checks.array(op, "topk_weights", topk_weights, choices, jnp.float32, _checks.SWAPPED)
-    _checks.choice(f"{op}: layout", layout, _layouts.LAYOUTS)
-    _checks.wire(op, wire, group)
-    if zero_pad is not None:
-        _checks.boolean(op, "zero_pad", zero_pad)
-    _checks.boolean(op, "dequantize", dequantize)
-    alignment = _checks.integer(f"{op}: alignment", alignment, 1, _checks.MAX_INT32)
-    call = DispatchCall(
-        group=group,
-        layout=layout,
-        capacity=_capacity(op, capacity, alignment, layout, num_tokens, group),
-        alignment=alignment,
-        num_tokens=num_tokens,
-        wire=wire,
-        quantized=quantized,
-        dequantize=dequantize,
-        zero_pad=zero_pad,
-    )
-    operands = _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), [group.axis_name])
-    return call, *operands
+    checked = options.checked(op, group, num_tokens)
+    call = DispatchCall(group._backend_for(num_tokens), checked, num_tokens, quantized)
+    return call, _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), [group.axis_name])
 
 
 def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
@@ -218,51 +213,25 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
         )
     if wire is not None:
         raise ValueError(f"{op}: wire is {wire!r}, but x is already quantised; it must be None")
-    if group.hidden % _wires.CHANNELS_PER_SCALE:
+    if group.hidden % CHANNELS_PER_SCALE:
         raise ValueError(
-            f"{op}: x is quantised, which needs hidden to be a multiple of {_wires.CHANNELS_PER_SCALE}; the group's is "
+            f"{op}: x is quantised, which needs hidden to be a multiple of {CHANNELS_PER_SCALE}; the group's is "
             f"{group.hidden}: give x in {group.dtype}"
         )
     no_cast = f"for rows in {group.dtype}, give them alone, with wire='fp8'"
     _checks.array(op, "x[0]", x[0], {"T": None, "H": group.hidden}, _wires.FP8, no_cast)
     num_tokens = x[0].shape[0]
-    blocks = group.hidden // _wires.CHANNELS_PER_SCALE
+    blocks = group.hidden // CHANNELS_PER_SCALE
     _checks.array(op, "x[1]", x[1], {"T": num_tokens, "H/128": blocks}, jnp.float32)
     return num_tokens
 
 
-def _capacity(op: str, capacity: Any, alignment: int, layout: str, num_tokens: int, group: Group) -> int:
-    """The capacity to use, checked against alignment."""
-    by_default = ", which is enough for any routing" if capacity is None else ""
-    if capacity is None:
-        capacity = _layouts.default_capacity(
-            layout,
-            num_ranks=group.num_ranks,
-            num_tokens=num_tokens,
-            top_k=group.top_k,
-            experts_per_rank=group.experts_per_rank,
-            alignment=alignment,
-        )
-    elif _checks.integer(f"{op}: capacity", capacity, 1) % alignment:
-        raise ValueError(
-            f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
-            f"e.g. {_layouts.align_up(capacity, alignment)}"
-        )
-    largest = _checks.MAX_INT32 // (group.experts_per_rank if layout == "expert" else 1) // alignment * alignment
-    if capacity > largest:
-        raise ValueError(
-            f"{op}: capacity is {capacity}{by_default}; a rank's rows are numbered in int32, so it must be at most "
-            f"{largest}: give a smaller one"
-        )
-    return int(capacity)
-
-
 def _start_rows(call: DispatchCall, *operands: Any) -> Any:
-    return call.backend.dispatch_start(call, *operands, zero_pad=bool(call.zero_pad))
+    return call.backend.dispatch_start(call, *operands, zero_pad=bool(call.options.zero_pad))
 
 
 def _start_fwd(call: DispatchCall, *operands: Any) -> tuple[Any, None]:
-    started = call.backend.dispatch_start(call, *_compat.values(operands), zero_pad=call.zero_pad is not False)
+    started = call.backend.dispatch_start(call, *_compat.values(operands), zero_pad=call.options.zero_pad is not False)
     return started, None
 
 
@@ -276,7 +245,7 @@ _start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)
 def _dispatch_rows(
     call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, started: Any
 ) -> Dispatched:
-    return call.backend.dispatch(call, x, topk_idx, topk_weights, started, zero_pad=bool(call.zero_pad))
+    return call.backend.dispatch(call, x, topk_idx, topk_weights, started, zero_pad=bool(call.options.zero_pad))
 
 
 def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatched, Route]:
@@ -286,9 +255,9 @@ def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatche
             "dequantize=True, or jax.lax.stop_gradient of the pair"
         )
     if call.returns_fp8:
-        given = "x is quantised" if call.quantized else f"wire is {call.wire!r}"
+        given = "x is quantised" if call.quantized else f"wire is {call.options.wire!r}"
         raise TypeError(f"dispatch: fp8 rows cannot be differentiated ({given}); use dequantize=True")
-    recv = call.backend.dispatch(call, *_compat.values((x, *operands)), zero_pad=call.zero_pad is not False)
+    recv = call.backend.dispatch(call, *_compat.values((x, *operands)), zero_pad=call.options.zero_pad is not False)
     # Named here, for the route that the backward rule saves is otherwise out of reach of a checkpoint policy.
     recv = checkpoint_name(recv, "jax_ep_dispatch")
     return recv, recv.route

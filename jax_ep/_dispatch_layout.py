@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,12 @@ from jax_ep import _checks, _compat, _native
 
 
 class DispatchLayout(NamedTuple):
-    """What a routing of T tokens sends where: R ranks, N nodes, E experts."""
+    """What a routing of T tokens sends where: R ranks, N nodes, E experts.
+
+    Example:
+        >>> ep.dispatch_layout(topk_idx, num_experts=E, num_ranks=R).is_token_in_rank.shape == (R * T, R)
+        True
+    """
 
     num_tokens_per_rank: jax.Array
     """[R] int32: tokens with at least one expert on the rank."""
@@ -26,7 +31,9 @@ class DispatchLayout(NamedTuple):
 
 
 @_compat.named
-def dispatch_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, num_nodes: int = 1) -> DispatchLayout:
+def dispatch_layout(
+    topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, num_experts: int, num_ranks: int, num_nodes: int = 1
+) -> DispatchLayout:
     """Counts the tokens that a routing sends to each rank, node and expert.
 
     A token counts once for a rank or a node, however many of its experts are there. Ids outside [0, num_experts) count
@@ -45,6 +52,11 @@ def dispatch_layout(topk_idx: jax.Array, *, num_experts: int, num_ranks: int, nu
     Raises:
         TypeError: topk_idx is not an int32 array, or a number is not an int.
         ValueError: topk_idx is not [T, K], or one number does not divide the other.
+
+    Example:
+        >>> counts = ep.dispatch_layout(jnp.array([[0, 1], [0, 3]], jnp.int32), num_experts=4, num_ranks=2)
+        >>> counts.num_tokens_per_rank.tolist(), counts.num_tokens_per_expert.tolist()
+        ([2, 1], [2, 1, 0, 1])
     """
     op = "dispatch_layout"
     _checks.array(op, "topk_idx", topk_idx, {"T": None, "K": None}, jnp.int32, "jax.lax.top_k returns the ids second")

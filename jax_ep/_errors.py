@@ -4,7 +4,14 @@ from __future__ import annotations
 
 
 class Error(Exception):
-    """Base of every error that only shows when an operation runs."""
+    """Base of every error that only shows when an operation runs.
+
+    Example:
+        >>> try:
+        ...     group.check()
+        ... except ep.Error as error:
+        ...     print("close the group and make a new one:", error)
+    """
 
 
 class PeerTimeoutError(Error):
@@ -16,6 +23,12 @@ class PeerTimeoutError(Error):
         missing_rank: the rank that it waited for, or that gave up before it.
         expected: the value (epoch, operation or hash) that the waiting rank had to see.
         seen: the value that it saw last.
+
+    Example:
+        >>> try:
+        ...     group.check()
+        ... except ep.PeerTimeoutError as error:
+        ...     print(f"rank {error.waiting_rank} waited for rank {error.missing_rank} in {error.op}")
     """
 
     def __init__(
@@ -35,4 +48,15 @@ class PeerTimeoutError(Error):
 
 
 class SplitCallError(Error):
-    """A `*_done` that has no `*_start` of its own: the pending call was already taken."""
+    """A `*_done` that has no `*_start` of its own: the pending call was already taken.
+
+    Example:
+        >>> def twice(x, topk_idx):
+        ...     pending = ep.dispatch_start(x, topk_idx, group=group, layout="ragged")
+        ...     return ep.dispatch_done(pending).x + ep.dispatch_done(pending).x
+        >>> try:
+        ...     on_each_rank(twice)(x, topk_idx)
+        ... except ep.SplitCallError as error:
+        ...     print(error)
+        dispatch_done: pending was done before; call dispatch_start again for each done
+    """

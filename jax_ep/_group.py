@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_ep import _backends, _checks, _processes
+from jax_ep import _backends, _processes
+from jax_ep._settings import GroupSettings
 from jax_ep._stats import GroupStats
+from jax_ep._types import Backend
 
-MAX_TOP_K = 32  # kMaxTopK in ffi/arena.h
-MAX_SMS = 1024  # more than any GPU has
+BackendName: TypeAlias = Literal["auto", "cuda", "reference", "emulated"]
 
 
-class Group:
+class Group(GroupSettings):
     """An expert-parallel group: the devices along one mesh axis, which share `num_experts` experts.
 
     Rank r, the index along `axis_name`, owns the experts [r * E_local, (r + 1) * E_local) with
@@ -33,9 +32,10 @@ class Group:
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T of any call.
         dtype: of activations: bfloat16, float16 or float32.
-        backend: "auto" takes the fastest that works here, `jax_ep.backends()` lists them.
-        num_sms: streaming multiprocessors that one operation may use; None lets each choose. In halves
-            (`dispatch_start`, `combine_start`) it uses at most 64 whatever this says, and 32 with None.
+        backend: "auto" takes the fastest that works here, `jax_ep.backends()` lists them. "emulated", for the tests of
+            a checkout, runs the kernels of "cuda" on CPU devices.
+        num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
+            split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs, and 32 with None.
         timeout: seconds that a device waits for a peer before the operation fails; in making the group, seconds that a
             process waits for the others.
 
@@ -44,6 +44,11 @@ class Group:
     Raises:
         ValueError, TypeError: an argument does not fit; the message says what would.
         Error: the group's memory does not fit on a device, or a process does not come or makes another group.
+
+    Example:
+        >>> with ep.Group(mesh, num_experts=2 * R, top_k=2, hidden=64, max_tokens_per_rank=8) as small:
+        ...     (small.num_ranks, small.experts_per_rank) == (R, 2)
+        True
     """
 
     def __init__(
@@ -56,45 +61,25 @@ class Group:
         hidden: int,
         max_tokens_per_rank: int,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         num_sms: int | None = None,
         timeout: float = 300.0,
     ) -> None:
-        if not isinstance(mesh, jax.sharding.Mesh):
-            raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh of devices")
-        if axis_name not in mesh.axis_names:
-            raise ValueError(f"axis_name is {axis_name!r}; it must be one of the mesh's axes {mesh.axis_names}")
-        self.mesh = mesh
-        self.axis_name = axis_name
-        self.num_ranks: int = mesh.shape[axis_name]
-        self.num_experts = _checks.integer("num_experts", num_experts, 1, _checks.MAX_INT32)
-        self.top_k = _checks.integer("top_k", top_k, 1, MAX_TOP_K)
-        self.max_tokens_per_rank = _checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1, _checks.MAX_INT32)
-        self.dtype = _checks.dtype("dtype", dtype)
-        self.hidden = _checks.integer("hidden", hidden, 1, _checks.MAX_INT32 // self.dtype.itemsize)
-        self.num_sms = None if num_sms is None else _checks.integer("num_sms", num_sms, 1, MAX_SMS)
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.integer, np.floating)):
-            raise TypeError(f"timeout is {timeout!r}, a {type(timeout).__name__}; it must be a number of seconds")
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"timeout is {timeout}; it must be a positive, finite number of seconds")
-        self.timeout = float(timeout)
-        if self.num_experts % self.num_ranks:
-            up = -(-self.num_experts // self.num_ranks) * self.num_ranks
-            raise ValueError(
-                f"num_experts is {num_experts}; it must be a multiple of the {self.num_ranks} ranks along mesh axis "
-                f"{axis_name!r}, e.g. {up}"
-            )
-        self.experts_per_rank = self.num_experts // self.num_ranks
-        row_bytes = self.hidden * self.dtype.itemsize
-        if row_bytes % 16:
-            unit = 16 // self.dtype.itemsize
-            raise ValueError(
-                f"hidden is {hidden}, a row of {row_bytes} bytes in {self.dtype}; it must be a multiple of {unit} "
-                f"(16 bytes), e.g. {-(-self.hidden // unit) * unit}"
-            )
-        self.backend = _backends.choose(backend, mesh, axis_name, self.timeout)
+        super().__init__(
+            mesh,
+            axis_name,
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden=hidden,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=dtype,
+            num_sms=num_sms,
+            timeout=timeout,
+        )
+        self.backend: str = _backends.choose(backend, mesh, axis_name, self.timeout)
         """Name of the backend in use."""
         self._impl = _backends.open_backend(self.backend, self)
+        self._without_tokens = _backends.open_backend("reference", self)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -138,16 +123,16 @@ class Group:
         """
         here = [
             (rank, str(device))
-            for line in _processes.lines(self.mesh, self.axis_name)
-            for rank, device in enumerate(line)
+            for ep_group in _processes.ep_groups(self.mesh, self.axis_name)
+            for rank, device in enumerate(ep_group)
             if device.process_index == jax.process_index()
         ]
         ranks, devices = zip(*here, strict=True)
         return GroupStats(ranks, devices, **self._impl.stats())
 
-    def _backend_for(self, num_tokens: int) -> _backends.Backend:
-        """What moves `num_tokens` tokens per rank. Where there are none, no rank need wait for another."""
-        return self._impl if num_tokens else _backends.open_backend("reference", self)
+    def _backend_for(self, num_tokens: int) -> Backend:
+        """The backend that moves `num_tokens` tokens per rank. Without tokens, no rank need wait for another."""
+        return self._impl if num_tokens else self._without_tokens
 
     def __enter__(self) -> Group:
         return self

@@ -1,4 +1,4 @@
-"""Where a rank's received rows lie in its buffer. A new layout is a new name here (and in ffi/layout.h).
+"""Where a rank's received rows are in its buffer. ffi/layout.h has the same arithmetic for the kernels.
 
 Both layouts group rows by local expert and keep the order (source rank, source token, k) inside an expert:
 
@@ -9,12 +9,13 @@ Both layouts group rows by local expert and keep the order (source rank, source 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
-LAYOUTS = ("expert", "ragged")
+LayoutName: TypeAlias = Literal["expert", "ragged"]  # Layout in _constants.py numbers them
+LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
 class Placement(NamedTuple):

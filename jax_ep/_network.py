@@ -32,10 +32,10 @@ def override() -> str:
     return os.environ.get(_NODE_SIZE, "")
 
 
-def expect_same_override(told: dict[int, str]) -> None:
-    """`told`: what override() is in each process."""
+def expect_same_override(published: dict[int, str]) -> None:
+    """`published`: what override() is in each process."""
     mine = override()
-    for process, other in told.items():
+    for process, other in published.items():
         if other != mine:
             raise Error(
                 f"Group: {_NODE_SIZE} is {other!r} in process {process}, and {mine!r} in process "
@@ -51,32 +51,32 @@ def given_node_size() -> int:
     return int(text or 0)
 
 
-def node_size(lines: np.ndarray, hosts: dict[int, str]) -> int:
+def node_size(ep_groups: np.ndarray, hosts: dict[int, str]) -> int:
     """How many ranks in a row are of one node, beginning at each multiple of that; `hosts`: of each process.
 
     Ranks of a node reach each other's memory, which others may not.
     """
-    num_ranks, given = lines.shape[1], given_node_size()
+    num_ranks, given = ep_groups.shape[1], given_node_size()
     if given >= num_ranks:
         return num_ranks
     if given:
         if num_ranks % given:
             raise ValueError(f"{_NODE_SIZE} is {given}; it must divide the group's {num_ranks} ranks")
         return given
-    neighbours = (groupby(line, key=lambda device: hosts[device.process_index]) for line in lines)
-    return math.gcd(*(len(list(of_host)) for line in neighbours for _, of_host in line))
+    neighbours = (groupby(ep_group, key=lambda device: hosts[device.process_index]) for ep_group in ep_groups)
+    return math.gcd(*(len(list(of_host)) for ep_group in neighbours for _, of_host in ep_group))
 
 
-def nodes(line: Sequence[jax.Device], hosts: dict[int, str]) -> list[int]:
-    """The node of each rank of a line; `hosts`: of each process."""
-    size = node_size(np.array([line]), hosts)
-    return [rank // size for rank in range(len(line))]
+def nodes(ep_group: Sequence[jax.Device], hosts: dict[int, str]) -> list[int]:
+    """The node of each rank of an EP group; `hosts`: of each process."""
+    size = node_size(np.array([ep_group]), hosts)
+    return [rank // size for rank in range(len(ep_group))]
 
 
-def is_needed(lines: np.ndarray, hosts: dict[int, str]) -> bool:
+def is_needed(ep_groups: np.ndarray, hosts: dict[int, str]) -> bool:
     """Whether a group's memory must be NVSHMEM's: its ranks are of several nodes, or of a node of several hosts."""
-    of_lines = [{hosts[device.process_index] for device in line} for line in lines]
-    return node_size(lines, hosts) < lines.shape[1] or any(len(of_line) > 1 for of_line in of_lines)
+    hosts_of_groups = [{hosts[device.process_index] for device in ep_group} for ep_group in ep_groups]
+    return node_size(ep_groups, hosts) < ep_groups.shape[1] or any(len(used) > 1 for used in hosts_of_groups)
 
 
 def obstacle(mesh: jax.sharding.Mesh) -> str:
@@ -100,12 +100,12 @@ def module_obstacle() -> str:
     return ""
 
 
-def start(meeting: _processes.Meeting, hosts: Collection[str], ordinal: int) -> Any:
-    """Starts NVSHMEM for the processes of `meeting`, if it does not run yet; what the native group needs of it.
+def start(rendezvous: _processes.Rendezvous, hosts: Collection[str], ordinal: int) -> Any:
+    """Starts NVSHMEM for the processes of `rendezvous`, if it does not run yet; what the native group needs of it.
 
     It can be started once in a process. `hosts`: of all of them; `ordinal`: of this process's device.
     """
-    module, processes, me = _module(), list(meeting.processes), jax.process_index()
+    module, processes, me = _module(), list(rendezvous.processes), jax.process_index()
     if _started:
         if _started != processes:
             raise Error(
@@ -118,8 +118,8 @@ def start(meeting: _processes.Meeting, hosts: Collection[str], ordinal: int) -> 
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         os.environ.setdefault("NVSHMEM_DISABLE_MNNVL", "1")
         os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
-    told = meeting.exchange(module.unique_id().hex() if me == processes[0] else None)
-    unique_id = bytes.fromhex(told[processes[0]])
+    published = rendezvous.exchange(module.unique_id().hex() if me == processes[0] else None)
+    unique_id = bytes.fromhex(published[processes[0]])
     try:
         module.start(unique_id, pe=processes.index(me), num_pes=len(processes), ordinal=ordinal)
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""How the processes that make a group together find and tell one another what they need.
+"""How the processes that make a group together exchange what they need.
 
-They meet in `jax.distributed`'s key-value store. File descriptors, which a store cannot hold, go from process to
-process through sockets. A single process meets nobody and needs neither.
+Processes exchange values through `jax.distributed`'s key-value store, and file descriptors through sockets. A single
+process needs neither.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RULE_OF_GROUPS = (
 _RULE_OF_PROGRAMS = "All processes must run it, in the same way; see whether that process is alive."
 _PROGRAMS_TIMEOUT = 300.0  # seconds
 
-_meetings: Counter[str] = Counter()  # how often each occasion has been
+_num_rendezvous: Counter[str] = Counter()  # of each occasion, so far
 
 
 def join() -> bool:
@@ -52,8 +52,8 @@ def owners(mesh: jax.sharding.Mesh) -> list[int]:
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
-def lines(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
-    """The devices of `mesh` as [groups, ranks]: along `axis_name`, for each setting of the other axes."""
+def ep_groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
+    """The devices of `mesh` as [EP groups, ranks]: an EP group is the devices along `axis_name`."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, mesh.shape[axis_name])
 
@@ -67,19 +67,19 @@ def host() -> str:
         return socket.gethostname()
 
 
-class Meeting:
-    """An occasion on which `processes` tell one another something, such as the making of a group.
+class Rendezvous:
+    """A point at which `processes` exchange values, such as the making of a group.
 
-    The n-th meeting of an occasion is the same one in all processes. Used as a context manager, it tells the others
-    what is raised here, which they raise, too, where they exchange something next; else it ends when all have come to
-    its end, and leaves nothing in the store.
+    The n-th rendezvous of an occasion is the same one in all processes. As a context manager, a rendezvous that ends
+    without an error waits until all processes have ended it, and leaves nothing in the store. If a process raises an
+    error inside, the rendezvous publishes it, and the other processes raise it at their next exchange.
 
     Errors speak of the making of groups, or of `program`.
     """
 
     def __init__(self, occasion: str, processes: Sequence[int], timeout: float, program: str | None = None) -> None:
-        self.key = f"jax_ep/{occasion}/{_meetings[occasion]}"
-        _meetings[occasion] += 1
+        self.key = f"jax_ep/{occasion}/{_num_rendezvous[occasion]}"
+        _num_rendezvous[occasion] += 1
         self.processes = processes
         self.timeout = timeout
         self._program = program
@@ -101,7 +101,7 @@ class Meeting:
             process: _compat.look_up(f"{key}/{process}", deadline - time.monotonic()) for process in self.processes
         }
         answers = {process: json.loads(text) for process, text in texts.items() if text is not None}
-        # What it raises is told in this round, to who comes late.
+        # Before the next round begins: a process that comes late finds the error in this round.
         _expect_all(self.processes, answers, self.timeout, self._program)
         self._rounds += 1
         for process, (_, error) in answers.items():
@@ -127,7 +127,7 @@ class Meeting:
         _expect_all(self.processes, [me, *come], self.timeout, self._program)
         raise Error(f"{self._program or 'Group'}: processes {self.processes} have not come at the same time")
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -146,20 +146,20 @@ class Meeting:
 
 
 def exchange(occasion: str, value: Any, processes: Sequence[int], timeout: float) -> dict[int, Any]:
-    """What each of `processes` gives on an occasion of their groups, by process; a meeting of one round."""
-    with Meeting(occasion, processes, timeout) as meeting:
-        return meeting.exchange(value)
+    """A rendezvous of one round, about groups: the value of each of `processes`, by process."""
+    with Rendezvous(occasion, processes, timeout) as rendezvous:
+        return rendezvous.exchange(value)
 
 
 def exchange_among_all(program: str, what: str, value: Any) -> dict[int, Any]:
-    """What each process of a program gives; a `meeting_of_all` of one round."""
-    with meeting_of_all(program, what) as meeting:
-        return meeting.exchange(value)
+    """A `rendezvous_of_all` of one round: the value of each process."""
+    with rendezvous_of_all(program, what) as rendezvous:
+        return rendezvous.exchange(value)
 
 
-def meeting_of_all(program: str, what: str) -> Meeting:
-    """One of all processes of `program`, such as jax_ep.bench, about `what`."""
-    return Meeting(f"{program}/{what}", list(range(jax.process_count())), _PROGRAMS_TIMEOUT, program)
+def rendezvous_of_all(program: str, what: str) -> Rendezvous:
+    """A rendezvous of all processes of `program`, such as jax_ep.bench, about `what`."""
+    return Rendezvous(f"{program}/{what}", list(range(jax.process_count())), _PROGRAMS_TIMEOUT, program)
 
 
 class Mailbox:

@@ -27,12 +27,19 @@ class GroupStats:
     Attributes:
         ranks: L numbers, of this process's ranks in their expert-parallel group.
         devices: L names of their devices.
-        operations: for each kind of operation [L] int64, how many of them have begun on all ranks; one in halves counts
-            as one.
+        operations: for each kind of operation [L] int64, how many of them have begun on all ranks; a split-phase call
+            counts as one.
         rows_dropped: [L] int64, the sum of `num_dropped`.
         rows_sent, rows_received: [L, R] int64.
         bytes_sent, bytes_received: [L, R] int64.
         seconds_waited: [L, R] float64, from when ranks[i] was in an operation until rank r was.
+
+    Example:
+        >>> stats = group.stats()
+        >>> stats.ranks == tuple(range(R))  # in one process
+        True
+        >>> stats.to_dict()["ranks"][0]["rank"]
+        0
     """
 
     ranks: tuple[int, ...]

@@ -1,45 +1,120 @@
-"""What passes between the public functions, the backends and the user: pytrees of arrays with their static facts."""
+"""What the public functions, the backends and the user give one another, and what a backend must do.
+
+These types refer to one another, so they are in one module.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 import jax
 
-from jax_ep import _compat, _layouts
-from jax_ep._errors import SplitCallError
+from jax_ep import _checks, _layouts
+from jax_ep._dispatch_options import CheckedOptions
+from jax_ep._layouts import LayoutName
+from jax_ep._settings import GroupSettings
 
-if TYPE_CHECKING:
-    from jax_ep._backends import Backend
-    from jax_ep._group import Group
+
+class Backend(Protocol):
+    """How one group moves its rows. R ranks, T tokens, K = top_k, H = hidden; `rows` are `Route.rows_shape`.
+
+    A backend belongs to one group. The public functions check their arguments, attach the gradient rules and call these
+    methods. All of them run inside `shard_map`, on one rank's operands, and are traced by JAX.
+    """
+
+    group: GroupSettings
+    memory_bytes: int  # device memory held per rank, outside XLA's
+    closed: bool
+
+    def close(self) -> None: ...
+
+    def check(self) -> None:
+        """Raises what went wrong on a device, if anything did."""
+
+    def stats(self) -> dict[str, Any]:
+        """The counters of `GroupStats` that it knows: this process's ranks, as `_processes.ep_groups` orders them."""
+        ...
+
+    def dispatch_start(
+        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+    ) -> Any:
+        """Begins a `dispatch` and waits for no peer. Returns arrays for that `dispatch`, and for nothing else."""
+
+    def dispatch(
+        self,
+        call: DispatchCall,
+        x: Any,
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        started: Any,
+        *,
+        zero_pad: bool,
+    ) -> Dispatched:
+        """Sends x [T, H] (or its (fp8, scales) pair) to the ranks of its experts and lays out what arrives.
+
+        `started` is what a `dispatch_start` of the same operands returned, or None for a whole operation.
+        """
+
+    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
+        """Sends x [T, H'] along `route`; rows that hold no token are zero."""
+
+    def dispatch_back(
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None."""
+
+    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> Any:
+        """As dispatch_start, for `combine`."""
+
+    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
+        """Sums y [rows, H] times weights [rows] to [T, H]; ends a `combine_start` if given what that returned."""
+
+    def combine_back(
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result."""
+        ...
+
+    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
+        """Sends x [M, H], sorted by expert, split by splits [E]."""
+
+    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
+        """Returns y [R, M, H] to where all_to_all took it from: [M, H], zero beyond the splits."""
+
+    def __copy__(self) -> Self:
+        return self  # static data of pytrees: JAX compares backends by identity
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays"],
-    meta_fields=["group", "layout", "capacity", "alignment", "num_tokens"],
+    meta_fields=["backend", "layout", "capacity", "alignment", "num_tokens"],
 )
 @dataclasses.dataclass(frozen=True)
 class Route:
     """Which row of which rank each (token, k) went to: all that combine and the backward pass need."""
 
     arrays: Any  # the backend's own pytree of arrays
-    group: Group
-    layout: str
+    backend: Backend
+    layout: LayoutName
     capacity: int
     alignment: int
     num_tokens: int
 
     @property
-    def backend(self) -> Backend:
-        return self.group._backend_for(self.num_tokens)
+    def group(self) -> GroupSettings:
+        return self.backend.group
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
         """Leading dimensions of the rows on the experts' side."""
-        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=self.group.experts_per_rank)
+        experts_per_rank = self.backend.group.experts_per_rank
+        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=experts_per_rank)
 
 
 @partial(
@@ -63,6 +138,13 @@ class Dispatched:
         scales: None, or float32 [..., H/128], one per 128 channels of x.
         num_dropped: [] int32, rows that this rank had no room for.
         route: opaque; what `combine` and `dispatch_like` follow.
+
+    Example:
+        >>> def rows_per_rank(x, topk_idx):
+        ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
+        ...     return jnp.sum(recv.counts)[None]
+        >>> int(jnp.sum(on_each_rank(rows_per_rank)(x, topk_idx))) == topk_idx.size
+        True
     """
 
     x: jax.Array
@@ -74,35 +156,38 @@ class Dispatched:
     route: Route
 
     @property
-    def group(self) -> Group:
+    def group(self) -> GroupSettings:
         """The `Group` that moved the rows."""
         return self.route.group
+
+
+def route_of(op: str, recv: Any) -> Route:
+    """The route of `recv`, which must be what dispatch returned."""
+    if not isinstance(recv, Dispatched):
+        raise TypeError(f"{op}: recv, the second argument, is {_checks.kind(recv)}; it must be what dispatch returned")
+    return recv.route
 
 
 @dataclasses.dataclass(frozen=True)
 class DispatchCall:
     """What is static in one call of dispatch."""
 
-    group: Group
-    layout: str
-    capacity: int
-    alignment: int
+    backend: Backend
+    options: CheckedOptions
     num_tokens: int
-    wire: str | None
     quantized: bool  # x comes as a pair (float8_e4m3fn, scales)
-    dequantize: bool
-    zero_pad: bool | None
+
+    @property
+    def arrives_fp8(self) -> bool:
+        return self.options.wire is not None or self.quantized
 
     @property
     def returns_fp8(self) -> bool:
-        return (self.wire is not None or self.quantized) and not self.dequantize
-
-    @property
-    def backend(self) -> Backend:
-        return self.group._backend_for(self.num_tokens)
+        return self.arrives_fp8 and not self.options.dequantize
 
     def route(self, arrays: Any) -> Route:
-        return Route(arrays, self.group, self.layout, self.capacity, self.alignment, self.num_tokens)
+        options = self.options
+        return Route(arrays, self.backend, options.layout, options.capacity, options.alignment, self.num_tokens)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "splits", "scales"], meta_fields=["group"])
@@ -116,38 +201,15 @@ class AllToAll:
         splits: [R, E_local] int32, rows from each rank for each local expert.
         scales: None, or float32 [R, M, H/128] with an fp8 wire.
         group: the `Group`.
+
+    Example:
+        >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)  # each rank sends its rows to expert 0
+        >>> recv = on_each_rank(lambda x, splits: ep.all_to_all(x, splits, group=group))(x, splits)
+        >>> recv.x.shape == (R * R, T, H) and recv.splits.shape == (R * R, E // R)
+        True
     """
 
     x: jax.Array
     splits: jax.Array
     scales: jax.Array | None
-    group: Group
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["op", "group", "static"])
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pending:
-    """An operation that was started; opaque, to be given to its `*_done` once."""
-
-    operands: Any
-    op: str
-    group: Group
-    static: Any
-    _trace: Any = dataclasses.field(default_factory=_compat.current_trace, init=False, repr=False)
-    _done: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
-
-    def take(self) -> Any:
-        """The operands; an error where it shows while tracing that a start is done more than once.
-
-        An inner function (of a scan, say) may run any number of times, and is traced once. So it may not end what it
-        closes over, but what it is given as an argument, which is a new object in its trace.
-        """
-        if self._done:
-            raise SplitCallError(f"{self.op}_done: pending was done before; call {self.op}_start again for each done")
-        if _compat.current_trace() != self._trace:
-            raise SplitCallError(
-                f"{self.op}_done: pending was started outside of the function that is being traced, which may run more "
-                "than once; give it to that function as an argument"
-            )
-        self._done.append(self.op)
-        return self.operands
+    group: GroupSettings

@@ -9,14 +9,17 @@ rounding to a 16-bit type between two float32 computations where no barrier keep
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep._constants import CHANNELS_PER_SCALE, Cast
+
+Wire: TypeAlias = Literal["fp8", "fp8_pow2"]
 FP8 = jnp.float8_e4m3fn
-CHANNELS_PER_SCALE = 128
 
 _FP8_MAX = np.float32(448)
 _AMAX_FLOOR = np.float32(1e-4)  # keeps the scale of an all-zero block finite
@@ -37,7 +40,7 @@ def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(lax.bitcast_convert_type(blocks, jnp.uint32) & ~_SIGN, axis=-1)
     is_finite = largest < _INFINITY
     amax = jnp.maximum(lax.bitcast_convert_type(jnp.where(is_finite, largest, 0), jnp.float32), _AMAX_FLOOR)
-    scales, factor = WIRES[wire](amax)
+    scales, factor = WIRES[wire].scale(amax)
     q = lax.bitcast_convert_type(_round_to_fp8(blocks * factor[..., None]), jnp.uint8)
     q = lax.bitcast_convert_type(jnp.where(is_finite[..., None], q, _FP8_NAN), FP8)
     return q.reshape(x.shape), jnp.where(is_finite, scales, np.float32(np.nan))
@@ -76,11 +79,24 @@ def _power_of_two_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     return scale, lax.bitcast_convert_type(np.uint32(254) * _ONE - exponent, jnp.float32)
 
 
-# A format's scale and the factor that x is multiplied by, of a block whose largest |x| is finite and at least 1e-4.
-WIRES: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
-    "fp8": _amax_scale,
-    "fp8_pow2": _power_of_two_scale,
+class WireFormat(NamedTuple):
+    """How an fp8 wire casts a block of channels."""
+
+    cast: Cast
+    """The kernels' name of the format."""
+    scale: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    """The largest |x| of a block, finite and at least 1e-4 -> the block's scale, and the factor that multiplies x."""
+
+
+WIRES: dict[str, WireFormat] = {
+    "fp8": WireFormat(Cast.AMAX, _amax_scale),
+    "fp8_pow2": WireFormat(Cast.POWER_OF_TWO, _power_of_two_scale),
 }
+
+
+def cast_of(wire: str | None) -> Cast:
+    """What the send kernel does for a wire format."""
+    return Cast.NONE if wire is None else WIRES[wire].cast
 
 
 def _divide_448_by(amax: jax.Array) -> jax.Array:

@@ -30,13 +30,13 @@ import numpy as np
 
 import jax_ep as ep
 from jax_ep import _backends, _checks, _native, _network, _processes
-from jax_ep._backends import cuda
+from jax_ep._backends import native_group
+from jax_ep._constants import MAX_RANKS, MAX_TOP_K
 from jax_ep._errors import Error
-from jax_ep._group import MAX_TOP_K
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_MOST = {"top_k": MAX_TOP_K, "ranks": cuda.MAX_RANKS}
+_MOST = {"top_k": MAX_TOP_K, "ranks": MAX_RANKS}
 _ROW_BYTES, _ROWS = 8192, 4096  # 32 MiB: next to them, what two kernels take to begin and end is little
 _TRANSPORTS = {
     None: "XLA's collectives: the reference backend gathers all tokens on every rank",
@@ -119,26 +119,25 @@ def _no_group(reason: str) -> dict[str, Any]:
 def _group(devices: Sequence[jax.Device]) -> dict[str, Any]:
     """What `Group(backend="auto")` would use along all `devices`, and what each process has to do with it."""
     try:
-        with _processes.meeting_of_all("jax_ep.doctor", "group") as meeting:
-            return _agreed_group(devices, meeting)
+        with _processes.rendezvous_of_all("jax_ep.doctor", "group") as rendezvous:
+            return _agreed_group(devices, rendezvous)
     except Exception as error:  # raised here, or in the process that it names
         return _no_group(str(error))
 
 
-def _agreed_group(devices: Sequence[jax.Device], meeting: _processes.Meeting) -> dict[str, Any]:
+def _agreed_group(devices: Sequence[jax.Device], rendezvous: _processes.Rendezvous) -> dict[str, Any]:
     me, mesh = jax.process_index(), jax.sharding.Mesh(devices, ("ep",))
     no_network = _network.obstacle(mesh) or None
-    told = meeting.exchange({"host": _processes.host(), "gpus": _gpus(mesh.local_devices)})
-    hosts = {process: answer["host"] for process, answer in told.items()}
+    published = rendezvous.exchange({"host": _processes.host(), "gpus": _gpus(mesh.local_devices)})
+    hosts = {process: answer["host"] for process, answer in published.items()}
     backend = sharing = None
     try:
         backend, reason = _choice(mesh)
         if backend == "cuda":
-            cuda.expect_own_gpus(told)
+            native_group.expect_own_gpus(published)
             is_network = _network.is_needed(np.array([devices]), hosts)
-            sharing = (
-                "network" if is_network else cuda.choose_sharing(np.array(devices), cast(ModuleType, _native.cuda))
-            )
+            native = cast(ModuleType, _native.cuda)
+            sharing = "network" if is_network else native_group.choose_sharing(np.array(devices), native)
         transport = _TRANSPORTS[sharing]
     except (ValueError, Error) as error:  # as a group would raise it: something in the environment is wrong
         backend, reason, transport = None, str(error), str(error)
@@ -152,7 +151,7 @@ def _agreed_group(devices: Sequence[jax.Device], meeting: _processes.Meeting) ->
         "no_group": reason if backend is None else None,
         "no_network": no_network,
     }
-    processes = list(meeting.exchange(mine).values())
+    processes = list(rendezvous.exchange(mine).values())
     return {
         "auto": {"backend": backend, "reason": reason, "transport": transport},
         "processes": processes,
@@ -250,8 +249,8 @@ def _memory(sizes: Sizes, num_devices: int) -> dict[str, Any]:
     num_bytes = reason = None
     if _native.cpu is None:
         reason = _native.cuda_reason()
-    elif ranks > cuda.MAX_RANKS:
-        reason = f"there are {ranks} devices, and a group has at most {cuda.MAX_RANKS} ranks; give --ranks"
+    elif ranks > MAX_RANKS:
+        reason = f"there are {ranks} devices, and a group has at most {MAX_RANKS} ranks; give --ranks"
     elif sizes.experts % ranks:
         reason = f"experts is {sizes.experts}; it must be a multiple of the {ranks} ranks"
     elif payload % 16:

@@ -38,6 +38,7 @@ from helpers import (
     steps_per_second,
     to_numpy,
 )
+from jax_ep._dispatch_options import CheckedOptions
 from jax_ep._types import DispatchCall
 from shapes import SMALL, make_inputs
 
@@ -294,7 +295,8 @@ def test_another_top_k(make_group, mesh, inputs, top_k):
     """The public functions refuse it while tracing; the handler refuses it, too, before a kernel writes over rows."""
 
     def dispatch(x, topk_idx, topk_weights):
-        call = DispatchCall(group, "ragged", 64, 1, SMALL.tokens, None, False, False, None)
+        options = CheckedOptions("ragged", 64, 1, None, False, None)
+        call = DispatchCall(group._impl, options, SMALL.tokens, False)
         ids = jnp.tile(topk_idx[:, :1], (1, top_k))
         return group._impl.dispatch(call, x, ids, ids.astype(jnp.float32), None, zero_pad=False).x
 

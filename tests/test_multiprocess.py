@@ -372,8 +372,8 @@ def devices_of_several_hosts():
     across, inside = (jax.sharding.Mesh(devices.reshape(2, 2), names) for names in (("ep", "data"), ("data", "ep")))
     assert _backends._agreed_reason("", inside, "ep", 20.0) == ""
     hosts = {0: "host 0", 1: "host 1"}
-    assert _network.node_size(_processes.lines(across, "ep"), hosts) == 1
-    assert _network.node_size(_processes.lines(inside, "ep"), hosts) == 2
+    assert _network.node_size(_processes.ep_groups(across, "ep"), hosts) == 1
+    assert _network.node_size(_processes.ep_groups(inside, "ep"), hosts) == 2
     assert _network.node_size(devices.reshape(1, 4), hosts) == 2
     assert _network.node_size(devices[[0, 2, 1, 3]].reshape(1, 4), hosts) == 1
     reason = _backends._agreed_reason("", across, "ep", 20.0)
@@ -578,12 +578,12 @@ def test_a_process_that_comes_late_to_the_end():
 
 def who_comes_late_to_the_end():
     me = jax.process_index()
-    meeting = _processes.Meeting("a walk", [0, 1], timeout=1.0)
-    meeting.exchange(None)
+    rendezvous = _processes.Rendezvous("a walk", [0, 1], timeout=1.0)
+    rendezvous.exchange(None)
     if me == 1:
         time.sleep(3)  # the other has gone, and must not be taken for present
     with pytest.raises(ep.Error, match=f"^Group: process {1 - me} has not come within 1 s. Every process"):
-        meeting.wait_for_all()
+        rendezvous.wait_for_all()
 
 
 # --- a layer --------------------------------------------------------------------------------------------------------

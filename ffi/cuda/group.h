@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ffi/arena.h"
+#include "ffi/constants.h"
 #include "ffi/cuda/halves.h"
 #include "ffi/cuda/network.h"
 #include "ffi/cuda/sharing.h"
@@ -51,7 +52,6 @@ struct GroupConfig {
   std::vector<std::vector<int32_t>> pes = {};
   int32_t node_size = 0;  // so many ranks in a row can map each other's memory
 };
-inline constexpr int32_t kElsewhere = -1;
 
 // What a rank has done since the group was opened.
 struct PeerStats {

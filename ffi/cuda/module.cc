@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "ffi/constants.h"
 #include "ffi/cuda/device.h"
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/group.h"
@@ -57,9 +58,7 @@ JAX_EP_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
 nb::object group_failure(int64_t id) {
   const std::optional<FailureRecord> failure = find_group(id)->failure();
   if (!failure) return nb::none();
-  static constexpr const char* kReasons[] = {"timeout",   "other op",    "wrong rank", "slot taken",
-                                             "elsewhere", "other order", "overlap"};  // enum FailureReason
-  return nb::make_tuple(kReasons[failure->reason], kOpNames[failure->op], failure->rank, failure->peer,
+  return nb::make_tuple(kFailureReasonNames[failure->reason], kOpNames[failure->op], failure->rank, failure->peer,
                         failure->expected, failure->seen);
 }
 

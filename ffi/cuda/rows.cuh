@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "ffi/cuda/warp.cuh"
+#include "ffi/constants.h"
 #include "ffi/layout.h"
 
 namespace jax_ep {
@@ -63,9 +64,6 @@ __device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* place) {
   const auto* const unit = reinterpret_cast<const uint4*>(place);
   return kReadsOnce ? __ldcs(unit) : __ldca(unit);
 }
-
-// The fp8 formats of jax_ep/_wires.py; the same bits.
-enum class Cast : int32_t { kNone, kAmax, kPowerOfTwo };
 
 struct Fp8Scale {
   float scale, factor;  // x ~= q * scale, q = x * factor

@@ -1,100 +1,43 @@
-"""The one place where a backend is chosen, and what a backend must do.
-
-A backend belongs to one group and moves its rows. The public functions check their arguments, attach the gradient rules
-and call these methods; all of them run inside `shard_map`, on one rank's operands, and are traced by JAX.
-"""
+"""The one place where a backend is chosen. `Backend` in jax_ep/_types.py says what a backend must do."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 
 from jax_ep import _checks, _native, _network, _processes
-from jax_ep._backends.cuda import MAX_RANKS, CudaBackend
+from jax_ep._backends.cuda import CudaBackend
 from jax_ep._backends.emulated import EmulatedBackend
 from jax_ep._backends.reference import ReferenceBackend
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
-    from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
-
-
-class Backend(Protocol):
-    """How one group moves its rows. R ranks, T tokens, K = top_k, H = hidden; `rows` are `Route.rows_shape`."""
-
-    memory_bytes: int  # device memory held per rank, outside XLA's
-    closed: bool
-
-    def close(self) -> None: ...
-
-    def check(self) -> None:
-        """Raises what went wrong on a device, if anything did."""
-
-    def stats(self) -> dict[str, Any]:
-        """The counters of `GroupStats` that it knows, of this process's ranks in the order of `_processes.lines`."""
-        ...
-
-    def dispatch_start(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
-    ) -> Any:
-        """Begins a `dispatch` and waits for no peer; arrays that belong to that, to be given to it and nothing else."""
-
-    def dispatch(
-        self,
-        call: DispatchCall,
-        x: Any,
-        topk_idx: jax.Array,
-        topk_weights: jax.Array | None,
-        started: Any,
-        *,
-        zero_pad: bool,
-    ) -> Dispatched:
-        """Sends x [T, H] (or its (fp8, scales) pair) to the ranks of its experts and lays out what arrives.
-
-        With what a `dispatch_start` of the same operands returned, it ends that; with None it is a whole operation.
-        """
-
-    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
-        """Sends x [T, H'] along `route`; rows that hold no token are zero."""
-
-    def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None."""
-
-    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> Any:
-        """As dispatch_start, for `combine`."""
-
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
-        """Sums y [rows, H] times weights [rows] to [T, H]; ends a `combine_start` if given what that returned."""
-
-    def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result."""
-        ...
-
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
-        """Sends x [M, H], sorted by expert, split by splits [E]."""
-
-    def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
-        """Returns y [R, M, H] to where all_to_all took it from: [M, H], zero beyond the splits."""
+from jax_ep._constants import MAX_RANKS
+from jax_ep._settings import GroupSettings
+from jax_ep._types import Backend
 
 
 class BackendStatus(NamedTuple):
-    """Whether a backend can be used here, and if not, why."""
+    """Whether a backend can be used here, and if not, why.
+
+    Example:
+        >>> ep.backends()["reference"].available
+        True
+    """
 
     available: bool
     reason: str
 
 
 def backends() -> dict[str, BackendStatus]:
-    """Which backends there are: a name for `Group(backend=...)` -> (available, reason if it is not)."""
+    """Which backends there are: a name for `Group(backend=...)` -> (available, reason if it is not).
+
+    Example:
+        >>> sorted(ep.backends())
+        ['cuda', 'reference']
+    """
     reason = _cuda_reason()
     return {"cuda": BackendStatus(reason is None, reason or ""), "reference": BackendStatus(True, "")}
 
@@ -122,7 +65,7 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
     return "reference"
 
 
-def open_backend(name: str, group: Group) -> Backend:
+def open_backend(name: str, group: GroupSettings) -> Backend:
     """Makes the backend `name`, as returned by `choose`, for `group`."""
     if name == "reference":
         return ReferenceBackend(group)
@@ -155,17 +98,17 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
         "override": _network.override(),
         "gpus": {} if reason else _uuids(mesh.local_devices),
     }
-    told = _processes.exchange(f"processes/{owners}", mine, processes, timeout)
-    _network.expect_same_override({process: answer["override"] for process, answer in told.items()})
-    if agreed := _first_reason({process: answer["reason"] for process, answer in told.items()}):
+    published = _processes.exchange(f"processes/{owners}", mine, processes, timeout)
+    _network.expect_same_override({process: answer["override"] for process, answer in published.items()})
+    if agreed := _first_reason({process: answer["reason"] for process, answer in published.items()}):
         return agreed
-    hosts = {process: answer["host"] for process, answer in told.items()}
-    lines = _processes.lines(mesh, axis_name)
-    gpus = {device: uuid for answer in told.values() for device, uuid in answer["gpus"].items()}
-    link_reasons = _processes.exchange(f"links/{owners}", _link_reason(lines, hosts, gpus), processes, timeout)
+    hosts = {process: answer["host"] for process, answer in published.items()}
+    ep_groups = _processes.ep_groups(mesh, axis_name)
+    gpus = {device: uuid for answer in published.values() for device, uuid in answer["gpus"].items()}
+    link_reasons = _processes.exchange(f"links/{owners}", _link_reason(ep_groups, hosts, gpus), processes, timeout)
     if agreed := _first_reason(link_reasons):
         return agreed
-    if not _network.is_needed(lines, hosts):
+    if not _network.is_needed(ep_groups, hosts):
         return ""
     occasion = "network/" + "-".join(str(device.id) for device in mesh.devices.flat)
     obstacles = _processes.exchange(occasion, _network.obstacle(mesh), processes, timeout)
@@ -192,14 +135,14 @@ def _uuids(devices: Sequence[jax.Device]) -> dict[str, str]:
     return {str(device.id): native.device_uuid(device.local_hardware_id).hex() for device in devices}
 
 
-def _link_reason(lines: np.ndarray, hosts: dict[int, str], gpus: dict[str, str]) -> str:
+def _link_reason(ep_groups: np.ndarray, hosts: dict[int, str], gpus: dict[str, str]) -> str:
     """Why two GPUs of a node cannot store into each other's memory, or ""; `hosts`: of each process.
 
     Each process looks at the nodes of its own ranks, and at the GPUs that it sees there. CUDA says nothing about a GPU
     of another process that CUDA_VISIBLE_DEVICES or a container hides from this process.
     """
     native = cast(ModuleType, _native.cuda)
-    for node in lines.reshape(-1, _network.node_size(lines, hosts)):
+    for node in ep_groups.reshape(-1, _network.node_size(ep_groups, hosts)):
         if all(device.process_index != jax.process_index() for device in node):
             continue
         ordinals = [native.find_device(bytes.fromhex(gpus[str(device.id)])) for device in node]

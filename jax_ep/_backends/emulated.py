@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 
 from jax_ep import _native
 from jax_ep._backends.cuda import CudaBackend
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
+from jax_ep._settings import GroupSettings
 
 
 class EmulatedBackend(CudaBackend):
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: GroupSettings) -> None:
         super().__init__(group, cast(ModuleType, _native.emulated))
 
     def _start_network(self, hosts: dict[int, str]) -> Any:

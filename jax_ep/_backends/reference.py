@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import operator
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _layouts, _wires
-from jax_ep._types import AllToAll, DispatchCall, Dispatched, Route
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
+from jax_ep._settings import GroupSettings
+from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
 
 class RouteArrays(NamedTuple):
@@ -29,11 +27,11 @@ class RouteArrays(NamedTuple):
     source: jax.Array  # [rows] int32, source rank * T + token of each row
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     memory_bytes = 0
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: GroupSettings) -> None:
+        self.group = group
         self.closed = False
 
     def close(self) -> None:
@@ -60,17 +58,17 @@ class ReferenceBackend:
     ) -> Dispatched:
         del started, zero_pad  # padding is always zero here
         placement, arrays = self._route(call, self._gather(topk_idx))
-        route = call.route(arrays)
+        route, options = call.route(arrays), call.options
         scales = None
         if call.quantized:
             x, scales = x
-        elif call.wire is not None:
-            x, scales = _wires.quantize(x, call.wire)
+        elif options.wire is not None:
+            x, scales = _wires.quantize(x, options.wire)
         rows = self.dispatch_like(route, x)
         if scales is not None:
             scales = self.dispatch_like(route, scales)
-            if call.dequantize:
-                rows, scales = _wires.dequantize(rows, scales, call.group.dtype), None
+            if options.dequantize:
+                rows, scales = _wires.dequantize(rows, scales, self.group.dtype), None
         return Dispatched(
             x=rows,
             counts=placement.counts,
@@ -107,7 +105,7 @@ class ReferenceBackend:
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         rows = self.dispatch_like(route, g).astype(jnp.float32)
-        holds_token = (route.arrays.source < self._group.num_ranks * route.num_tokens).reshape(route.rows_shape)
+        holds_token = (route.arrays.source < self.group.num_ranks * route.num_tokens).reshape(route.rows_shape)
         y_cotangent = jnp.where(holds_token[..., None], rows * weights[..., None], 0).astype(g.dtype)
         if y is None:
             return y_cotangent, None
@@ -116,29 +114,30 @@ class ReferenceBackend:
 
     def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
         del zero_pad  # always zero here
-        blocks = _layouts.split_blocks(splits, x.shape[0], self._group.num_ranks)
+        blocks = _layouts.split_blocks(splits, x.shape[0], self.group.num_ranks)
         rows = _rows_of_blocks(blocks, x.shape[0])
         scales = None
         if wire is not None:
             x, scales = _wires.quantize(x, wire)
             scales = self._exchange(_take(scales, rows))
-        return AllToAll(self._exchange(_take(x, rows)), self._exchange(blocks.splits), scales, self._group)
+        return AllToAll(self._exchange(_take(x, rows)), self._exchange(blocks.splits), scales, self.group)
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows, hidden = y.shape[1:]
-        rows = _rows_of_blocks(_layouts.split_blocks(splits, num_rows, self._group.num_ranks), num_rows)
+        rows = _rows_of_blocks(_layouts.split_blocks(splits, num_rows, self.group.num_ranks), num_rows)
         back = self._exchange(y).reshape(-1, hidden)
         return jnp.zeros_like(y[0]).at[rows.reshape(-1)].set(back, mode="drop")
 
     def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, RouteArrays]:
         """Places every (source rank, token, k) of topk_idx [R, T, K] that names one of this rank's experts."""
-        num_experts = self._group.experts_per_rank
-        expert = topk_idx.reshape(-1) - lax.axis_index(self._group.axis_name) * num_experts
+        num_experts = self.group.experts_per_rank
+        expert = topk_idx.reshape(-1) - lax.axis_index(self.group.axis_name) * num_experts
         expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
 
         need = jnp.zeros(num_experts + 1, jnp.int32).at[expert].add(1)
+        route = call.route(None)
         placement = _layouts.place(
-            need[:num_experts], layout=call.layout, capacity=call.capacity, alignment=call.alignment
+            need[:num_experts], layout=route.layout, capacity=route.capacity, alignment=route.alignment
         )
         # A stable sort by expert keeps the order (source rank, token, k) within each.
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
@@ -146,12 +145,11 @@ class ReferenceBackend:
         sorted_index = jnp.zeros_like(index).at[order].set(index)
         place_in_group = sorted_index - _take(jnp.cumsum(need, dtype=jnp.int32) - need, expert)
 
-        route = call.route(None)
         num_rows = _size(route.rows_shape)
         kept = place_in_group < _take(placement.counts, expert)
         row = jnp.where(kept, _take(placement.first_row, expert) + place_in_group, num_rows)
         none = topk_idx.shape[0] * topk_idx.shape[1]
-        source = jnp.full(num_rows, none, jnp.int32).at[row].set(index // self._group.top_k, mode="drop")
+        source = jnp.full(num_rows, none, jnp.int32).at[row].set(index // self.group.top_k, mode="drop")
         return placement, RouteArrays(row.reshape(topk_idx.shape), source)
 
     def _row_weights(self, route: Route, topk_weights: jax.Array | None) -> jax.Array:
@@ -163,11 +161,11 @@ class ReferenceBackend:
 
     def _gather(self, x: jax.Array) -> jax.Array:
         """Every rank's x: [R, ...]."""
-        return _as_bits(lambda bits: lax.all_gather(bits, self._group.axis_name), x)
+        return _as_bits(lambda bits: lax.all_gather(bits, self.group.axis_name), x)
 
     def _exchange(self, blocks: jax.Array) -> jax.Array:
         """Block r of [R, ...] goes to rank r; block r of the result came from rank r."""
-        return _as_bits(lambda bits: lax.all_to_all(bits, self._group.axis_name, 0, 0), blocks)
+        return _as_bits(lambda bits: lax.all_to_all(bits, self.group.axis_name, 0, 0), blocks)
 
     def _sum_over_ranks(self, blocks: jax.Array, out_dtype: Any) -> jax.Array:
         """Sends block r of [R, T, ...] to rank r and sums what arrives in float32, in the order of ranks."""

@@ -38,6 +38,6 @@ stands for what cannot be measured here:
     checked                              whether all results were right
 
 `cases.Case` says what to time, an `exchanges.Exchange` is a way to do it, `timing.time_forward` runs one and
-`timeline.time_line` reads its trace; `__main__.measure` makes a row of all. `options.misfits` sees beforehand what is
-wrong with the options.
+`timeline.time_line` reads its trace; `__main__.measure` makes a row of all. `options.mismatches` checks the options
+before anything is measured.
 """

@@ -18,16 +18,17 @@ from jax.sharding import Mesh
 
 import jax_ep as ep
 from jax_ep import _checks, _layouts, _network, _processes, _wires
+from jax_ep._group import BackendName
 from jax_ep.bench import report
 from jax_ep.bench.cases import ROUTINGS, Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange, open_group
 from jax_ep.bench.floor import measure_floor, over_network
-from jax_ep.bench.options import flag, misfits, sms_or_auto
+from jax_ep.bench.options import flag, mismatches, sms_or_auto
 from jax_ep.bench.timing import Timing, time_backward, time_forward
 
 
-def measure(case: Case, mesh: Mesh, *, backend: str, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
+def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
     """A row of the report: the case, and all that was measured of it."""
     with open_group(case, mesh, backend) as group:
         exchange = EpExchange(group, case.layout, case.wire, zero_pad=grad)
@@ -164,22 +165,22 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     options = parser.parse_args(argv)
     if jax.process_index() != 0:  # which writes no files
         options.json = options.plot = None
-    if wrong := _misfit(options, num_ranks):
+    if wrong := _mismatch(options, num_ranks):
         parser.error(wrong)
     return options
 
 
-def _misfit(options: argparse.Namespace, num_ranks: int) -> str | None:
+def _mismatch(options: argparse.Namespace, num_ranks: int) -> str | None:
     """What is wrong with the options, in whatever process; all come to the same. None: they fit, and are equal."""
     missing = report.missing("matplotlib") if options.plot else None
-    wrong = f"--plot: {missing}" if missing else next(misfits(options, num_ranks), None)
+    wrong = f"--plot: {missing}" if missing else next(mismatches(options, num_ranks), None)
     mine = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    told = _processes.exchange_among_all("jax_ep.bench", "options", [wrong, mine])
-    for process, (wrong, theirs) in told.items():
+    published = _processes.exchange_among_all("jax_ep.bench", "options", [wrong, mine])
+    for process, (wrong, theirs) in published.items():
         if wrong:
             return wrong if process == jax.process_index() else f"process {process}: {wrong}"
         for name, value in theirs.items():
-            if value != (first := told[0][1][name]):
+            if value != (first := published[0][1][name]):
                 return f"{flag(name)} is {value} in process {process}, {first} in process 0; give all the same"
     return None
 

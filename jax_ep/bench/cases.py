@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _wires
+from jax_ep._constants import CHANNELS_PER_SCALE
+from jax_ep._layouts import LayoutName
+from jax_ep._wires import Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +24,8 @@ class Case:
     top_k: int
     experts: int
     dtype: str
-    wire: str | None
-    layout: str
+    wire: Wire | None
+    layout: LayoutName
     routing: str
     num_sms: int | None = None
 
@@ -45,7 +47,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     rng = np.random.default_rng(seed)
     # A weighted sum over some of a token's experts is a multiple of 1/32, less than 8: 8 bits, as many as bfloat16 has.
     x = rng.integers(-7, 8, (case.ranks, case.tokens, case.hidden), dtype=np.int8)
-    x[..., :: _wires.CHANNELS_PER_SCALE] = 7  # each block's largest: its fp8 rows are then 64 * x
+    x[..., ::CHANNELS_PER_SCALE] = 7  # each block's largest: its fp8 rows are then 64 * x
     shares = rng.multinomial(32 - case.top_k, np.full(case.top_k, 1 / case.top_k), (case.ranks, case.tokens))
     topk_idx = ROUTINGS[case.routing](rng, case)
     return Inputs(x.astype(jnp.dtype(case.dtype)), topk_idx.astype(np.int32), (1 + shares).astype(np.float32) / 32)

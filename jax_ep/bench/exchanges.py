@@ -14,13 +14,16 @@ from jax.sharding import Mesh
 
 import jax_ep as ep
 from jax_ep import _layouts
+from jax_ep._group import BackendName
+from jax_ep._layouts import LayoutName
+from jax_ep._wires import Wire
 from jax_ep.bench.cases import Case
 
 AXIS = "ep"
 _NOWHERE = np.iinfo(np.int32).max  # an index beyond any array
 
 
-def open_group(case: Case, mesh: Mesh, backend: str) -> ep.Group:
+def open_group(case: Case, mesh: Mesh, backend: BackendName) -> ep.Group:
     """The group that runs a case's operations on a mesh with the axis AXIS; the caller closes it."""
     return ep.Group(
         mesh,
@@ -60,8 +63,8 @@ class EpExchange:
     """jax_ep's own."""
 
     group: ep.Group
-    layout: str
-    wire: str | None
+    layout: LayoutName
+    wire: Wire | None
     capacity: int | None = None
     zero_pad: bool | None = None
 

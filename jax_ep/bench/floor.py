@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import _native, _wires
+from jax_ep import _native
+from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep.bench.cases import Case
 
 _UNIT = 16  # bytes: what rows are multiples of
@@ -73,7 +74,7 @@ def dispatch_row_bytes(case: Case, header_unit: int = _UNIT) -> int:
 
     Over a network a row is one message, and what its arena has as room for the header, in larger units, goes along.
     """
-    fp8_bytes = case.hidden + 4 * (case.hidden // _wires.CHANNELS_PER_SCALE)
+    fp8_bytes = case.hidden + 4 * (case.hidden // CHANNELS_PER_SCALE)
     payload = row_bytes(case) if case.wire is None else fp8_bytes
     return _round_up(payload, _UNIT) + _round_up(_HEADER_BYTES * case.top_k, header_unit)
 

@@ -10,8 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 
 import jax_ep as ep
-from jax_ep import _checks, _wires
-from jax_ep._group import MAX_SMS, MAX_TOP_K
+from jax_ep import _checks
+from jax_ep._constants import CHANNELS_PER_SCALE, MAX_TOP_K
+from jax_ep._settings import MAX_SMS
 
 
 def sms_or_auto(text: str) -> int | None:
@@ -23,7 +24,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def misfits(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
+def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
     """What is wrong with the options, and what would be right: to be asked before anything is measured.
 
     Those of a `Case` are named as there. Any may be missing, or be a list; all ints count something.
@@ -51,7 +52,7 @@ def misfits(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
     for hidden in given("hidden"):
         if hidden % (unit := 16 // itemsize):
             yield f"--hidden is {hidden}; it must be a multiple of {unit}, 16 bytes in {options.dtype}"
-        if given("wire") and hidden % (unit := _wires.CHANNELS_PER_SCALE):
+        if given("wire") and hidden % (unit := CHANNELS_PER_SCALE):
             yield f"--hidden is {hidden}; it must be a multiple of {unit}, with --wire={given('wire')[0]}"
     for backend in given("backend"):
         if backend != "auto" and not (status := ep.backends()[backend]).available:

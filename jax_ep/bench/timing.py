@@ -102,9 +102,9 @@ def _place(arrays: Any, mesh: Mesh) -> Any:
 
 def _on_all_ranks(check: Callable[[], jax.Array]) -> bool:
     """Whether what `check` gives, [R], is true everywhere, in other processes, too."""
-    with _processes.meeting_of_all("jax_ep.bench", "right") as meeting:
+    with _processes.rendezvous_of_all("jax_ep.bench", "right") as rendezvous:
         here = all(bool(shard.data.all()) for shard in check().addressable_shards)
-        return all(meeting.exchange(here).values())
+        return all(rendezvous.exchange(here).values())
 
 
 def _from_experts(exchange: Exchange, recv: Any, y: jax.Array | None) -> jax.Array:
@@ -148,15 +148,15 @@ def _time_chain(
                 result = compiled(*operands)
             jax.block_until_ready(result)
 
-    with _processes.meeting_of_all("jax_ep.bench", "times") as meeting:
+    with _processes.rendezvous_of_all("jax_ep.bench", "times") as rendezvous:
         compiled = _spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
         _expect_room(compiled, mesh)
-        meeting.exchange(None)  # in a collective, all would wait for one that has no room
+        rendezvous.exchange(None)  # in a collective, all would wait for one that has no room
         run(1, 1)
-        meeting.exchange(None)
+        rendezvous.exchange(None)
         wall_us = [_median_seconds(partial(run, 1, n)) * 1e6 / (n * pairs) for n in (IN_A_ROW, 1)]
         gpus = [operations_of(events) for events in trace(lambda: run(TRACED_EXECUTIONS, 1))] if traced else []
-        walls, traces = zip(*meeting.exchange([wall_us, gpus]).values(), strict=True)
+        walls, traces = zip(*rendezvous.exchange([wall_us, gpus]).values(), strict=True)
     wall = Wall(*map(max, zip(*walls, strict=True)))
     everywhere = [[Operation(*operation) for operation in gpu] for gpus in traces for gpu in gpus]
     if traced:

@@ -1,0 +1,41 @@
+"""The numbers that Python and C++ share. scripts/write_constants.py writes them to ffi/constants.h."""
+
+from __future__ import annotations
+
+import enum
+
+MAX_RANKS = 32  # of a group on the CUDA backend: one per lane of a warp
+MAX_TOP_K = 32  # experts of a token
+CHANNELS_PER_SCALE = 128  # channels of an fp8 row that share one float32 scale
+ELSEWHERE = -1  # in place of the ordinal of a device that belongs to another process
+
+
+class Layout(enum.IntEnum):
+    """How received rows are arranged. jax_ep/_layouts.py and ffi/layout.h have the arithmetic."""
+
+    EXPERT = 0  # [experts_per_rank, capacity]: every expert has `capacity` rows of its own
+    RAGGED = 1  # [capacity]: one expert after the other, each rounded up to `alignment` rows
+
+
+class Cast(enum.IntEnum):
+    """How the sender casts rows to fp8. jax_ep/_wires.py defines the formats; the kernels give the same bits."""
+
+    NONE = 0
+    AMAX = 1  # the largest value of a block becomes 448
+    POWER_OF_TWO = 2  # the same scale, rounded up to a power of two
+
+
+class FailureReason(enum.IntEnum):
+    """Why a device gave up an operation. The native modules give the name in words, such as "other op"."""
+
+    TIMEOUT = 0
+    OTHER_OP = 1  # a peer is in another call
+    WRONG_RANK = 2  # XLA runs another rank on this device than the group's mesh says
+    SLOT_TAKEN = 3  # the operation that had the slot before was started and never done
+    ELSEWHERE = 4  # another process, perhaps on another host, has the record
+    OTHER_ORDER = 5  # devices run this group's operations and another's in different order: ffi/cuda/call_order.h
+    OVERLAP = 6  # two operations of the group run at the same time on this device
+
+    @property
+    def words(self) -> str:
+        return self.name.lower().replace("_", " ")

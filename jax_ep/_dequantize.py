@@ -1,0 +1,34 @@
+"""dequantize: received fp8 rows in the group's dtype."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import jax
+
+from jax_ep import _checks, _compat, _wires
+from jax_ep._types import AllToAll, Dispatched
+
+
+@_compat.named
+def dequantize(recv: Dispatched | AllToAll) -> Annotated[jax.Array, "group.dtype, the shape of recv.x"]:
+    """The received rows in group.dtype: recv.x * recv.scales in float32, rounded once.
+
+    Args:
+        recv: what dispatch or all_to_all returned; without scales, recv.x is returned as it is.
+
+    Raises:
+        TypeError: recv is something else.
+
+    Example:
+        >>> def rows(x, topk_idx):
+        ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged", wire="fp8")
+        ...     return ep.dequantize(recv)
+        >>> on_each_rank(rows)(x, topk_idx).dtype == group.dtype
+        True
+    """
+    if not isinstance(recv, (Dispatched, AllToAll)):
+        raise TypeError(f"dequantize: recv is {_checks.kind(recv)}; it must be what dispatch or all_to_all returned")
+    if recv.scales is None:
+        return recv.x
+    return _wires.dequantize(recv.x, recv.scales, recv.group.dtype)

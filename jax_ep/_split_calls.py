@@ -1,0 +1,50 @@
+"""`Pending`: a split-phase call between its start and its done."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+
+from jax_ep import _checks, _compat
+from jax_ep._errors import SplitCallError
+from jax_ep._settings import GroupSettings
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["op", "group", "static"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pending:
+    """An operation that was started; opaque, to be given to its `*_done` once."""
+
+    operands: Any
+    op: str
+    group: GroupSettings
+    static: Any
+    _trace: Any = dataclasses.field(default_factory=_compat.current_trace, init=False, repr=False)
+    _done: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
+
+    def take(self) -> Any:
+        """The operands. An error if the trace shows that the program ends one start more than once.
+
+        JAX traces an inner function (of a scan, say) once, and may run it any number of times. So an inner function may
+        not end a call that it closes over. It may end a call that it gets as an argument: in its trace, the argument is
+        a new object.
+        """
+        if self._done:
+            raise SplitCallError(f"{self.op}_done: pending was done before; call {self.op}_start again for each done")
+        if _compat.current_trace() != self._trace:
+            raise SplitCallError(
+                f"{self.op}_done: pending was started outside of the function that is being traced, which may run more "
+                "than once; give it to that function as an argument"
+            )
+        self._done.append(self.op)
+        return self.operands
+
+
+def check_pending(op: str, value: Any) -> None:
+    """`value` is what `op`_start returned."""
+    if not isinstance(value, Pending) or value.op != op:
+        given = f"of {value.op}_start" if isinstance(value, Pending) else _checks.kind(value)
+        raise TypeError(f"{op}_done: pending is {given}; it must be what {op}_start returned")
