@@ -2,8 +2,8 @@
 
 GRAPHS = "CUDA graphs are XLA:GPU's; to kernels they are launches like others"
 PROCESSES = "it is about several processes, each of which would have emulated GPUs, and a time, of its own"
-
 PROGRAMS = "it runs a program for users, which offers users' backends only"
+RANDOM_RANKS = "it makes groups of any number of ranks, most of which nodes of several ranks do not divide"
 
 # Maps "file::test", or "file::test[value]" for the cases with this parameter value, to the reason.
 NOT_EMULATED = {
@@ -38,8 +38,23 @@ NOT_EMULATED = {
 }
 
 
-def reason_not_emulated(file: str, name: str) -> str | None:
+MEMORY = "it is about the memory of groups without a network; test_network.py is about that of others"
+
+# The same for the tests whose groups use an emulated network.
+NOT_OVER_NETWORK = {
+    "test_cuda.py::test_an_arena_that_does_not_fit": MEMORY,
+    "test_cuda.py::test_memory_bytes": MEMORY,
+    "test_doctor.py::test_memory_is_that_of_a_group": MEMORY,
+    "test_observability.py::test_counts_are_those_of_the_routing": "ranks do not see what far ranks have counted",
+    "test_routing_fuzz.py::test_random_groups_and_programs[emulated_nodes_of_2]": RANDOM_RANKS,
+    "test_routing_fuzz.py::test_random_groups_and_programs[emulated_nodes_of_4]": RANDOM_RANKS,
+    "test_routing_fuzz.py::test_wrong_results_are_found": "it is about the test",
+}
+
+
+def reason_not_emulated(file: str, name: str, over_network: bool = False) -> str | None:
     """Why this test does not run emulated, or None. `name` has pytest's values in brackets behind it."""
     function, _, values = name.partition("[")
     entries = [f"{file}::{function}", *(f"{file}::{function}[{value}]" for value in values.rstrip("]").split("-"))]
-    return next((NOT_EMULATED[entry] for entry in entries if entry in NOT_EMULATED), None)
+    reasons = NOT_EMULATED | (NOT_OVER_NETWORK if over_network else {})
+    return next((reasons[entry] for entry in entries if entry in reasons), None)

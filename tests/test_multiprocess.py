@@ -23,10 +23,15 @@ from helpers import (
     COMBINE_BOUND,
     assert_same_bits,
     assert_trees_same_bits,
+    every_operation,
+    exchange_rows,
     in_one_process,
+    inputs_of_every_operation,
     order_sensitive_inputs,
     random_rows,
     spmd,
+    there_and_back,
+    traffic,
 )
 from jax_ep import _backends, _compat, _native, _network, _processes, doctor
 from shapes import SMALL, make_inputs, np_dtype
@@ -675,16 +680,6 @@ def test_groups_are_made_again_and_again(sharing):
     run_program("groups_again_and_again", gpus(), platform="gpu")
 
 
-def exchange_rows(group, x, splits):
-    sent = ep.all_to_all(x, splits, group=group)
-    return ep.all_to_all_back(sent.x, splits, group=group)
-
-
-def there_and_back(group, layout, x, topk_idx):
-    recv = ep.dispatch(x, topk_idx, group=group, layout=layout, zero_pad=True)
-    return ep.combine(recv.x, recv)
-
-
 def groups_again_and_again():
     """Two groups at a time, twenty times, with mixed operations that give the same bits each time."""
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
@@ -740,37 +735,6 @@ def test_a_network_gives_the_same_bits(node_size):
     run_program("same_bits_over_a_network", gpus(), platform="gpu")
 
 
-def every_operation(group, x, topk_idx, topk_weights, splits):
-    def layer(x, topk_weights, layout, **wire):
-        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, **wire)
-        return recv, ep.combine(recv.x, recv)
-
-    def halves(x, layout):
-        started = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
-        done = ep.dispatch_done(started)
-        return done.x, ep.combine_done(ep.combine_start(done.x, done))
-
-    rows, sums = {"all_to_all": exchange_rows(group, x, splits)}, {}
-    for layout in ("expert", "ragged"):
-        recv, out = layer(x, topk_weights, layout)
-        _, transpose = jax.vjp(lambda x, weights, layout=layout: layer(x, weights, layout)[1], x, topk_weights)
-        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, wire="fp8_pow2")
-        rows[layout] = {
-            "dispatch": (recv.x, recv.weights, recv.counts),
-            "dispatch_like": ep.dispatch_like(x, recv),
-            "fp8": (fp8.x, fp8.scales),
-        }
-        sums[layout] = {
-            "combine": out,
-            "gradients": transpose(out),
-            "dequantize": layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1],
-        }
-        # Behind the others, of which XLA could put more between a start and its done than there is room for.
-        rows, sums, x = jax.lax.optimization_barrier((rows, sums, x))
-        (rows[layout]["halves"], sums[layout]["halves"]), x = jax.lax.optimization_barrier((halves(x, layout), x))
-    return rows, sums
-
-
 def same_bits_over_a_network():
     """All operations, for few tokens and many, also with units that look as if they had not arrived.
 
@@ -780,13 +744,7 @@ def same_bits_over_a_network():
     node_size = os.environ["JAX_EP_NODE_SIZE"]
     for tokens, hidden in ((2, 128), (8, 2048), (48, 1152), (200, 7168)):
         shape = dataclasses.replace(SMALL, tokens=tokens, hidden=hidden)
-        x, topk_idx, topk_weights = make_inputs(shape, mesh.size, "uniform")
-        words = x.view(np.uint32)
-        words[:, 0] = 0xFDFDFDFD  # empty units
-        words[:, 1, 7::4] = 0xFDFDFDFC  # and, with the words below, what stands in for them
-        words[:, 1, 4:7] = words[:, 1, 8:11] = 0xFDFDFDFD
-        splits = np.array([np.bincount(choices[:, 0], minlength=shape.num_experts) for choices in topk_idx], np.int32)
-        operands = [shard(a, mesh) for a in (x, topk_idx, topk_weights, splits)]
+        operands = [shard(a, mesh) for a in inputs_of_every_operation(shape, mesh.size)]
         results = {}
         for size in (node_size, ""):
             os.environ["JAX_EP_NODE_SIZE"] = size
@@ -841,44 +799,23 @@ def test_traffic(node_size, tokens):
 
 
 def traffic_of_8():
-    """A row crosses the network once per far rank, and once on the way back."""
-    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
-    node_size = int(os.environ["JAX_EP_NODE_SIZE"])
-    expect_traffic(
-        mesh, 8, far_rows=lambda goes, source, rank: goes[:, rank] * (source // node_size != rank // node_size)
-    )
+    expect_traffic(tokens=8, by_node=False)
 
 
 def traffic_of_64():
-    """Many rows cross it once per far node, to the counterpart there, and a node's sum once on the way back."""
+    expect_traffic(tokens=64, by_node=True)
+
+
+def expect_traffic(tokens, by_node):
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
-    node_size = int(os.environ["JAX_EP_NODE_SIZE"])
-
-    def far_rows(goes, source, rank):
-        if source // node_size == rank // node_size or source % node_size != rank % node_size:
-            return 0 * goes[:, rank]
-        first = rank - rank % node_size
-        return goes[:, first : first + node_size].any(axis=1)
-
-    expect_traffic(mesh, 64, far_rows=far_rows)
-
-
-def expect_traffic(mesh, tokens, far_rows):
-    """`far_rows`: of the tokens of `source`, where goes [tokens, ranks] says to which ranks, those sent to `rank`."""
     me, shape = jax.process_index(), dataclasses.replace(SMALL, tokens=tokens)
     inputs = make_inputs(shape, mesh.size, "uneven")
-    owner = np.where(inputs.topk_idx >= 0, inputs.topk_idx // (shape.num_experts // mesh.size), -1)
-    goes = (owner[..., None] == np.arange(mesh.size)).any(axis=2)  # [source, tokens, rank]
-    ranks = range(mesh.size)
-    far = np.array([[far_rows(goes[source], source, rank).sum() for rank in ranks] for source in ranks])
-    row_bytes = shape.hidden * np_dtype(shape.dtype).itemsize
-    header_bytes = -(-shape.top_k * 16 // 128) * 128
+    expected = traffic(inputs.topk_idx, shape, int(os.environ["JAX_EP_NODE_SIZE"]), by_node=by_node)
     with make_group(mesh, shape, backend="cuda") as group:
         layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
         jax.block_until_ready(layer(shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)))
         group.check()
-        sent, returned = far[me].sum(), far[:, me].sum()
-        assert group._impl.traffic() == (sent + returned, sent * (header_bytes + row_bytes) + returned * row_bytes)
+        assert group._impl.traffic() == tuple(expected[me])
 
 
 @pytest.mark.gpu
