@@ -131,6 +131,16 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """An emulated test that is skipped fails if tests/not_emulated.py does not say why."""
+    report = yield
+    if report.skipped and is_emulated(item) and not why_not_emulated(item) and len(jax.devices()) >= max(EP_SIZES):
+        _, _, reason = report.longrepr
+        report.outcome, report.longrepr = "failed", f"{reason}; tests/not_emulated.py must say why"
+    return report
+
+
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):  # of a process of pytest-xdist, for the process that reports
         session.config.workeroutput["left_out"] = left_out
