@@ -1,7 +1,8 @@
 """The tests of kernels that do not run on emulated GPUs, each with the reason."""
 
 GRAPHS = "CUDA graphs are XLA:GPU's; to kernels they are launches like others"
-PROCESSES = "it is about several processes, each of which would have emulated GPUs, and a time, of its own"
+MEMORY = "it is about the memory of groups without a network; test_network.py is about that of others"
+NETWORK = "the emulated network joins the devices of one process: test_network.py"
 PROGRAMS = "it runs a program for users, which offers users' backends only"
 RANDOM_RANKS = "it makes groups of any number of ranks, most of which nodes of several ranks do not divide"
 
@@ -21,24 +22,17 @@ NOT_EMULATED = {
     "test_faults.py::test_a_program_outlives_its_group[in_graphs]": GRAPHS,
     "test_faults.py::test_more_starts_than_slots": "XLA:CPU drops optimization barriers: halves end in order",
     "test_faults.py::test_nothing_waits_twice[in_graphs]": GRAPHS,
-    "test_multiprocess.py::test_a_layer_on_gpus": PROCESSES,
-    "test_multiprocess.py::test_a_layer_over_a_network": PROCESSES,
-    "test_multiprocess.py::test_a_network_gives_the_same_bits": PROCESSES,
-    "test_multiprocess.py::test_a_process_that_dies": PROCESSES,
-    "test_multiprocess.py::test_a_process_that_dies_over_a_network": PROCESSES,
-    "test_multiprocess.py::test_bench": PROCESSES,
-    "test_multiprocess.py::test_doctor_on_gpus": PROCESSES,
-    "test_multiprocess.py::test_each_rank_on_a_host_of_its_own": PROCESSES,
-    "test_multiprocess.py::test_groups_are_made_again_and_again": PROCESSES,
-    "test_multiprocess.py::test_groups_over_a_network_again_and_again": PROCESSES,
-    "test_multiprocess.py::test_order_of_sums_over_a_network": PROCESSES,
-    "test_multiprocess.py::test_processes_of_two_gpus": PROCESSES,
-    "test_multiprocess.py::test_traffic": PROCESSES,
+    "test_multiprocess.py::test_a_layer_over_a_network": NETWORK,
+    "test_multiprocess.py::test_a_network_gives_the_same_bits": NETWORK,
+    "test_multiprocess.py::test_a_process_that_dies_over_a_network": NETWORK,
+    "test_multiprocess.py::test_bench": PROGRAMS,
+    "test_multiprocess.py::test_doctor_on_gpus": PROGRAMS,
+    "test_multiprocess.py::test_each_rank_on_a_host_of_its_own": NETWORK,
+    "test_multiprocess.py::test_groups_over_a_network_again_and_again": NETWORK,
+    "test_multiprocess.py::test_order_of_sums_over_a_network": NETWORK,
+    "test_multiprocess.py::test_traffic": NETWORK,
     "test_overlap.py::test_gemms_are_those_that_were_asked_for": "it reads the names of XLA:GPU's kernels",
 }
-
-
-MEMORY = "it is about the memory of groups without a network; test_network.py is about that of others"
 
 # The same for the tests whose groups use an emulated network.
 NOT_OVER_NETWORK = {

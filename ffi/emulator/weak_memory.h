@@ -53,9 +53,11 @@ T load(const T* p, Order order) {
 template <typename T, typename Next>
 T atomic(T* p, Next next, Order order = Order::kRelaxed) {
   begin_atomic(p, sizeof(T), order);
-  const T before = *p;
-  const T after = next(before);
-  *p = after;
+  T before = *p, after = next(before);
+  // Another process may change the word at the same time.
+  while (!__atomic_compare_exchange(p, &before, &after, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    after = next(before);
+  }
   end_atomic(p, order, after != before);
   return before;
 }

@@ -105,7 +105,7 @@ class CudaBackend:
                 num_sms=group.num_sms or 0,
                 timeout_seconds=group.timeout,
                 devices=[
-                    [device.local_hardware_id if device.process_index == me else _ELSEWHERE for device in line]
+                    [self._ordinal(device) if device.process_index == me else _ELSEWHERE for device in line]
                     for line in self._lines
                 ],
                 sharing=self._sharing,
@@ -125,6 +125,10 @@ class CudaBackend:
     def _processing_element(self, device: jax.Device) -> int:
         """The number that NVSHMEM knows a device by."""
         return self._meeting.processes.index(device.process_index)
+
+    def _ordinal(self, device: jax.Device) -> int:
+        """The number by which CUDA knows a device of this process."""
+        return device.local_hardware_id
 
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
         """Gives what others need to map this process's memory to those that share a line of the mesh with it."""
