@@ -13,6 +13,7 @@ import pytest
 
 import jax_ep as ep
 import oracle
+from conftest import HAS_EMULATED
 from helpers import (
     assert_same_bits,
     assert_trees_same_bits,
@@ -27,10 +28,9 @@ from helpers import (
     there_and_back,
     traffic,
 )
-from jax_ep import _native
 from shapes import SMALL, make_inputs
 
-needs_emulated = pytest.mark.skipif(_native.emulated is None, reason="the emulated backend is not built")
+needs_emulated = pytest.mark.skipif(not HAS_EMULATED, reason="there are no emulated GPUs")
 MOST_TOKENS_BY_RANK = 32  # rows of more tokens go by node: are_few in ffi/plan.h
 
 
