@@ -71,6 +71,8 @@ def num_ranks(item):
     """The ranks of this test's groups, as far as fixtures tell."""
     if "any_mesh" in parameters(item):
         return parameters(item)["any_mesh"]
+    if "pair" in item.fixturenames:
+        return 2
     return 8 if "largest_mesh" in item.fixturenames else 4
 
 

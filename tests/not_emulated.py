@@ -3,6 +3,7 @@
 GRAPHS = "CUDA graphs are XLA:GPU's; to kernels they are launches like others"
 MEMORY = "it is about the memory of groups without a network; test_network.py is about that of others"
 NETWORK = "the emulated network joins the devices of one process: test_network.py"
+ORDER = "over a network a process has one GPU, and does not see in which order others run two groups"
 PROGRAMS = "it runs a program for users, which offers users' backends only"
 RANDOM_RANKS = "it makes groups of any number of ranks, most of which nodes of several ranks do not divide"
 
@@ -36,9 +37,12 @@ NOT_EMULATED = {
 
 # The same for the tests whose groups use an emulated network.
 NOT_OVER_NETWORK = {
+    "test_call_order.py::test_groups_in_other_order_in_one_program": ORDER,
+    "test_call_order.py::test_groups_of_two_threads": ORDER,
     "test_cuda.py::test_an_arena_that_does_not_fit": MEMORY,
     "test_cuda.py::test_memory_bytes": MEMORY,
     "test_doctor.py::test_memory_is_that_of_a_group": MEMORY,
+    "test_faults.py::test_ranks_in_different_groups": ORDER,
     "test_observability.py::test_counts_are_those_of_the_routing": "ranks do not see what far ranks have counted",
     "test_routing_fuzz.py::test_random_groups_and_programs[emulated_nodes_of_2]": RANDOM_RANKS,
     "test_routing_fuzz.py::test_random_groups_and_programs[emulated_nodes_of_4]": RANDOM_RANKS,
