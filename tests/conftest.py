@@ -31,32 +31,74 @@ hypothesis.settings.load_profile("jax_ep")
 
 # An emulated GPU is a CPU device of a single process.
 HAS_EMULATED = _native.emulated is not None and jax.default_backend() == "cpu" and not ONE_OF_SEVERAL
-EMULATED = ["emulated"] if HAS_EMULATED else []
+# Values of the parameters `backend` and `kernel_backend` that stand for groups over an emulated network: the ranks of
+# each node.
+NODE_SIZES = {f"emulated_nodes_of_{size}": size for size in (1, 2, 4)}
+EMULATED = ["emulated", *NODE_SIZES] if HAS_EMULATED else []
 BACKENDS = ["reference"]
 if ep.backends()["cuda"].available:
     BACKENDS.append(pytest.param("cuda", marks=pytest.mark.gpu))
 BACKENDS += EMULATED
 KERNEL_BACKENDS = [pytest.param("cuda", marks=pytest.mark.gpu), *EMULATED]
 EP_SIZES = (1, 2, 4, 8)
-ALL_RANKS = "JAX_EP_ALL_RANKS"  # in the environment: emulated tests run with every number of ranks, not with one
+ALL_RANKS = "JAX_EP_ALL_RANKS"  # in the environment: no emulated test is left out
 
-left_out = 0  # emulated tests that were deselected, for their number of ranks
+left_out = 0  # emulated tests that were deselected: see choose_emulated
 
 
 # --- which tests run ------------------------------------------------------------------------------------------------
 
 
+def parameters(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def backend_parameter(item):
+    params = parameters(item)
+    return params.get("backend", params.get("kernel_backend"))
+
+
 def is_emulated(item):
-    params = getattr(item, "callspec", None) and item.callspec.params or {}
-    return "emulated" in (params.get("backend"), params.get("kernel_backend"))
+    return backend_parameter(item) in EMULATED
 
 
-def is_left_out(item):
-    """Whether an emulated test has another number of ranks than the one that its name chooses."""
-    if ALL_RANKS in os.environ or not is_emulated(item) or "any_mesh" not in item.callspec.params:
-        return False
-    name = re.sub(r"\bep\d+\b", "", item.nodeid)
-    return item.callspec.params["any_mesh"] != EP_SIZES[zlib.crc32(name.encode()) % len(EP_SIZES)]
+def node_size(item):
+    """The ranks of each node in the groups of this test; 0 if the test does not use a network."""
+    return NODE_SIZES.get(backend_parameter(item), 0)
+
+
+def num_ranks(item):
+    """The ranks of this test's groups, as far as fixtures tell."""
+    if "any_mesh" in parameters(item):
+        return parameters(item)["any_mesh"]
+    if "pair" in item.fixturenames:
+        return 2
+    return 8 if "largest_mesh" in item.fixturenames else 4
+
+
+def why_not_emulated(item):
+    return reason_not_emulated(item.path.name, item.name, over_network=bool(node_size(item)))
+
+
+def choose_emulated(items):
+    """The tests that run. An emulated test runs with one number of ranks, which its name chooses.
+
+    Of all cases of a test over a network one runs.
+    """
+    over_network = {}
+    for item in items:
+        name = re.sub(r"\bep\d+\b", "", item.nodeid)
+        if node_size(item):
+            if not why_not_emulated(item):
+                over_network.setdefault((item.path, item.originalname), []).append(item)
+        elif (
+            not is_emulated(item)
+            or "any_mesh" not in parameters(item)
+            or num_ranks(item) == EP_SIZES[zlib.crc32(name.encode()) % len(EP_SIZES)]
+        ):
+            yield item
+    for cases in over_network.values():
+        yield min(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -64,18 +106,41 @@ def pytest_collection_modifyitems(config, items):
     for item in items:  # also those that are skipped here, for which pytest does not look
         if unknown := set(item.fixturenames) - set(item._fixtureinfo.name2fixturedefs) - {"request"}:
             raise pytest.UsageError(f"{item.nodeid}: there are no fixtures {sorted(unknown)}")
-    if deselected := [item for item in items if is_left_out(item)]:
+    # A group that fits in one node uses no network.
+    items[:] = [item for item in items if not node_size(item) or node_size(item) < num_ranks(item)]
+    if ALL_RANKS not in os.environ:
+        chosen = set(choose_emulated(items))
+        deselected = [item for item in items if item not in chosen]
+        items[:] = [item for item in items if item in chosen]
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if not is_left_out(item)]
         left_out = len(deselected)
     has_gpus = jax.default_backend() == "gpu" and len(jax.devices()) >= 2
     for item in items:
-        why_not_emulated = reason_not_emulated(item.path.name, item.name)
-        if is_emulated(item) and why_not_emulated:
-            item.add_marker(pytest.mark.skip(reason=f"not emulated: {why_not_emulated}"))
+        why = why_not_emulated(item)
+        if is_emulated(item) and why:
+            item.add_marker(pytest.mark.skip(reason=f"not emulated: {why}"))
         if item.get_closest_marker("gpu") and not has_gpus:
-            why = f"; not emulated: {why_not_emulated}" if why_not_emulated else ""
-            item.add_marker(pytest.mark.skip(reason=f"needs two or more CUDA devices{why}"))
+            more = f"; not emulated: {why}" if why else ""
+            item.add_marker(pytest.mark.skip(reason=f"needs two or more CUDA devices{more}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Groups that the test or its fixtures make span nodes of this many ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        if size := node_size(item):
+            patch.setenv("JAX_EP_NODE_SIZE", str(size))
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """An emulated test that is skipped fails if tests/not_emulated.py does not say why."""
+    report = yield
+    if report.skipped and is_emulated(item) and not why_not_emulated(item) and len(jax.devices()) >= max(EP_SIZES):
+        _, _, reason = report.longrepr
+        report.outcome, report.longrepr = "failed", f"{reason}; tests/not_emulated.py must say why"
+    return report
 
 
 def pytest_sessionfinish(session):
@@ -92,7 +157,8 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} emulated tests left out: each ran with one number of ranks; {ALL_RANKS}=1 runs it with all"
+            f"{left_out} emulated tests left out: each ran with one number of ranks, and in one case over a network; "
+            f"{ALL_RANKS}=1 runs all"
         )
 
 
@@ -102,13 +168,13 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session", params=BACKENDS)
 def backend(request):
     """The backend under test; every test that makes a group runs once with each."""
-    return request.param
+    return "emulated" if request.param in NODE_SIZES else request.param
 
 
 @pytest.fixture(scope="session", params=KERNEL_BACKENDS)
 def kernel_backend(request):
     """A backend that runs the kernels: on GPUs, or emulated."""
-    return request.param
+    return "emulated" if request.param in NODE_SIZES else request.param
 
 
 if HAS_EMULATED:

@@ -149,6 +149,85 @@ def chain(group: ep.Group, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.
     return x
 
 
+def exchange_rows(group, x, splits):
+    sent = ep.all_to_all(x, splits, group=group)
+    return ep.all_to_all_back(sent.x, splits, group=group)
+
+
+def there_and_back(group, layout, x, topk_idx):
+    recv = ep.dispatch(x, topk_idx, group=group, layout=layout, zero_pad=True)
+    return ep.combine(recv.x, recv)
+
+
+def every_operation(group, x, topk_idx, topk_weights, splits):
+    """Two trees of results: rows, which are the same bits on every backend, and sums."""
+
+    def layer(x, topk_weights, layout, **wire):
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, **wire)
+        return recv, ep.combine(recv.x, recv)
+
+    def halves(x, layout):
+        started = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
+        done = ep.dispatch_done(started)
+        return done.x, ep.combine_done(ep.combine_start(done.x, done))
+
+    rows, sums = {"all_to_all": exchange_rows(group, x, splits)}, {}
+    for layout in ("expert", "ragged"):
+        recv, out = layer(x, topk_weights, layout)
+        _, transpose = jax.vjp(lambda x, weights, layout=layout: layer(x, weights, layout)[1], x, topk_weights)
+        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, wire="fp8_pow2")
+        rows[layout] = {
+            "dispatch": (recv.x, recv.weights, recv.counts),
+            "dispatch_like": ep.dispatch_like(x, recv),
+            "fp8": (fp8.x, fp8.scales),
+        }
+        sums[layout] = {
+            "combine": out,
+            "gradients": transpose(out),
+            "dequantize": layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1],
+        }
+        # Behind the others, of which XLA could put more between a start and its done than there is room for.
+        rows, sums, x = jax.lax.optimization_barrier((rows, sums, x))
+        (rows[layout]["halves"], sums[layout]["halves"]), x = jax.lax.optimization_barrier((halves(x, layout), x))
+    return rows, sums
+
+
+def inputs_of_every_operation(shape: Shape, num_ranks: int) -> tuple[np.ndarray, ...]:
+    """Rows of bfloat16, some of which look like units that have not arrived; and splits for all_to_all."""
+    x, topk_idx, topk_weights = make_inputs(shape, num_ranks, "uniform")
+    words = x.view(np.uint32)
+    words[:, 0] = 0xFDFDFDFD  # the sentinel
+    words[:, 1, 7::4] = 0xFDFDFDFC  # with the words of the next line, its escape
+    words[:, 1, 4:7] = words[:, 1, 8:11] = 0xFDFDFDFD
+    splits = [np.bincount(choices[:, 0], minlength=shape.num_experts) for choices in topk_idx]
+    return x, topk_idx, topk_weights, np.array(splits, np.int32)
+
+
+def rows_between_ranks(topk_idx: np.ndarray, shape: Shape) -> np.ndarray:
+    """Which tokens go from each rank to each rank: [source, tokens, rank] bool."""
+    num_ranks = len(topk_idx)
+    owner = np.where(topk_idx >= 0, topk_idx // (shape.num_experts // num_ranks), -1)
+    return (owner[..., None] == np.arange(num_ranks)).any(axis=2)
+
+
+def traffic(topk_idx: np.ndarray, shape: Shape, node_size: int, *, by_node: bool) -> np.ndarray:
+    """[rank, (rows, bytes)]: what each rank sends over a network in a dispatch and a combine.
+
+    A row crosses the network once per far rank that it goes to. If rows go by node, it crosses once per far node, to
+    the rank of the same number there. combine sends as many rows back.
+    """
+    goes, ranks = rows_between_ranks(topk_idx, shape), np.arange(len(topk_idx))
+    if by_node:
+        nodes = goes.reshape(*goes.shape[:2], -1, node_size).any(axis=3)
+        goes = np.where(ranks % node_size == (ranks % node_size)[:, None, None], nodes.repeat(node_size, axis=2), False)
+    is_far = ranks // node_size != (ranks // node_size)[:, None]
+    rows = goes.sum(axis=1) * is_far
+    sent, returned = rows.sum(axis=1), rows.sum(axis=0)
+    row_bytes = shape.hidden * np_dtype(shape.dtype).itemsize
+    header_bytes = oracle.round_up(16 * shape.top_k, 128)
+    return np.stack([sent + returned, sent * (header_bytes + row_bytes) + returned * row_bytes], axis=1)
+
+
 def spin(steps: jax.Array) -> jax.Array:
     """0, an int32, after as many steps of a loop, which no compiler can foresee: a delay for what is added to it."""
 

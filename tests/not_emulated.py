@@ -1,9 +1,11 @@
 """The tests of kernels that do not run on emulated GPUs, each with the reason."""
 
 GRAPHS = "CUDA graphs are XLA:GPU's; to kernels they are launches like others"
-PROCESSES = "it is about several processes, each of which would have emulated GPUs, and a time, of its own"
-
+MEMORY = "it is about the memory of groups without a network; test_network.py is about that of others"
+NETWORK = "the emulated network joins the devices of one process: test_network.py"
+ORDER = "over a network a process has one GPU, and does not see in which order others run two groups"
 PROGRAMS = "it runs a program for users, which offers users' backends only"
+RANDOM_RANKS = "it makes groups of any number of ranks, most of which nodes of several ranks do not divide"
 
 # Maps "file::test", or "file::test[value]" for the cases with this parameter value, to the reason.
 NOT_EMULATED = {
@@ -21,25 +23,36 @@ NOT_EMULATED = {
     "test_faults.py::test_a_program_outlives_its_group[in_graphs]": GRAPHS,
     "test_faults.py::test_more_starts_than_slots": "XLA:CPU drops optimization barriers: halves end in order",
     "test_faults.py::test_nothing_waits_twice[in_graphs]": GRAPHS,
-    "test_multiprocess.py::test_a_layer_on_gpus": PROCESSES,
-    "test_multiprocess.py::test_a_layer_over_a_network": PROCESSES,
-    "test_multiprocess.py::test_a_network_gives_the_same_bits": PROCESSES,
-    "test_multiprocess.py::test_a_process_that_dies": PROCESSES,
-    "test_multiprocess.py::test_a_process_that_dies_over_a_network": PROCESSES,
-    "test_multiprocess.py::test_bench": PROCESSES,
-    "test_multiprocess.py::test_doctor_on_gpus": PROCESSES,
-    "test_multiprocess.py::test_each_rank_on_a_host_of_its_own": PROCESSES,
-    "test_multiprocess.py::test_groups_are_made_again_and_again": PROCESSES,
-    "test_multiprocess.py::test_groups_over_a_network_again_and_again": PROCESSES,
-    "test_multiprocess.py::test_order_of_sums_over_a_network": PROCESSES,
-    "test_multiprocess.py::test_processes_of_two_gpus": PROCESSES,
-    "test_multiprocess.py::test_traffic": PROCESSES,
+    "test_multiprocess.py::test_a_layer_over_a_network": NETWORK,
+    "test_multiprocess.py::test_a_network_gives_the_same_bits": NETWORK,
+    "test_multiprocess.py::test_a_process_that_dies_over_a_network": NETWORK,
+    "test_multiprocess.py::test_bench": PROGRAMS,
+    "test_multiprocess.py::test_doctor_on_gpus": PROGRAMS,
+    "test_multiprocess.py::test_each_rank_on_a_host_of_its_own": NETWORK,
+    "test_multiprocess.py::test_groups_over_a_network_again_and_again": NETWORK,
+    "test_multiprocess.py::test_order_of_sums_over_a_network": NETWORK,
+    "test_multiprocess.py::test_traffic": NETWORK,
     "test_overlap.py::test_gemms_are_those_that_were_asked_for": "it reads the names of XLA:GPU's kernels",
 }
 
+# The same for the tests whose groups use an emulated network.
+NOT_OVER_NETWORK = {
+    "test_call_order.py::test_groups_in_other_order_in_one_program": ORDER,
+    "test_call_order.py::test_groups_of_two_threads": ORDER,
+    "test_cuda.py::test_an_arena_that_does_not_fit": MEMORY,
+    "test_cuda.py::test_memory_bytes": MEMORY,
+    "test_doctor.py::test_memory_is_that_of_a_group": MEMORY,
+    "test_faults.py::test_ranks_in_different_groups": ORDER,
+    "test_observability.py::test_counts_are_those_of_the_routing": "ranks do not see what far ranks have counted",
+    "test_routing_fuzz.py::test_random_groups_and_programs[emulated_nodes_of_2]": RANDOM_RANKS,
+    "test_routing_fuzz.py::test_random_groups_and_programs[emulated_nodes_of_4]": RANDOM_RANKS,
+    "test_routing_fuzz.py::test_wrong_results_are_found": "it is about the test",
+}
 
-def reason_not_emulated(file: str, name: str) -> str | None:
+
+def reason_not_emulated(file: str, name: str, over_network: bool = False) -> str | None:
     """Why this test does not run emulated, or None. `name` has pytest's values in brackets behind it."""
     function, _, values = name.partition("[")
     entries = [f"{file}::{function}", *(f"{file}::{function}[{value}]" for value in values.rstrip("]").split("-"))]
-    return next((NOT_EMULATED[entry] for entry in entries if entry in NOT_EMULATED), None)
+    reasons = NOT_EMULATED | (NOT_OVER_NETWORK if over_network else {})
+    return next((reasons[entry] for entry in entries if entry in reasons), None)

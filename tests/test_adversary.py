@@ -11,6 +11,7 @@ import pytest
 
 import jax_ep as ep
 import oracle
+from conftest import HAS_EMULATED
 from helpers import (
     assert_combined,
     assert_dispatched,
@@ -25,6 +26,7 @@ from helpers import (
 )
 from shapes import SMALL, make_inputs
 
+pytestmark = pytest.mark.skipif(not HAS_EMULATED, reason="there are no emulated GPUs")
 SHAPE = replace(SMALL, hidden=384, tokens=40)
 RUNS = 5
 

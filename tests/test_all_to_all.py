@@ -13,6 +13,7 @@ from helpers import assert_same_bits, run_spmd, spmd, to_numpy
 from shapes import SMALL, make_inputs, random_array
 
 SHAPE = dataclasses.replace(SMALL, tokens=48)
+SPLITS_THAT_DO_NOT_FIT = ([60], [20, 20, 20], [48, 1], [0, -7, 20, -1, 50], [1, 2**31 - 1, 5, 2**31 - 1])
 
 
 def random_splits(num_ranks, how):
@@ -67,15 +68,18 @@ def test_there_and_back(round_trip, any_mesh, how):
     assert_same_bits(back, oracle.all_to_all_back(y, splits))
 
 
-@pytest.mark.parametrize("splits_of_rank", [[60], [20, 20, 20], [48, 1], [0, -7, 20, -1, 50]], ids=str)
+@pytest.mark.parametrize("splits_of_rank", SPLITS_THAT_DO_NOT_FIT, ids=str)
 def test_splits_that_do_not_fit(round_trip, any_mesh, splits_of_rank):
-    """Experts get rows in order until the rows of x are spent. A negative split counts as zero."""
+    """Experts get rows in order until the rows of x are spent. A negative split counts as zero.
+
+    The sum of splits may exceed an int32.
+    """
     num_ranks = any_mesh.size
     given = np.zeros((num_ranks, SHAPE.num_experts), np.int32)
     for rank in range(num_ranks):  # on each rank, another expert is the first with rows
         given[rank, rank : rank + len(splits_of_rank)] = splits_of_rank
     given[:, -1] = SHAPE.tokens
-    ends = np.minimum(np.cumsum(np.maximum(given, 0), axis=-1), SHAPE.tokens)
+    ends = np.minimum(np.cumsum(np.maximum(given, 0), axis=-1, dtype=np.int64), SHAPE.tokens)
     splits = np.diff(ends, axis=-1, prepend=0).astype(np.int32)
     assert (splits.sum(axis=-1) == SHAPE.tokens).all()
     x = make_inputs(SHAPE, num_ranks).x

@@ -36,6 +36,7 @@ from helpers import (
     spmd,
     to_numpy,
 )
+from jax_ep import _native
 from shapes import SMALL, Shape, make_inputs, random_array
 from test_examples import EXAMPLES, TINY
 
@@ -357,6 +358,24 @@ def test_operands_are_waited_for(make_group, mesh):
         results = [program(*inputs) for _ in range(200)]
         for result in results:
             assert_trees_same_bits(to_numpy(result), one_by_one[-1])
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_devices_are_known_and_fit(kernel_backend):
+    native = getattr(_native, kernel_backend)
+    ordinals = [0, 1]
+    assert [native.unsupported_device(ordinal) for ordinal in ordinals] == ["", ""]
+    assert native.unsupported_pair(ordinals) == ""
+    uuids = [native.device_uuid(ordinal) for ordinal in ordinals]
+    assert [native.find_device(uuid) for uuid in uuids] == ordinals
+    assert native.find_device(bytes(16)) == native.find_device(uuids[0][:8]) == -1
+
+
+def test_experts_that_do_not_fit_in_shared_memory(make_group, mesh):
+    with pytest.raises(ep.Error, match=r"Group: \d+ experts on \d ranks do not fit .*; spread them over more ranks"):
+        make_group(mesh, replace(SHAPE, num_experts=mesh.size * 50_000))
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

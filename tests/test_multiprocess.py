@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -27,10 +28,16 @@ from helpers import (
     TESTS,
     assert_same_bits,
     assert_trees_same_bits,
+    emulated_patience,
+    every_operation,
+    exchange_rows,
     in_one_process,
+    inputs_of_every_operation,
     order_sensitive_inputs,
     random_rows,
     spmd,
+    there_and_back,
+    traffic,
 )
 from jax_ep import _backends, _compat, _native, _network, _processes, doctor
 from shapes import SMALL, make_inputs, np_dtype
@@ -632,11 +639,34 @@ def assert_local_sum(actual: jax.Array, total: np.ndarray, magnitude: np.ndarray
         assert error <= COMBINE_BOUND[SMALL.dtype] * np.linalg.norm(magnitude[local.index])
 
 
-# --- on GPUs --------------------------------------------------------------------------------------------------------
+# --- on GPUs, also emulated ones ------------------------------------------------------------------------------------
 
 
 def gpus():
     return min(4, len(jax.local_devices()))
+
+
+def kernels():
+    """Of a program: the backend that runs the kernels."""
+    return "cuda" if jax.default_backend() == "gpu" else "emulated"
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), *(["emulated"] if _native.emulated else [])])
+def kernel_backend(request):
+    """Where the processes run the kernels. They have emulated GPUs of their own, and share memory like others."""
+    return request.param
+
+
+@pytest.fixture
+def run_processes(kernel_backend):
+    """run_processes(program, num_processes=None, devices=1); by default one process per GPU, or two emulated."""
+
+    def run(program, num_processes=None, devices=1):
+        if kernel_backend == "emulated":
+            return run_program(program, num_processes or 2, devices=devices)
+        return run_program(program, num_processes or gpus(), devices=devices, platform="gpu")
+
+    return run
 
 
 @pytest.fixture(params=["descriptor", "ipc"])
@@ -646,9 +676,8 @@ def sharing(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.gpu
-def test_a_layer_on_gpus(sharing):
-    run_program("layers_on_gpus", gpus(), platform="gpu")
+def test_a_layer_on_gpus(sharing, run_processes):
+    run_processes("layers_on_gpus")
 
 
 @pytest.mark.gpu
@@ -658,52 +687,41 @@ def test_doctor_on_gpus(sharing):
     assert f" 1   {'D' if sharing == 'descriptor' else 'I'}" in done.stdout
 
 
-@pytest.mark.gpu
-def test_processes_of_two_gpus():
-    if gpus() < 4:
+def test_processes_of_two_gpus(run_processes, kernel_backend):
+    if kernel_backend == "cuda" and gpus() < 4:
         pytest.skip("needs four GPUs")
-    run_program("layers_on_gpus", 2, devices=2, platform="gpu")
+    run_processes("layers_on_gpus", 2, devices=2)
 
 
 def layers_on_gpus():
     devices = np.array(jax.devices())
     for mesh in (jax.sharding.Mesh(devices, ("ep",)), jax.sharding.Mesh(devices[::-1], ("ep",))):
         for layout in ("expert", "ragged"):
-            check_layer(mesh, layout, "cuda")
+            check_layer(mesh, layout, kernels())
 
 
-@pytest.mark.gpu
-def test_groups_are_made_again_and_again(sharing):
-    run_program("groups_again_and_again", gpus(), platform="gpu")
-
-
-def exchange_rows(group, x, splits):
-    sent = ep.all_to_all(x, splits, group=group)
-    return ep.all_to_all_back(sent.x, splits, group=group)
-
-
-def there_and_back(group, layout, x, topk_idx):
-    recv = ep.dispatch(x, topk_idx, group=group, layout=layout, zero_pad=True)
-    return ep.combine(recv.x, recv)
+def test_groups_are_made_again_and_again(sharing, run_processes):
+    run_processes("groups_again_and_again")
 
 
 def groups_again_and_again():
-    """Two groups at a time, twenty times, with mixed operations that give the same bits each time."""
+    """Two groups at a time, again and again, with mixed operations that give the same bits each time."""
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
     x, topk_idx, _ = make_inputs(SMALL, mesh.size, "uneven")
     first_choices = topk_idx[..., 0] % SMALL.num_experts
     splits = np.array([np.bincount(choices, minlength=SMALL.num_experts) for choices in first_choices], np.int32)
     x, topk_idx, splits = (shard(a, mesh) for a in (x, topk_idx, splits))
     first = {}
-    for turn in range(20):
-        with make_group(mesh, backend="cuda") as one, make_group(mesh, backend="cuda") as other:
+    turns, calls_of_first_turn = (20, 50) if kernels() == "cuda" else (3, 8)
+    for turn in range(turns):
+        with make_group(mesh, backend=kernels()) as one, make_group(mesh, backend=kernels()) as other:
             results = []
             for group in (one, other):
                 exchanged = jax.jit(spmd(partial(exchange_rows, group), mesh))
                 results += [("exchange", exchanged(x, splits))]
                 for layout in ("expert", "ragged"):
                     layer = jax.jit(spmd(partial(there_and_back, group, layout), mesh))
-                    results += [(layout, layer(x, topk_idx)) for _ in range(50 if turn == 0 else 2)]
+                    results += [(layout, layer(x, topk_idx)) for _ in range(calls_of_first_turn if turn == 0 else 2)]
             jax.block_until_ready(results)
             one.check()
             other.check()
@@ -742,37 +760,6 @@ def test_a_network_gives_the_same_bits(node_size):
     run_program("same_bits_over_a_network", gpus(), platform="gpu")
 
 
-def every_operation(group, x, topk_idx, topk_weights, splits):
-    def layer(x, topk_weights, layout, **wire):
-        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, **wire)
-        return recv, ep.combine(recv.x, recv)
-
-    def halves(x, layout):
-        started = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
-        done = ep.dispatch_done(started)
-        return done.x, ep.combine_done(ep.combine_start(done.x, done))
-
-    rows, sums = {"all_to_all": exchange_rows(group, x, splits)}, {}
-    for layout in ("expert", "ragged"):
-        recv, out = layer(x, topk_weights, layout)
-        _, transpose = jax.vjp(lambda x, weights, layout=layout: layer(x, weights, layout)[1], x, topk_weights)
-        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, wire="fp8_pow2")
-        rows[layout] = {
-            "dispatch": (recv.x, recv.weights, recv.counts),
-            "dispatch_like": ep.dispatch_like(x, recv),
-            "fp8": (fp8.x, fp8.scales),
-        }
-        sums[layout] = {
-            "combine": out,
-            "gradients": transpose(out),
-            "dequantize": layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1],
-        }
-        # Behind the others, of which XLA could put more between a start and its done than there is room for.
-        rows, sums, x = jax.lax.optimization_barrier((rows, sums, x))
-        (rows[layout]["halves"], sums[layout]["halves"]), x = jax.lax.optimization_barrier((halves(x, layout), x))
-    return rows, sums
-
-
 def same_bits_over_a_network():
     """All operations, for few tokens and many, also with units that look as if they had not arrived.
 
@@ -782,13 +769,7 @@ def same_bits_over_a_network():
     node_size = os.environ["JAX_EP_NODE_SIZE"]
     for tokens, hidden in ((2, 128), (8, 2048), (48, 1152), (200, 7168)):
         shape = dataclasses.replace(SMALL, tokens=tokens, hidden=hidden)
-        x, topk_idx, topk_weights = make_inputs(shape, mesh.size, "uniform")
-        words = x.view(np.uint32)
-        words[:, 0] = 0xFDFDFDFD  # empty units
-        words[:, 1, 7::4] = 0xFDFDFDFC  # and, with the words below, what stands in for them
-        words[:, 1, 4:7] = words[:, 1, 8:11] = 0xFDFDFDFD
-        splits = np.array([np.bincount(choices[:, 0], minlength=shape.num_experts) for choices in topk_idx], np.int32)
-        operands = [shard(a, mesh) for a in (x, topk_idx, topk_weights, splits)]
+        operands = [shard(a, mesh) for a in inputs_of_every_operation(shape, mesh.size)]
         results = {}
         for size in (node_size, ""):
             os.environ["JAX_EP_NODE_SIZE"] = size
@@ -843,63 +824,44 @@ def test_traffic(node_size, tokens):
 
 
 def traffic_of_8():
-    """A row crosses the network once per far rank, and once on the way back."""
-    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
-    node_size = int(os.environ["JAX_EP_NODE_SIZE"])
-    expect_traffic(
-        mesh, 8, far_rows=lambda goes, source, rank: goes[:, rank] * (source // node_size != rank // node_size)
-    )
+    expect_traffic(tokens=8, by_node=False)
 
 
 def traffic_of_64():
-    """Many rows cross it once per far node, to the counterpart there, and a node's sum once on the way back."""
+    expect_traffic(tokens=64, by_node=True)
+
+
+def expect_traffic(tokens, by_node):
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
-    node_size = int(os.environ["JAX_EP_NODE_SIZE"])
-
-    def far_rows(goes, source, rank):
-        if source // node_size == rank // node_size or source % node_size != rank % node_size:
-            return 0 * goes[:, rank]
-        first = rank - rank % node_size
-        return goes[:, first : first + node_size].any(axis=1)
-
-    expect_traffic(mesh, 64, far_rows=far_rows)
-
-
-def expect_traffic(mesh, tokens, far_rows):
-    """`far_rows`: of the tokens of `source`, where goes [tokens, ranks] says to which ranks, those sent to `rank`."""
     me, shape = jax.process_index(), dataclasses.replace(SMALL, tokens=tokens)
     inputs = make_inputs(shape, mesh.size, "uneven")
-    owner = np.where(inputs.topk_idx >= 0, inputs.topk_idx // (shape.num_experts // mesh.size), -1)
-    goes = (owner[..., None] == np.arange(mesh.size)).any(axis=2)  # [source, tokens, rank]
-    ranks = range(mesh.size)
-    far = np.array([[far_rows(goes[source], source, rank).sum() for rank in ranks] for source in ranks])
-    row_bytes = shape.hidden * np_dtype(shape.dtype).itemsize
-    header_bytes = -(-shape.top_k * 16 // 128) * 128
+    expected = traffic(inputs.topk_idx, shape, int(os.environ["JAX_EP_NODE_SIZE"]), by_node=by_node)
     with make_group(mesh, shape, backend="cuda") as group:
         layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
         jax.block_until_ready(layer(shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)))
         group.check()
-        sent, returned = far[me].sum(), far[:, me].sum()
-        assert group._impl.traffic() == (sent + returned, sent * (header_bytes + row_bytes) + returned * row_bytes)
+        assert group._impl.traffic() == tuple(expected[me])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("when", ["between_operations", "in_a_kernel"])
-def test_a_process_that_dies(when):
-    expect_death_to_be_noticed(when)
+def test_a_process_that_dies(when, kernel_backend):
+    if kernel_backend == "cuda":
+        expect_death_to_be_noticed(when, gpus(), "gpu")
+    else:
+        expect_death_to_be_noticed(when, 2, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["between_operations", "in_a_kernel"])
 def test_a_process_that_dies_over_a_network(node_size, when):
-    expect_death_to_be_noticed(when)
+    expect_death_to_be_noticed(when, gpus(), "gpu")
 
 
-def expect_death_to_be_noticed(when):
+def expect_death_to_be_noticed(when, num_processes, platform):
     """The others find out in time, and nothing hangs."""
-    done = launch(gpus(), sys.executable, __file__, f"dies_{when}", platform="gpu", timeout=110)
+    done = launch(num_processes, sys.executable, __file__, f"dies_{when}", platform=platform, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr  # 124: one hangs
-    assert done.stdout.count("gave up") == gpus() - 1, done.stdout + done.stderr
+    assert done.stdout.count("gave up") == num_processes - 1, done.stdout + done.stderr
 
 
 def dies_between_operations():
@@ -914,17 +876,22 @@ def dies(in_a_kernel):
     mesh = jax.sharding.Mesh(jax.devices()[::-1], ("ep",))  # rank 0 is not process 0, without which nobody can go on
     inputs = make_inputs(SMALL, mesh.size, "uneven")
     x, topk_idx = shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)
-    group = make_group(mesh, backend="cuda", timeout=5.0)
+    group = make_group(mesh, backend=kernels(), timeout=5.0)
     layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
     jax.block_until_ready(layer(x, topk_idx))
     if mesh.devices[0].process_index == jax.process_index():
         if in_a_kernel:
-            layer(x, topk_idx)  # begins to wait for the others
+            threading.Thread(target=layer, args=(x, topk_idx), daemon=True).start()  # waits for the others
             time.sleep(1)
         os._exit(0)  # as if killed, but not so that the launcher ends the others
     time.sleep(3)  # until it has died
     begun = time.monotonic()
-    jax.block_until_ready(layer(x, topk_idx))
+    with emulated_patience(0.5):
+        try:
+            jax.block_until_ready(layer(x, topk_idx))
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # GPUs have the second operation in their queue when the first one fails.
+            assert kernels() == "emulated" and "its group has failed before" in str(error)
     assert time.monotonic() - begun < group.timeout + 1
     told = r"gave up waiting for rank 0|rank \d gave up, and rank \d with it"
     with pytest.raises(ep.PeerTimeoutError, match=told) as error:

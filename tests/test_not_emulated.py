@@ -1,4 +1,7 @@
-"""The list of the tests that do not run on emulated GPUs is complete, and has nothing else."""
+"""The lists of the tests that do not run on emulated GPUs are complete, and have nothing else.
+
+conftest.py has an emulated test fail that is skipped and not listed.
+"""
 
 import importlib
 import inspect
@@ -7,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from not_emulated import NOT_EMULATED
+from conftest import EMULATED, KERNEL_BACKENDS
+from not_emulated import NOT_EMULATED, NOT_OVER_NETWORK
 
 
 def marks(thing, name):
@@ -26,16 +30,17 @@ def all_tests():
 
 def values(function):
     """The values, or their names, with which pytest calls the function."""
+    yield from EMULATED
     for mark in marks(function, "parametrize"):
         yield from mark.kwargs.get("ids") or mark.args[1]
 
 
 def test_each_listed_test_exists():
     existing = {name: function for name, function, _ in all_tests()}
-    for entry in NOT_EMULATED:
+    for entry in NOT_EMULATED | NOT_OVER_NETWORK:
         name, value = re.fullmatch(r"([^[]+)(?:\[(.+)\])?", entry).groups()
         assert name in existing, entry
-        assert value is None or value in values(existing[name]), entry
+        assert value is None or not EMULATED or value in values(existing[name]), entry
 
 
 def test_each_test_of_gpus_alone_is_listed():
@@ -50,6 +55,17 @@ def is_gpu_case(case):
     return any(mark.name == "gpu" for mark in getattr(case, "marks", ()))
 
 
-@pytest.mark.parametrize("entry", [entry for entry in NOT_EMULATED if "[" in entry])
+def test_no_test_chooses_its_backends():
+    """The fixtures `backend` and `kernel_backend` do, for all tests."""
+    assert KERNEL_BACKENDS[1:] == EMULATED
+    for name, function, _ in all_tests():
+        for mark in marks(function, "parametrize"):
+            names = mark.args[0] if isinstance(mark.args[0], (tuple, list)) else mark.args[0].split(",")
+            assert not {"backend", "kernel_backend"} & {one.strip() for one in names}, name
+
+
+@pytest.mark.parametrize("entry", [*NOT_EMULATED, *NOT_OVER_NETWORK])
 def test_no_test_is_listed_twice(entry):
-    assert entry.partition("[")[0] not in NOT_EMULATED
+    name, bracket, _ = entry.partition("[")
+    assert not bracket or name not in NOT_EMULATED | NOT_OVER_NETWORK
+    assert not (entry in NOT_EMULATED and entry in NOT_OVER_NETWORK)

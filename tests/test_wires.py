@@ -183,7 +183,7 @@ def test_quantised_input_of_all_bytes(make_group, mesh, dtype):
     assert_fp8_dispatched(results, pair, inputs, shape)
 
 
-def test_quantised_rows_stay_close():
+def test_oracle_quantised_rows_stay_close():
     """The oracle's own formula is sound: fp8 keeps x to within half a step of its three mantissa bits."""
     x = make_inputs(SHAPE, num_ranks=1).x
     for wire in WIRES:

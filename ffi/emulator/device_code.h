@@ -50,12 +50,11 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
   return emulator::exchange(mask, value,
-                                    [=](int self) { return self < static_cast<int>(delta) ? self : self - delta; });
+                            [=](int self) { return self < static_cast<int>(delta) ? self : self - delta; });
 }
 inline unsigned __ballot_sync(unsigned mask, bool predicate) {
   const auto lane = emulator::current->lane;
-  return emulator::reduce(mask, static_cast<unsigned>(predicate) << lane,
-                                  [](unsigned a, unsigned b) { return a | b; });
+  return emulator::reduce(mask, static_cast<unsigned>(predicate) << lane, [](unsigned a, unsigned b) { return a | b; });
 }
 inline int __any_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, !predicate) == 0; }

@@ -1,7 +1,7 @@
-# emulate(<target>) adds the sources of the CUDA backend that need no JAX, compiled as C++, and the emulator.
-set(ffi_dir "${CMAKE_CURRENT_LIST_DIR}/..")
-
+# emulate(<target>) adds two things to a target: the sources of the CUDA backend that need no JAX, compiled as C++, and
+# the emulator.
 function(emulate target)
+  set(ffi_dir "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/..")
   set(cuda "${ffi_dir}/cuda")
   set(exchange "${cuda}/scatter.cu" "${cuda}/gather.cu" "${cuda}/start.cu")
   target_sources(
@@ -21,7 +21,8 @@ function(emulate target)
             "${ffi_dir}/emulator/weak_memory.cc"
             $<TARGET_OBJECTS:${target}_network>)
 
-  # The kernels for networks are the same ones in another namespace, so that both kinds fit in one program.
+  # Kernels over a network are compiled from the same sources, in a namespace of their own, so that both kinds fit in one
+  # program.
   add_library(${target}_network OBJECT EXCLUDE_FROM_ALL ${exchange} "${cuda}/nvshmem/device.cu"
                                        "${cuda}/nvshmem/network.cc")
   target_compile_definitions(${target}_network PRIVATE JAX_EP_NETWORK jax_ep=jax_ep_over_network)
@@ -33,7 +34,8 @@ function(emulate target)
     target_compile_definitions(${part} PRIVATE JAX_EP_EMULATOR)
     target_include_directories(${part} PRIVATE "${ffi_dir}/..")
     target_include_directories(${part} SYSTEM BEFORE PRIVATE "${ffi_dir}/emulator/include")
-    # Products and sums are rounded one by one. Kernels have pragmas for nvcc, and fields that they set later.
+    # Without contraction products and sums are rounded one by one. The warnings are about nvcc's pragmas, and fields
+    # that kernels set later.
     target_compile_options(${part} PRIVATE -O1 -ffp-contract=off -Wno-unknown-pragmas -Wno-sign-compare
                                            -Wno-missing-field-initializers -Wno-unused-but-set-variable -Wno-psabi)
   endforeach()

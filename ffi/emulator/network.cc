@@ -19,31 +19,31 @@ namespace {
 
 constexpr uint32_t kPieceBytes = 8;
 
-// What is at the same place of all heaps.
+// One allocation on several devices.
 struct Symmetric {
   int64_t bytes;
   std::map<int, uint8_t*> memory;  // by device
-  bool is_complete;                // somebody has asked for another device's: none is added
+  bool is_complete;                // A device has asked for the memory of another one. No device joins from here on.
 };
 
-// From one device to another one; those behind a fence have a larger number.
+// Sender, receiver, and how many fences the sender had called before. Puts of a smaller number arrive first.
 using Channel = std::tuple<int, int, uint32_t>;
 
 struct Put {
   Channel channel;
-  std::shared_ptr<Release> release;  // the stores that come before the data; without data, before the word
+  std::shared_ptr<Release> release;  // orders the sender's stores before the data, or before a word without data
   uint8_t* to;
   const uint8_t* from;
-  std::vector<uint32_t> pieces;  // of the data, those that have not arrived, by their first byte
+  std::vector<uint32_t> pieces;  // first bytes of the data's pieces that have not arrived
   Word word;                     // at the receiver
-  bool is_held;                  // arrives when it must, and not by chance
+  bool is_held;                  // only deliver_held() delivers it
 };
 
 // Never destroyed: fibers may run while the process ends.
 auto& symmetric = *new std::vector<Symmetric>;
 auto& under_way = *new std::vector<Put>;
-auto& num_under_way = *new std::map<Channel, int>;
-auto& num_fences = *new std::map<int, uint32_t>;  // by device
+auto& num_under_way = *new std::map<Channel, int>;  // channels without puts have no entry
+auto& num_fences = *new std::map<int, uint32_t>;    // by device
 
 int device_here() {
   int ordinal = 0;
@@ -52,7 +52,8 @@ int device_here() {
   return ordinal;
 }
 
-// Where an address of a device's is; stops the program if it is not symmetric.
+// The symmetric memory that holds an address of a device, and the address's offset there. Stops the program if the
+// address is in none.
 std::pair<Symmetric*, int64_t> find(const void* address, int ordinal) {
   for (Symmetric& allocation : symmetric) {
     const auto here = allocation.memory.find(ordinal);
@@ -63,18 +64,19 @@ std::pair<Symmetric*, int64_t> find(const void* address, int ordinal) {
   stop("an address that is not in this device's symmetric memory");
 }
 
-bool is_first(const Put& put) {
+// Whether no put is under way that must arrive before this one.
+bool may_arrive(const Put& put) {
   const auto& [from, to, fences] = put.channel;
-  const auto first = num_under_way.lower_bound({from, to, 0});
-  return first->first == put.channel;
+  return num_under_way.lower_bound({from, to, 0})->first == put.channel;
 }
 
-// Some pieces of a put, or its word if all of them are there.
+// Delivers at most `most_pieces` pieces of a put's data; if all data has arrived, delivers the word and forgets the
+// put.
 void deliver_part(size_t index, uint32_t most_pieces) {
   Put& put = under_way[index];
   scheduler().note_progress();
   if (!put.pieces.empty()) {
-    put.release->settle();  // NVSHMEM promises nothing more of what comes before
+    put.release->settle();  // What the sender stored before the put is part of the data.
     for (; most_pieces > 0 && !put.pieces.empty(); --most_pieces) {
       std::swap(put.pieces[adversary.random.below(static_cast<uint32_t>(put.pieces.size()))], put.pieces.back());
       std::memcpy(put.to + put.pieces.back(), put.from + put.pieces.back(), kPieceBytes);
@@ -93,26 +95,20 @@ void deliver_part(size_t index, uint32_t most_pieces) {
 void deliver_all() {
   while (!under_way.empty()) {
     for (size_t i = under_way.size(); i-- > 0;) {
-      if (i < under_way.size() && is_first(under_way[i])) deliver_part(i, UINT32_MAX);
+      if (i < under_way.size() && may_arrive(under_way[i])) deliver_part(i, UINT32_MAX);
     }
   }
 }
 
 void send(Put put, int pe) {
   const int from = device_here();
-  if (!adversary.delays_stores && under_way.empty()) {
-    for (uint32_t piece : put.pieces) std::memcpy(put.to + piece, put.from + piece, kPieceBytes);
-    write_settled(put.word.address, &put.word.value, put.word.bytes, nullptr);
-    scheduler().note_progress();
-    return;
-  }
   put.channel = {from, pe, num_fences[from]};
   put.is_held = current->warp->block->holds_stores || adversary.random.happens(adversary.held_share);
   ++num_under_way[put.channel];
   under_way.push_back(std::move(put));
+  if (!adversary.delays_stores) deliver_all();
 }
 
-// The same byte of another device's memory, or null if it has none there.
 uint8_t* address_at(int pe, const void* address) {
   const auto [allocation, offset] = find(address, device_here());
   allocation->is_complete = true;
@@ -201,7 +197,7 @@ bool deliver_some(double share) {
   for (; count > 0 && !under_way.empty(); --count) {
     const size_t index = adversary.random.below(static_cast<uint32_t>(under_way.size()));
     const Put& put = under_way[index];
-    if (put.is_held || !is_first(put)) continue;
+    if (put.is_held || !may_arrive(put)) continue;
     deliver_part(index, 1 + adversary.random.below(64));
     any = true;
   }
@@ -212,7 +208,7 @@ bool deliver_held() {
   const bool any = !under_way.empty();
   for (size_t i = under_way.size(); i-- > 0;) {
     if (adversary.random.happens(0.5) || i >= under_way.size()) continue;
-    if (is_first(under_way[i])) deliver_part(i, UINT32_MAX);
+    if (may_arrive(under_way[i])) deliver_part(i, UINT32_MAX);
   }
   return any;
 }

@@ -1,35 +1,43 @@
-// The emulated NVSHMEM: memory that all devices have at the same place of their heaps, and puts between devices. Each
-// device is a processing element (PE).
+// The emulated NVSHMEM: symmetric memory of all devices, and puts from one device to another. Each device is a
+// processing element (PE), whose number is the device's.
 //
-// Under an adversary a put is under way for a while. Its data arrives in any order, 8 bytes at a time, and then its
-// signal. Puts and words overtake one another, but none overtakes what its device sent to the same PE before a fence.
+// Without an adversary a put arrives at once. Under an adversary it is under way for a while: its data arrives in
+// pieces of 8 bytes, in any order, and its word arrives behind the data. Puts overtake one another. No put overtakes a
+// put that its device has sent to the same PE before a fence.
 #pragma once
 
 #include <cstdint>
 
 namespace emulator {
 
-// Zeros on this device; memory of as many bytes on other devices belongs to it. Null if there is no room.
+// Zeros on this device. The next allocations of as many bytes on other devices belong to the same symmetric memory.
+// Null if there is no room.
 uint8_t* allocate_symmetric(int64_t bytes);
-// When all that is under way has arrived.
+// Delivers all puts that are under way first.
 void free_symmetric(uint8_t* memory);
-// The same byte in a PE's memory.
+// The same byte in a PE's memory; null if that PE has not allocated this memory.
 uint8_t* symmetric_address(const void* address, int pe);
 
-// What device code calls: addresses are this device's own.
+// --- what device code calls: all addresses are in symmetric memory of the calling device ---------------------------
+
 struct Word {
   void* address;
   uint64_t value;
   uint32_t bytes;  // 4 or 8
 };
+
+// Copies `bytes`, a multiple of 8, to the PE, then stores the word there.
 void put(void* to, const void* from, uint32_t bytes, const Word& signal, int pe);
 void put_word(const Word& word, int pe);
+// Orders all puts that this device has sent before all puts that it sends from here on, for each PE.
 void fence_puts();
 
-// For the scheduler. has_puts: whether any is under way. deliver_some: something of about `share` of the puts that are not held; returns whether there was
-// one. deliver_held: all of some that are held, once nothing else can run.
-bool has_puts();
+// --- what the scheduler calls --------------------------------------------------------------------------------------
+
+bool has_puts();  // under way
+// Delivers a part of about `share` of the puts that are not held. Returns whether there was one.
 bool deliver_some(double share);
+// Delivers parts of about half of all puts, also of those that are held. Returns whether there was one.
 bool deliver_held();
 
 }  // namespace emulator

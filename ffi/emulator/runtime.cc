@@ -199,6 +199,9 @@ const char* cudaGetErrorString(cudaError_t status) {
 
 cudaError_t cudaGetLastError() { return std::exchange(newest_error, cudaSuccess); }
 
+// XLA:CPU numbers the devices of process p from 2048 p on.
+constexpr int kMaxOrdinal = 1 << 20;
+
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = 256;
   return cudaSuccess;
@@ -210,7 +213,7 @@ cudaError_t cudaGetDevice(int* ordinal) {
 }
 
 cudaError_t cudaSetDevice(int ordinal) {
-  if (ordinal < 0 || ordinal >= 256) return failed(cudaErrorInvalidDevice);
+  if (ordinal < 0 || ordinal >= kMaxOrdinal) return failed(cudaErrorInvalidDevice);
   ordinal_here = ordinal;
   return cudaSuccess;
 }
@@ -274,19 +277,80 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
 
 // --- memory: of the host, whose devices reach all of it ------------------------------------------------------------
 
+namespace {
+
+constexpr size_t kMemoryBytes = size_t{64} << 30;  // of a device
+constexpr size_t kGranuleBytes = size_t{2} << 20;  // Allocations of whole granules are files, which CUDA IPC shares.
+
+struct MappedFile {
+  int file;  // -1 for memory of another process
+  size_t bytes;
+};
+// By address.
+std::map<void*, MappedFile>& files_of_granules() {
+  static auto* files = new std::map<void*, MappedFile>;
+  return *files;
+}
+
+int create_file(size_t bytes) {
+  const int file = memfd_create("jax_ep_emulated", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
+  close(file);
+  return -1;
+}
+
+// Null if there is no room.
+void* map_file(int file, size_t bytes, bool is_own) {
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  const Lock lock;
+  files_of_granules()[memory] = {is_own ? file : -1, bytes};
+  return memory;
+}
+
+// Whether the memory was a mapped file.
+bool unmap_file(void* memory) {
+  const Lock lock;
+  const auto found = files_of_granules().find(memory);
+  if (found == files_of_granules().end()) return false;
+  munmap(memory, found->second.bytes);
+  if (found->second.file >= 0) close(found->second.file);
+  files_of_granules().erase(found);
+  return true;
+}
+
+// What a cudaIpcMemHandle_t holds.
+struct SharedFile {
+  pid_t process;
+  int file;
+  size_t bytes;
+};
+static_assert(sizeof(SharedFile) <= sizeof(cudaIpcMemHandle_t));
+
+}  // namespace
+
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  *memory = std::aligned_alloc(256, (bytes + 511) / 256 * 256);
+  *memory = nullptr;
+  if (bytes > kMemoryBytes) return failed(cudaErrorMemoryAllocation);
+  if (bytes > 0 && bytes % kGranuleBytes == 0) {
+    const int file = create_file(bytes);
+    if (file >= 0) *memory = map_file(file, bytes, true);
+    if (file >= 0 && *memory == nullptr) close(file);
+  } else {
+    *memory = std::aligned_alloc(256, (bytes + 511) / 256 * 256);
+  }
   return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaFree(void* memory) {
-  if (memory != nullptr) cudaDeviceSynchronize();
-  std::free(memory);
+  if (memory == nullptr) return cudaSuccess;
+  cudaDeviceSynchronize();
+  if (!unmap_file(memory)) std::free(memory);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  *total = size_t{64} << 30;
+  *total = kMemoryBytes;
   *free = *total;
   return cudaSuccess;
 }
@@ -310,9 +374,29 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
   return cudaSuccess;
 }
 
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return failed(cudaErrorNotSupported); }
-cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return failed(cudaErrorNotSupported); }
-cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
+  const Lock lock;
+  const auto found = files_of_granules().find(memory);
+  if (found == files_of_granules().end()) return failed(cudaErrorNotSupported);
+  const SharedFile shared = {getpid(), found->second.file, found->second.bytes};
+  std::memcpy(handle, &shared, sizeof(shared));
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned) {
+  SharedFile shared;
+  std::memcpy(&shared, &handle, sizeof(shared));
+  const std::string path = "/proc/" + std::to_string(shared.process) + "/fd/" + std::to_string(shared.file);
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return failed(cudaErrorInvalidValue);
+  *memory = map_file(file, shared.bytes, false);
+  close(file);
+  return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaIpcCloseMemHandle(void* memory) {
+  return unmap_file(memory) ? cudaSuccess : failed(cudaErrorInvalidValue);
+}
 
 // --- streams and events --------------------------------------------------------------------------------------------
 
@@ -417,19 +501,16 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 }
 
 CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
-  *bytes = size_t{2} << 20;
+  *bytes = kGranuleBytes;
   return CUDA_SUCCESS;
 }
 
 // A handle is a file descriptor and one.
 CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
                      unsigned long long) {
-  const int file = memfd_create("jax_ep_emulated", MFD_CLOEXEC);
-  if (file < 0) return CUDA_ERROR_INVALID_VALUE;
-  if (ftruncate(file, static_cast<off_t>(bytes)) != 0) {
-    close(file);
-    return CUDA_ERROR_OUT_OF_MEMORY;
-  }
+  if (bytes > kMemoryBytes) return CUDA_ERROR_OUT_OF_MEMORY;
+  const int file = create_file(bytes);
+  if (file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
   *handle = file + 1;
   return CUDA_SUCCESS;
 }

@@ -53,16 +53,18 @@ T load(const T* p, Order order) {
 template <typename T, typename Next>
 T atomic(T* p, Next next, Order order = Order::kRelaxed) {
   begin_atomic(p, sizeof(T), order);
-  const T before = *p;
-  const T after = next(before);
-  *p = after;
+  T before = *p, after = next(before);
+  // Another process may change the word at the same time.
+  while (!__atomic_compare_exchange(p, &before, &after, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    after = next(before);
+  }
   end_atomic(p, order, after != before);
   return before;
 }
 
 // What the running thread's stores until now, and those it has synchronized with, are to a release.
 std::shared_ptr<Release> release_here();
-// A network's store: it is visible at once, and `release`, if there is one, comes before it.
+// Stores what has come over a network. The store is visible at once, and carries `release` if there is one.
 void write_settled(void* p, const void* value, uint32_t bytes, const std::shared_ptr<Release>& release);
 
 // For the scheduler. settle_some: about `share` of the pending stores that are not held; returns whether there was one.

@@ -1,4 +1,4 @@
-"""The CUDA backend on emulated GPUs (ffi/emulator/), which are CPU devices of one process: for tests."""
+"""The CUDA backend on emulated GPUs (ffi/emulator/), which are CPU devices: for tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 
 from jax_ep import _native
 from jax_ep._backends.cuda import CudaBackend
+from jax_ep._errors import Error
 from jax_ep._settings import GroupSettings
 
 
@@ -17,7 +18,12 @@ class EmulatedBackend(CudaBackend):
         super().__init__(group, cast(ModuleType, _native.emulated))
 
     def _start_network(self, hosts: dict[int, str]) -> Any:
+        if len(hosts) > 1:
+            raise Error(f"Group: the emulated network joins the devices of one process; {len(hosts)} make this group")
         return self._native.network()
 
     def _processing_element(self, device: jax.Device) -> int:
-        return device.local_hardware_id
+        return self._ordinal(device)
+
+    def _ordinal(self, device: jax.Device) -> int:
+        return device.id  # by which XLA:CPU calls handlers, in several processes, too

@@ -76,7 +76,7 @@ class NativeGroup:
                 num_sms=group.num_sms or 0,
                 timeout_seconds=group.timeout,
                 devices=[
-                    [device.local_hardware_id if device.process_index == me else ELSEWHERE for device in ep_group]
+                    [self._ordinal(device) if device.process_index == me else ELSEWHERE for device in ep_group]
                     for ep_group in self._ep_groups
                 ],
                 sharing=self._sharing,
@@ -96,6 +96,10 @@ class NativeGroup:
     def _processing_element(self, device: jax.Device) -> int:
         """The number that NVSHMEM knows a device by."""
         return self._rendezvous.processes.index(device.process_index)
+
+    def _ordinal(self, device: jax.Device) -> int:
+        """The number by which CUDA knows a device of this process."""
+        return device.local_hardware_id
 
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
         """Sends what is needed to map this process's memory to the processes that share an EP group with it."""

@@ -386,8 +386,8 @@ void run_failure(Session& session, std::mt19937& random, Blocks blocks, uint32_t
 }
 constexpr uint32_t kFailures = 6;
 
-// How many ranks are a node of a group over a network; 0 without one. Where nodes have several ranks, half of the groups
-// get so many tokens that rows go by node.
+// How many ranks are a node of a group over a network; 0 without one. Where nodes have several ranks, half of the
+// groups get so many tokens that rows go by node.
 int32_t pick_node_size(std::mt19937& random, int32_t num_ranks) {
   const std::vector<int32_t> sizes = num_ranks == 8   ? std::vector<int32_t>{0, 0, 2, 4}
                                      : num_ranks == 4 ? std::vector<int32_t>{0, 0, 1, 2, 2}

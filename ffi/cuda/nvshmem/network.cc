@@ -1,3 +1,4 @@
+// The functions of NVSHMEM that the host calls for a group, as the table `Network`.
 #include "ffi/cuda/network.h"
 
 #include <nvshmem_host.h>

@@ -24,8 +24,8 @@ inline __nv_fp8_storage_t __nv_cvt_float_to_fp8(float value, __nv_saturation_t s
   if (magnitude > 0x7f800000u) return 0x7f;
   uint32_t code = largest + 1;
   if (magnitude < 0x7f800000u) {
-    code = format == __NV_E4M3 ? emulator::round_magnitude<3, 7>(magnitude)
-                               : emulator::round_magnitude<2, 15>(magnitude);
+    code =
+        format == __NV_E4M3 ? emulator::round_magnitude<3, 7>(magnitude) : emulator::round_magnitude<2, 15>(magnitude);
   }
   if (code > largest) code = saturation == __NV_SATFINITE ? largest : largest + 1;
   return static_cast<__nv_fp8_storage_t>(sign | code);

@@ -1,4 +1,4 @@
-// The part of NVSHMEM that ffi/cuda uses, with its meanings.
+// Stands in for NVSHMEM's header: the functions that ffi/cuda calls.
 #pragma once
 
 #include "ffi/emulator/machine.h"
@@ -22,7 +22,8 @@ inline void nvshmem_uint32_atomic_set(uint32_t* word, uint32_t value, int pe) {
 inline void nvshmemx_signal_op(uint64_t* signal, uint64_t value, int, int pe) {
   emulator::put_word({signal, value, sizeof(value)}, pe);
 }
-// All lanes call it; what they have stored is sent if the first lane is synchronized with them.
+// All lanes call it, and the first one sends. The data has the stores of another lane only if that lane has
+// synchronized with the first one before.
 inline void nvshmemx_putmem_signal_nbi_warp(void* to, const void* from, size_t bytes, uint64_t* signal, uint64_t value,
                                             int, int pe) {
   if (emulator::current->lane != 0) return;

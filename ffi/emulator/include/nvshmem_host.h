@@ -1,4 +1,4 @@
-// Of NVSHMEM; nvshmem.h has all of it.
+// Stands in for a header of NVSHMEM. nvshmem.h holds all emulated functions.
 #pragma once
 
 #include "nvshmem.h"
