@@ -17,7 +17,7 @@ const std::map<std::string, bool Adversary::*> kSwitches = {
 const std::map<std::string, double Adversary::*> kShares = {
     {"settle_share", &Adversary::settle_share},           {"held_share", &Adversary::held_share},
     {"held_blocks_share", &Adversary::held_blocks_share}, {"stall_share", &Adversary::stall_share},
-    {"switch_share", &Adversary::switch_share},
+    {"switch_share", &Adversary::switch_share},           {"late_share", &Adversary::late_share},
 };
 }  // namespace
 

@@ -14,6 +14,8 @@ Thread* current = nullptr;
 
 namespace {
 
+constexpr uint32_t kLogLongestStallNs = 24;
+
 void* scheduler_stack_pointer = nullptr;
 
 uint32_t bit(int lane) { return 1u << lane; }
@@ -213,8 +215,7 @@ void sync_warp() {
 // Counts down. Whether the stall begins here.
 static bool begins(Stall& stall, uint64_t& left) {
   if (left == 0 || --left > 0) return false;
-  constexpr uint32_t kLogLongestNs = 24;
-  stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestNs);
+  stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestStallNs);
   return true;
 }
 
@@ -255,6 +256,14 @@ void may_switch() {
   if (adversary.shuffles_warps && adversary.random.happens(adversary.switch_share)) {
     switch_away(adversary.random.happens(0.5));
   }
+}
+
+// Two threads that read a word and write it back without an atomic lose one of their updates, but only if one of them
+// stops in between until the other one's update has been used. A stall at any access seldom begins just there.
+void may_stall_before_writing_back() {
+  if (!adversary.random.happens(adversary.stall_share)) return;
+  current->warp->stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestStallNs);
+  switch_away(true);
 }
 
 uint64_t now_ns() { return scheduler().now_ns(); }

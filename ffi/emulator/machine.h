@@ -36,6 +36,7 @@ struct Thread {
   std::vector<std::function<void()>> copies;  // cp.async: of the group that is not committed yet
   std::vector<std::vector<std::function<void()>>> copy_groups;
   std::vector<std::shared_ptr<Release>> seen_releases;  // by relaxed loads, for a later fence
+  const void* word_read_last = nullptr;                 // by a load, of at most 8 bytes
   std::shared_ptr<Release> fence;                       // what a fence has ordered before later stores
 };
 
@@ -146,6 +147,8 @@ void poll_pause();
 
 // Between two accesses to memory that others see, an adversary may let others run.
 void may_switch();
+// Before a thread writes a word that it read last.
+void may_stall_before_writing_back();
 
 uint64_t now_ns();  // virtual time
 

@@ -37,6 +37,15 @@ Device* Scheduler::device(int ordinal) {
   return device.get();
 }
 
+void Scheduler::set_num_sms(int num_sms) {
+  num_sms_ = num_sms;
+  for (const auto& device : devices_) {
+    if (device->resident_blocks > 0) continue;
+    device->num_sms = num_sms;
+    device->sms.assign(kSmsPerReported * num_sms, Sm{});
+  }
+}
+
 Stream* Scheduler::add_stream(int ordinal) {
   auto& stream = streams_.emplace_back(std::make_unique<Stream>());
   stream->device = device(ordinal);
@@ -68,7 +77,7 @@ void Scheduler::begin_launch(Launch& launch) {
 
 // Of the beginning or the end of a launch, in nanoseconds.
 uint64_t Scheduler::lateness() {
-  if (!adversary.delays_launches || !adversary.random.happens(0.3)) return 0;
+  if (!adversary.delays_launches || !adversary.random.happens(adversary.late_share)) return 0;
   return adversary.random.log_uniform(kLogLongestNs);
 }
 

@@ -54,7 +54,7 @@ class Scheduler {
   Device* device(int ordinal);
   Stream* add_stream(int ordinal);
   void add_work(Stream& stream, Work work);
-  void set_num_sms(int num_sms) { num_sms_ = num_sms; }
+  void set_num_sms(int num_sms);
 
   // Runs a warp or starts something. False if nothing can be done until the host does something, or time passes.
   bool step();

@@ -155,6 +155,7 @@ void Release::settle() const {
 
 void store_bytes(void* p, const void* value, uint32_t bytes, Order order) {
   may_switch();
+  if (current->word_read_last == p) may_stall_before_writing_back();
   scheduler().note_progress();
   if (!adversary.delays_stores && granules.empty()) {
     if (!adversary.tears_units || bytes < kGranuleBytes) {
@@ -176,6 +177,7 @@ void store_bytes(void* p, const void* value, uint32_t bytes, Order order) {
 
 void load_bytes(const void* p, void* value, uint32_t bytes, Order order) {
   may_switch();
+  current->word_read_last = bytes < kGranuleBytes ? p : nullptr;
   Granule* at = find_granule(p);
   if (at == nullptr) {
     std::memcpy(value, p, bytes);

@@ -386,6 +386,107 @@ void run_failure(Session& session, std::mt19937& random, Blocks blocks, uint32_t
 }
 constexpr uint32_t kFailures = 6;
 
+// --- orders that seldom show ---------------------------------------------------------------------------------------
+
+// A setting of the emulator's adversary that one scenario needs, in place of the seed's choice.
+class Settings {
+ public:
+  Settings() : former_(emulator::adversary) {}
+  Settings(const Settings&) = delete;
+  ~Settings() {
+    former_.random = emulator::adversary.random;
+    emulator::adversary = former_;
+  }
+
+ private:
+  emulator::Adversary former_;
+};
+
+// The results that run_whole() has beside those of dispatch and dispatch_like.
+void run_way_back(Session& session) {
+  session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+  session.whole([](Rank& rank) { return rank.combine_back(); });
+  session.whole([](Rank& rank) { return rank.combine(); });
+  session.whole([](Rank& rank) { return rank.dispatch_back(); });
+  session.check_results();
+}
+
+// A done hands its slot to an operation that already waits for the slot, on all ranks. The operation that is launched
+// num_slots operations behind the start, and before the done, is that operation.
+//
+// The blocks of the done empty the units that they read. If a block's stores of the empty pattern are not ordered before
+// the words that tell "finished", the next operation of the slot can begin while they are pending:
+//  - A peer writes new rows to the slot, and the pending stores then overwrite the rows. Somebody waits for them forever.
+//    The stores may be those of the last block (release of `finished`; the fence before it, over a network), or those of
+//    the other blocks (`count_in_order`).
+//  - This rank reads the old rows again, as if they were the new ones (release of its own `finished`).
+// The end of the done's kernel makes all its stores visible. So the kernel must end late, and some stores must be held.
+//
+// Then some whole operations run, after which nobody asks for "finished", and a start and its done, which do ask. Over a
+// network, the word of an earlier whole operation must not arrive behind that of a later one of the same slot: the done
+// would then wait forever. That needs a word that is under way for longer than num_slots operations, and that holds up
+// no rank: few words may be held, and two slots show the most.
+void run_slots_handed_over(Session& session, std::mt19937& random) {
+  const Settings former;
+  emulator::Adversary& adversary = emulator::adversary;
+  adversary.delays_stores = adversary.delays_launches = true;
+  adversary.resident_blocks = kAllBlocks;
+  adversary.late_share = 0.6;
+  adversary.settle_share = pick(random, std::vector{0.05, 0.3});
+  adversary.held_share = pick(random, std::vector{0.003, 0.02});
+  adversary.held_blocks_share = pick(random, std::vector{0.0, 0.0, 0.3});
+  const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(session.cast()); };
+  const int32_t num_slots = session.group().members()[0].peers.layout.num_slots;
+  session.whole([&](Rank& rank) { return rank.dispatch(session.cast()); });
+  for (int32_t round = 0; round < 3; ++round) {
+    session.start(dispatch);
+    for (int32_t i = 0; i < num_slots; ++i) launch_any(session, random);
+    session.done(dispatch);
+    for (auto left = random() % (2 * num_slots); left > 0; --left) launch_any(session, random);
+  }
+  run_way_back(session);
+}
+
+// Blocks of a done start in any order, and fewer of them run at a time than are receivers. The first ones to start are
+// the senders, whatever their indices: a receiver that runs in place of its rank's senders waits for them forever.
+void run_done_in_any_order(Session& session, std::mt19937& random) {
+  const Settings former;
+  emulator::adversary.shuffles_blocks = true;
+  emulator::adversary.resident_blocks = pick(random, std::vector{1, 2, 3});
+  const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(session.cast()); };
+  const auto combine = [&](Rank& rank) { return rank.combine_in_halves(); };
+  session.start(dispatch);
+  session.done(dispatch);
+  session.start(combine);
+  session.done(combine);
+  run_way_back(session);
+}
+
+// A few operations of a group of its own, whose settings make it likely that one order shows.
+std::string run_rare_orders(uint64_t seed) {
+  std::mt19937 random(static_cast<uint32_t>(seed) * 2654435761u);
+  const auto scenario = random() % 4;
+  if (scenario == 3) return "";
+  const auto num_ranks = pick<int32_t>(random, {2, 2, 2, 3, 4});
+  const auto node_size = num_ranks == 3 ? 0 : pick<int32_t>(random, {0, 1});
+  const auto cast = pick<int32_t>(random, {0, 0, 1});
+  experts_per_rank = pick<int32_t>(random, {1, 3});
+  num_tokens = pick<int32_t>(random, {2, 4, 8}), top_k = pick<int32_t>(random, {1, 2});
+  const Blocks blocks = pick<Blocks>(
+      random, {{0, Form::kFewRows}, {2, Form::kUsual}, {2, Form::kManyRows}, {3, Form::kUsual}, {6, Form::kManyRows}});
+  const int32_t max_tokens = num_ranks <= 3 ? 4000 / num_ranks : num_tokens;
+  emulator::set_num_sms(pick<int32_t>(random, {2, 3, 6}));
+  Session session(num_ranks, cast, blocks, kTimeout, 0, max_tokens, {}, node_size);
+  session.randomize(random);
+  if (scenario == 0) {
+    run_done_in_any_order(session, random);
+    return ", then a done in any order";
+  }
+  run_slots_handed_over(session, random);
+  return ", then slots handed over by " + std::to_string(num_ranks) + " ranks in nodes of " +
+         std::to_string(node_size) + ", form " + std::to_string(static_cast<int>(blocks.form));
+}
+
 // How many ranks are a node of a group over a network; 0 without one. Where nodes have several ranks, half of the
 // groups get so many tokens that rows go by node.
 int32_t pick_node_size(std::mt19937& random, int32_t num_ranks) {
@@ -399,7 +500,7 @@ int32_t pick_node_size(std::mt19937& random, int32_t num_ranks) {
 }
 
 // What the seed has chosen, for who looks for the reason of a failure.
-std::string run_seed(uint64_t seed) {
+std::string run_exchange(uint64_t seed) {
   std::mt19937 random(static_cast<uint32_t>(seed));
   const auto num_ranks = pick<int32_t>(random, {1, 1, 2, 2, 3, 4, 4, 8});
   const auto cast = pick<int32_t>(random, {0, 0, 1, 2});
@@ -455,6 +556,12 @@ std::string run_seed(uint64_t seed) {
          " experts per rank, form " + std::to_string(static_cast<int>(blocks.form)) + " on " +
          std::to_string(blocks.number) + " SMs of " + std::to_string(num_sms) + ", newest epoch " +
          std::to_string(static_cast<int32_t>(newest_epoch)) + ", scenarios" + scenarios;
+}
+
+std::string run_seed(uint64_t seed) {
+  std::string what = run_exchange(seed);
+  if (check::failures == 0) what += run_rare_orders(seed);
+  return what;
 }
 
 int run_seeds(uint64_t first, uint64_t count, const std::string& settings) {
