@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "ffi/cuda/warp.cuh"
 #include "ffi/constants.h"
+#include "ffi/cuda/warp.cuh"
 #include "ffi/layout.h"
 
 namespace jax_ep {

@@ -1,5 +1,5 @@
+#include "ffi/cuda/control_words.cuh"
 #include "ffi/cuda/launch.cuh"
-#include "ffi/cuda/protocol.cuh"
 #include "ffi/cuda/start.h"
 
 namespace jax_ep {

@@ -12,7 +12,7 @@
 // Headers need no such care: they hold their epoch.
 #pragma once
 
-#include "ffi/cuda/protocol.cuh"
+#include "ffi/cuda/control_words.cuh"
 
 namespace jax_ep {
 

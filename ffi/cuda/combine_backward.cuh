@@ -1,0 +1,158 @@
+// Rows that arrive at a receiver; and what the backward pass of combine does with one: weight * row for each expert's
+// row, and the products of the row and the rows of y.
+#pragma once
+
+#include "ffi/cuda/padding.cuh"
+
+namespace jax_ep {
+
+template <typename Config>
+struct CombineBackward : Padding<Config> {
+  using Base = Padding<Config>;
+  using Base::args, Base::chunk_of, Base::chunks, Base::experts_per_rank, Base::has_unit, Base::is_own, Base::kArrival,
+      Base::kReceiveBatch, Base::op, Base::out_row, Base::payload_bytes, Base::peers, Base::scratch, Base::shared,
+      Base::sync_team;
+  using typename Base::X;
+
+  // A unit of this lane in each of some chunks and, last, but for cotangents, the scales of the one with this lane's
+  // number.
+  static constexpr int kUnitsTaken = kReceiveBatch + (kArrival != Arrival::kCombineBack);
+  struct Taken {
+    uint4 units[kUnitsTaken];
+  };
+
+  // A row that may come.
+  struct Arriving {
+    int32_t source, index;
+    bool is_own;  // and so is there, but for its header
+    bool comes;
+    RowPlace place;
+    RowHeader header;  // of a new route, for k = lane
+    int32_t row;       // of an old one, for k = lane
+    float weight;      // of that, for combine's cotangents
+    Taken first;       // this warp's first batch
+  };
+
+  // Where a batch arrives.
+  struct BatchPlace {
+    uint8_t *units, *scales;  // this lane's of the first chunk, and of the one with its number
+    int32_t step;             // between chunks, in bytes
+    int32_t bytes_left;       // of the payload, from the first unit on
+    bool has_scales;
+    __device__ __forceinline__ bool has(int i) const { return i < kReceiveBatch ? i * step < bytes_left : has_scales; }
+    __device__ __forceinline__ uint8_t* at(int i) const { return i < kReceiveBatch ? units + i * step : scales; }
+  };
+
+  __device__ BatchPlace place_of(const RowPlace& place, int32_t first, const Team& team) const {
+    const int32_t chunk = chunk_of(first, lane_id(), team);
+    return {place.unit(op, first), place.scales(op, payload_bytes, chunk), team.num_warps * kChunkBytes,
+            payload_bytes - (first * kChunkBytes + lane_id() * kUnitBytes),
+            args.num_scales && lane_id() < kReceiveBatch && chunk < chunks()};
+  }
+
+  __device__ void look_at_batch(const RowPlace& place, int32_t first, const Team& team, Taken& taken) const {
+    look_at_units(taken.units, place_of(place, first, team));
+  }
+
+  template <typename Also>
+  __device__ void take_batch(int32_t source, const RowPlace& place, int32_t first, const Team& team, Taken& taken,
+                             Also also) const {
+    const auto resolve = [&](int i) {
+      const bool is_unit = i < kReceiveBatch;
+      const int32_t mark = is_unit ? chunk_of(first, i, team) : chunks() + chunk_of(first, lane_id(), team);
+      return true_unit(op, source, place.marks + mark, is_unit ? lane_id() : 0);
+    };
+    take_units(op, [=](int) { return source; }, taken.units, place_of(place, first, team), resolve, also);
+    __syncwarp();
+  }
+
+  // y is asked for before the row is there that it is multiplied with: it comes to shared memory, where a lane's units
+  // have places of their own, which it alone fills and reads. (Not by a Ring, whose pieces lie side by side: here a
+  // warp's chunks are of its team's rounds.) The first of y's rows; the others follow as these are used.
+  __device__ void ask_for_y(int32_t row, int32_t first, const Team& team) const {
+    uint32_t left = args.y ? __ballot_sync(kAllLanes, row >= 0) : 0;
+#pragma unroll 1
+    for (int32_t slot = 0; slot < kRowsAhead; ++slot) left = ask_for_row_of_y(left, slot, row, first, team);
+  }
+
+  // The first that is left; gives the others. Where none is, something ends all the same: they are counted.
+  __device__ uint32_t ask_for_row_of_y(uint32_t left, int32_t slot, int32_t row, int32_t first,
+                                       const Team& team) const {
+    if (left) {
+      const int64_t target = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      const auto* row_of_y = static_cast<const uint8_t*>(args.y) + target * args.out_row_bytes;
+#pragma unroll
+      for (int i = 0; i < kReceiveBatch; ++i) {
+        const int32_t chunk = chunk_of(first, i, team);
+        if (has_unit(chunk))
+          copy_unit_async(y_unit(slot, i), row_of_y + (chunk * kChunkUnits + lane_id()) * kUnitBytes);
+      }
+    }
+    end_copies();
+    return left & (left - 1);
+  }
+
+  __device__ uint4* y_unit(int32_t slot, int i) const {
+    auto* y = static_cast<uint8_t*>(scratch) + scatter_scratch_bytes(peers.num_ranks, experts_per_rank());
+    return reinterpret_cast<uint4*>(y) + ((warp_id() * kRowsAhead + slot) * kReceiveBatch + i) * kChunkUnits +
+           lane_id();
+  }
+
+  __device__ float combine_back_unit(const uint4& unit, const uint4& unit_of_y, int64_t row, int32_t chunk,
+                                     float weight) const {
+    Vector<X> g, y, cotangent;
+    g.bits = unit, y.bits = unit_of_y;
+    float product = 0;
+#pragma unroll
+    for (int e = 0; e < Vector<X>::kSize; ++e) {
+      cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
+      product += to_float(g.element[e]) * to_float(y.element[e]);
+    }
+    out_row(row)[chunk * kChunkUnits + lane_id()] = cotangent.bits;
+    return product;
+  }
+
+  // combine's cotangents: weight * row to each expert's row, and the row's product with y.
+  __device__ void combine_back(const Arriving& arriving, int32_t first, uint32_t targets, const Team& team) const {
+    uint32_t ahead = targets;  // rows of y that were not asked for
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) ahead &= ahead - 1;
+    int32_t slot = 0;
+#pragma unroll 1
+    for (uint32_t left = targets; left; left &= left - 1) {
+      const int32_t k = __ffs(left) - 1;
+      const int64_t target = __shfl_sync(kAllLanes, arriving.row, k);
+      const float weight = __shfl_sync(kAllLanes, arriving.weight, k);
+      await_copies<kRowsAhead - 1>();
+      float product = 0;
+#pragma unroll
+      for (int i = 0; i < kReceiveBatch; ++i) {
+        const int32_t chunk = chunk_of(first, i, team);
+        if (!has_unit(chunk)) continue;
+        product +=
+            combine_back_unit(arriving.first.units[i], args.y ? *y_unit(slot, i) : uint4{}, target, chunk, weight);
+      }
+      __syncwarp();
+      if (!args.y) continue;
+      product = warp_sum(product);
+      if (lane_id() == 0) shared.products[warp_id()][k] += product;
+      ahead = ask_for_row_of_y(ahead, slot, arriving.row, first, team);  // has been used
+      slot = slot + 1 == kRowsAhead ? 0 : slot + 1;
+    }
+  }
+
+  // Adds what the warps that share a row, all of one block, have of its products, in their order.
+  __device__ void sum_products(int32_t row, const Team& team) const {
+    if (!args.y) return;
+    sync_team(team);
+    if (team.warp == 0 && row >= 0) {
+      float total = 0;
+#pragma unroll 1
+      for (int32_t w = 0; w < team.num_warps; ++w) total += shared.products[warp_id() + w][lane_id()];
+      args.weights_cotangent[row] = total;
+    }
+    sync_team(team);
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,275 @@
+// Receivers of a combine, on the tokens' side: they wait for the ranks' partial sums and add them in the order of
+// ranks.
+#pragma once
+
+#include "ffi/cuda/combine_send.cuh"
+
+namespace jax_ep {
+
+template <typename Config>
+struct CombineReceiver : CombineSender<Config> {
+  using Base = CombineSender<Config>;
+  using Base::add_weighted, Base::args, Base::ask_for_row, Base::by_node, Base::chunk_of, Base::end_of_parts,
+      Base::has_unit, Base::kAsksAhead, Base::kForm, Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kSumsAtOnce,
+      Base::op, Base::partial_sums, Base::peers, Base::plan, Base::resolved, Base::ring, Base::row_bytes,
+      Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::with_out_type;
+  using typename Base::SourceRow;
+  using typename Base::Sums;
+  using typename Base::X;
+
+  __device__ void receive() const {
+    const Team team = Team::of_receivers(plan, op.state.ticket, warp_id());
+    const bool takes_tokens = plan.row_receiver(op.state.ticket) >= 0 && team.index < team.num_teams;
+    int32_t token = takes_tokens ? team.index : args.num_tokens;
+    Returning asked = {};
+    if (kAsksAhead && token < args.num_tokens) asked = ask_for_token(token);
+    op.stamp(1);
+    if (op.warp_has_failed()) return;
+    if (op.state.ticket == plan.first_receiver && op.meets_peers()) {
+      const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
+      op.meet_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
+    }
+#pragma unroll 1
+    for (; token < args.num_tokens; token += team.num_teams) {
+      const Returning now = kAsksAhead ? asked : ask_for_token(token);
+      const int32_t next = token + team.num_teams;
+      if (kAsksAhead && next < args.num_tokens) asked = ask_for_token(next);
+      receive_token(token, now, team);
+    }
+  }
+
+  // A token whose sums come back.
+  struct Returning {
+    int32_t index;  // of its row among those that this lane's rank got
+    SourceRow own;  // what it has here, to be resolved()
+  };
+
+  __device__ Returning ask_for_token(int32_t token) const {
+    Returning asked = {-1};
+    if (lane_id() < peers.num_ranks) asked.index = __ldg(args.place + int64_t{token} * peers.num_ranks + lane_id());
+    if (sums_own()) asked.own = ask_for_row(peers.rank, token);
+    return asked;
+  }
+
+  __device__ void receive_token(int32_t token, const Returning& asked, const Team& team) const {
+    const SourceRow own = sums_own() ? resolved(asked.own) : SourceRow{};
+    const int32_t rank = lane_id();
+    int32_t index = asked.index, source = rank;
+    if (by_node()) {
+      const Nodes& nodes = nodes_of(peers);
+      index = index_by_node(nodes, index, token);
+      if (!nodes.is_own(rank)) source = nodes.source_of(rank / nodes.size);
+    }
+    if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
+    __syncwarp();                                   // all lanes read what some have waited for
+    const int32_t row = row_number(source, index);  // of this lane's rank
+    const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
+    if (args.topk_weights && team.warp == team.num_warps - 1) {  // which has least to do
+      float weight = weight_of(row, sources & ~here);
+      if (here && own.row >= 0) weight += __ldg(args.weights_to_send + own.row);
+      if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
+    }
+    if constexpr (kForm == Form::kUsual) {
+      // What comes from few ranks leaves room for more chunks.
+      if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
+        return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, team);
+      }
+    }
+    if constexpr (kHasRing) {
+      add_parts_of_ring(token, row, sources, here & sources, own, team);
+    } else {
+      add_parts<1, kRanksAtOnce>(token, row, sources, here, own, team);
+    }
+  }
+
+  // Where y comes ahead: own rows are summed first, and those sums wait in shared memory for their turn among all
+  // ranks'. Few instructions are what counts.
+  __device__ void add_parts_of_ring(int32_t token, int32_t row, uint32_t sources, uint32_t here, const SourceRow& own,
+                                    const Team& team) const {
+    const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
+#pragma unroll 1
+    for (int32_t part = team.warp; part < end_of_parts(); part += step(team)) {
+      if (here) {
+        const Sums sums = partial_sums(own, part, team);
+#pragma unroll
+        for (int c = 0; c < kSumsAtOnce; ++c) store_shared_unit(kept + c * kChunkBytes, sums.unit[c]);
+      }
+      float total[kSumsAtOnce][kSize];
+#pragma unroll
+      for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c], sources != 0);
+#pragma unroll 1
+      for (uint32_t left = sources; left; left &= left - 1) {
+        Sums sums;
+        if (left & -left & here) {
+#pragma unroll
+          for (int c = 0; c < kSumsAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
+        } else {
+          sums = take_sums(__ffs(left) - 1, row, part);
+        }
+#pragma unroll
+        for (int c = 0; c < kSumsAtOnce; ++c) {
+          Vector<X> unit;
+          unit.bits = sums.unit[c];
+          add_weighted(unit, 1.0f, total[c]);
+        }
+      }
+      store_sums(token, part, total);
+    }
+  }
+
+  // Chunks that lie side by side, as they arrive: this lane's units.
+  struct PartPlace {
+    uint8_t* units;
+    int32_t bytes_left;
+    __device__ __forceinline__ bool has(int i) const { return i * kChunkBytes < bytes_left; }
+    __device__ __forceinline__ uint8_t* at(int i) const { return units + i * kChunkBytes; }
+  };
+
+  // A part of what `source` has summed.
+  __device__ Sums take_sums(int32_t source, int32_t row, int32_t part) const {
+    const RowPlace from(op, __shfl_sync(kAllLanes, row, source));
+    const int32_t first = part * kSumsAtOnce;
+    const PartPlace place = {from.unit(op, first), row_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes)};
+    const auto resolve = [&](int i) { return true_unit(op, source, from.marks + first + i, lane_id()); };
+    Sums sums;
+    look_at_units(sums.unit, place);
+    take_units(op, [=](int) { return source; }, sums.unit, place, resolve, [] { return true; });
+    __syncwarp();
+    return sums;
+  }
+
+  __device__ void store_sums(int32_t token, int32_t part, const float (&total)[kSumsAtOnce][kSize]) const {
+    const int32_t first = part * kSumsAtOnce * kChunkUnits + lane_id();  // unit of the row
+    const int32_t units = row_bytes() / kUnitBytes;
+    const int64_t index = (int64_t{token} * units + first) * kSize;
+    const auto store = [&](auto* out) {
+#pragma unroll
+      for (int c = 0; c < kSumsAtOnce; ++c) {
+        if (first + c * kChunkUnits < units) store_elements(out + index + c * kChunkUnits * kSize, total[c]);
+      }
+    };
+    with_out_type(store);
+  }
+
+  // Parts of `kChunks` chunks, in which a lane awaits units of `kRanks` ranks at once. Own rows are summed while the
+  // other ranks' sums are on their way.
+  template <int kChunks, int kRanks>
+  __device__ __forceinline__ void add_parts(int32_t token, int32_t row, uint32_t sources, uint32_t here,
+                                            const SourceRow& own, const Team& team) const {
+#pragma unroll 1
+    for (int32_t part = team.warp; part < Base::template end_of_parts<kChunks>();
+         part += Base::template step<kChunks>(team)) {
+      float total[kChunks][kSize];
+      int32_t chunk[kChunks];
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        chunk[i] = Base::template chunk_of<kChunks>(part, i, team);
+        start_sum(total[i], sources != 0);
+      }
+      add_all<kChunks, kRanks>(row, sources, here, chunk, total, [&](int i) {
+        return Base::template partial_sums<1>(own, chunk[i], team)
+            .unit[0];  // of one chunk, a part has the chunk's number
+      });
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (has_unit(chunk[i])) store_sum(token, chunk[i], total[i]);
+      }
+    }
+  }
+
+  // For k = lane. Each (token, k) has its row on one rank at most; the others send zero.
+  __device__ float weight_of(int32_t row, uint32_t sources) const {
+    float total = 0;
+#pragma unroll 1
+    for (; sources; sources &= sources - 1) {
+      const int32_t source = __ffs(sources) - 1;
+      const RowPlace place(op, __shfl_sync(kAllLanes, row, source));
+      RowHeader header = no_header(op);
+      const bool came = op.wait_until(
+          source, [&] { return lane_id() >= args.top_k || look_at_header(op, place.header(lane_id()), header); });
+      if (came) total += header.weight;
+      __syncwarp();
+    }
+    return total;
+  }
+
+  // Adds, for each of some chunks, a unit of all ranks' partial sums; own(i) gives that of the rank that is `here`.
+  template <int N, int kRanks, typename Own>
+  __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
+                                          float (&total)[N][kSize], Own own) const {
+#pragma unroll 1
+    while (sources) add_ranks<N, kRanks>(row, sources, here, chunk, total, own);
+  }
+
+  // Where this lane's units of some chunks arrive from each of some ranks.
+  template <int N, int kRanks>
+  struct UnitOfRanks {
+    const ArenaLayout& layout;
+    uint8_t* of_first_row[N];  // of the arena
+    int32_t row[kRanks];
+    bool comes[kRanks], has_unit[N];
+    __device__ __forceinline__ bool has(int i) const { return comes[i % kRanks] && has_unit[i / kRanks]; }
+    __device__ __forceinline__ uint8_t* at(int i) const {
+      return of_first_row[i / kRanks] + layout.row_offset(row[i % kRanks]);
+    }
+  };
+
+  // Adds those of the next few ranks, in the order of ranks.
+  template <int N, int kRanks, typename Own>
+  __device__ __forceinline__ void add_ranks(int32_t row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
+                                            float (&total)[N][kSize], Own own) const {
+    const auto source = [now = left](int i) {
+      uint32_t behind = now;
+      for (i %= kRanks; i > 0; --i) behind &= behind - 1;
+      return __ffs(behind) - 1;
+    };
+    UnitOfRanks<N, kRanks> place = {peers.layout};
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+      place.of_first_row[c] = RowPlace(op, 0).unit(op, chunk[c]);
+      place.has_unit[c] = has_unit(chunk[c]);
+    }
+    bool is_here[kRanks], any_is_here = false;
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i) {
+      place.row[i] = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      is_here[i] = left & -left & here;
+      any_is_here |= is_here[i];
+      place.comes[i] = left != 0 && !is_here[i];
+      left &= left - 1;
+    }
+    uint4 units[N * kRanks];
+    look_at_units(units, place);
+    uint4 unit_here[N] = {};
+    if (any_is_here) {
+#pragma unroll
+      for (int c = 0; c < N; ++c) unit_here[c] = own(c);
+    }
+    const auto resolve = [&](int i) {
+      const RowPlace from(op, place.row[i % kRanks]);
+      return true_unit(op, source(i), from.marks + chunk[i / kRanks], lane_id());
+    };
+    take_units(op, source, units, place, resolve, [] { return true; });
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N * kRanks; ++i) {
+      const int c = i / kRanks, rank = i % kRanks;
+      Vector<X> part;
+      part.bits = is_here[rank] ? unit_here[c] : units[i];
+      float values[kSize];
+      to_floats(part, values);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        if (place.has(i) || is_here[rank]) total[c][e] += values[e];
+      }
+    }
+  }
+
+  __device__ void store_sum(int32_t token, int32_t chunk, const float (&total)[kSize]) const {
+    const int64_t index =
+        int64_t{token} * (row_bytes() / static_cast<int32_t>(sizeof(X))) + (chunk * kChunkUnits + lane_id()) * kSize;
+    with_out_type([&](auto* out) { store_elements(out + index, total); });
+  }
+};
+
+}  // namespace jax_ep

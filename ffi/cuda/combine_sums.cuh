@@ -1,0 +1,219 @@
+// Partial sums: a token's rows on this rank, times their weights, in float32.
+#pragma once
+
+#include "ffi/cuda/combine_operands.cuh"
+
+namespace jax_ep {
+
+template <typename Config>
+struct CombineSums : CombineOperands<Config> {
+  using Base = CombineOperands<Config>;
+  using Base::add_weighted, Base::args, Base::blocks, Base::chunk_of, Base::chunks, Base::has_unit, Base::kAsksAhead,
+      Base::kHasRing, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op, Base::peers,
+      Base::ring, Base::rounded, Base::row_bytes, Base::start_sum, Base::sums_own, Base::to_come;
+  using typename Base::SourceRow;
+  using typename Base::X;
+
+  // For all_to_all_back: calls, so that other operations need no registers for it.
+  __device__ __noinline__ static void send_num_rows(Operation op, const int32_t* num_rows) {
+    op.send_num_rows(num_rows);
+  }
+  __device__ __noinline__ static int32_t expect_num_rows(Operation op, int32_t source) {
+    return op.expect_num_rows(source);
+  }
+
+  // Asks for what there is of it; use it when that is resolved(). Whether it is present is judged there if it is asked
+  // for ahead: a compare would wait for what was loaded. Else here, which takes less time.
+  __device__ SourceRow ask_for_row(uint32_t item) const {
+    const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
+    int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
+    if (peer >= peers.num_ranks) peer -= peers.num_ranks;
+    return ask_for_row(peer, by_destinations.quotient(item));
+  }
+
+  // An own token's row has the token's number.
+  __device__ SourceRow ask_for_row(int32_t peer, int32_t index) const {
+    SourceRow source = {};
+    source.peer = peer;
+    source.index = index;
+    const int32_t candidate = source.peer * args.num_tokens + source.index;
+    source.row = -1;
+    if (blocks()) {
+      if (lane_id() == 0) source.row = candidate;
+    } else if (lane_id() < args.top_k) {
+      source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
+    }
+    if (peer != peers.rank || blocks()) {
+      source.seen = num_rows_of(source.peer);
+      if (!kAsksAhead) source.present = source.index < source.seen;
+    } else {
+      source.seen = sums_own() ? index : __ldg(args.place + int64_t{index} * peers.num_ranks + peer);
+      if (!kAsksAhead) source.present = source.seen >= 0;
+    }
+    return source;
+  }
+
+  __device__ SourceRow resolved(SourceRow source) const {
+    if (kAsksAhead) source.present = is_present(source);
+    if (!source.present) source.row = -1;
+    source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
+    source.rows = __ballot_sync(kAllLanes, source.row >= 0);
+    return source;
+  }
+
+  __device__ bool is_present(const SourceRow& source) const {
+    return source.peer != peers.rank || blocks() ? source.index < source.seen : source.seen >= 0;
+  }
+
+  // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which
+  // leaves before any row. One lane does, so that all go on alike, whatever fails.)
+  __device__ int32_t num_rows_of(int32_t peer) const {
+    if (!blocks()) return __ldg(args.num_arrived + peer);
+    int32_t number = 0;
+    if (lane_id() == 0) number = expect_num_rows(op, peer);
+    return __shfl_sync(kAllLanes, number, 0);
+  }
+
+  // Of a part; call it for all of a row's, in their order. Without a ring, N is 1 for who receives, of an own row.
+  template <int N = kSumsAtOnce>
+  __device__ UnitSums<N> partial_sums(const SourceRow& source, int32_t part, const Team& team) const {
+    float total[N][kSize];
+#pragma unroll
+    for (int c = 0; c < N; ++c) start_sum(total[c]);
+    if constexpr (kHasRing) {
+      add_pieces(source, part, team, total);
+    } else if constexpr (N > 1) {
+      add_rows(source, part, team, total);
+    } else {
+      add_own_rows(source, part, total[0]);
+    }
+    UnitSums<N> sums;
+#pragma unroll
+    for (int c = 0; c < N; ++c) sums.unit[c] = rounded(total[c]);
+    return sums;
+  }
+
+  // A sender's warps wait for one another's instructions, more than for y: here each row takes few. What all have in
+  // common is worked out once, and kept; and a lane that has no unit of its chunk reads the row's last one.
+  template <int N>
+  __device__ void add_rows(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
+    const auto bytes = static_cast<uint32_t>(row_bytes());
+    const uint8_t* of_first_row[N];
+    bool has_chunk[N];
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+      const int32_t chunk = Base::template chunk_of<N>(part, c, team);
+      const auto offset = static_cast<uint32_t>(chunk * kChunkBytes + lane_id() * kUnitBytes);
+      of_first_row[c] = keep_address(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitBytes));
+      has_chunk[c] = chunk < chunks();
+    }
+#pragma unroll 1
+    for (uint32_t rows = source.rows; rows;) {
+      Vector<X> y[kRowsAtOnce][N];
+      uint32_t weighted = rows;
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        if (!rows) break;
+        const uint32_t row = __shfl_sync(kAllLanes, source.row, __ffs(rows) - 1);
+        rows &= rows - 1;
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+          if (has_chunk[c]) y[i][c].bits = load_unit_of_y<kReadsOnce>(of_first_row[c] + uint64_t{row} * bytes);
+        }
+      }
+      // Only now, since the weights are asked for when the rows are known: y need not wait for them.
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        if (!weighted) break;
+        const float weight = weight_of_first(source, weighted);
+        weighted &= weighted - 1;
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+          if (has_chunk[c]) add_weighted(y[i][c], weight, total[c]);
+        }
+      }
+    }
+  }
+
+  // The same for one chunk of an own row. Who receives has time until the peers' sums come, but their places take its
+  // registers: what is kept above is worked out again here, as ptxas would spill it, or load the rows one by one.
+  __device__ void add_own_rows(const SourceRow& source, int32_t chunk, float (&total)[kSize]) const {
+#pragma unroll 1
+    for (uint32_t rows = source.rows; rows;) {
+      Vector<X> y[kRowsAtOnce];
+      uint32_t weighted = rows;
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const uint8_t* const row = row_of_y(source, rows);
+        y[i].bits = uint4{};
+        if (rows && has_unit(chunk)) {
+          y[i].bits = load_unit_of_y<kReadsOnce>(row + (chunk * kChunkBytes + lane_id() * kUnitBytes));
+        }
+        rows &= rows - 1;
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        if (!weighted) break;
+        add_weighted(y[i], weight_of_first(source, weighted), total);
+        weighted &= weighted - 1;
+      }
+    }
+  }
+
+  // The first of these `rows`.
+  __device__ const uint8_t* row_of_y(const SourceRow& source, uint32_t rows) const {
+    const auto row = static_cast<uint32_t>(__shfl_sync(kAllLanes, source.row, __ffs(rows) - 1));
+    return static_cast<const uint8_t*>(args.y) + uint64_t{row} * static_cast<uint32_t>(row_bytes());
+  }
+
+  __device__ static float weight_of_first(const SourceRow& source, uint32_t rows) {
+    return __shfl_sync(kAllLanes, source.weight, __ffs(rows) - 1);
+  }
+
+  // The pieces of a part come one row after the other; each row's lane asks for its own, as far ahead as the ring has
+  // room. (What lies behind the end of a row's last piece is added, too, and nobody stores it.)
+  template <int N>
+  __device__ void add_pieces(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
+    static_assert(N == kSumsAtOnce);
+    const int32_t begin = part * kPartBytes;
+    if (part == team.warp) {
+      const uint32_t rows_before = source.rows & ((1u << lane_id()) - 1);
+      const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{source.row} * args.row_bytes;
+      to_come = {ring.num_taken() + __popc(rows_before), source.row >= 0 ? row_bytes() - begin : 0,
+                 keep_address(row + begin)};
+      ask_for_pieces(source, team);
+    }
+#pragma unroll 1
+    for (uint32_t rows = begin < row_bytes() ? source.rows : 0; rows; rows &= rows - 1) {
+      const float weight = weight_of_first(source, rows);
+      const uint32_t piece = ring.next() + lane_id() * kUnitBytes;
+      Vector<X> y[N];
+#pragma unroll
+      for (int c = 0; c < N; ++c) y[c].bits = load_shared_unit(piece + c * kChunkBytes);
+#pragma unroll
+      for (int c = 0; c < N; ++c) add_weighted(y[c], weight, total[c]);
+      ring.drop();
+      ask_for_pieces(source, team);
+    }
+  }
+
+  __device__ void ask_for_pieces(const SourceRow& source, const Team& team) const {
+#pragma unroll 1
+    while (to_come.bytes_left > 0 && ring.has_room_for(to_come.number)) {
+      ring.ask(to_come.number, to_come.from, min(to_come.bytes_left, kPartBytes));
+      to_come.number += __popc(source.rows);
+      to_come.from += team.num_warps * kPartBytes;
+      to_come.bytes_left -= team.num_warps * kPartBytes;
+    }
+  }
+
+  // A block must not end before what it has asked for has come.
+  __device__ void take_rest(const SourceRow& source) const {
+    if (!source.rows) return;
+    const int32_t end = __reduce_min_sync(kAllLanes, source.row >= 0 ? to_come.number : INT32_MAX);
+#pragma unroll 1
+    while (ring.num_taken() < end) ring.next(), ring.drop();
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,288 @@
+// Receivers of a dispatch: they wait for rows and write each to the rows of its experts.
+#pragma once
+
+#include "ffi/cuda/combine_backward.cuh"
+
+namespace jax_ep {
+
+template <typename Config>
+struct DispatchReceiver : CombineBackward<Config> {
+  using Base = CombineBackward<Config>;
+  using Base::args, Base::ask_for_y, Base::by_node, Base::bytes_under_way, Base::cast, Base::chunk_of, Base::chunks,
+      Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own, Base::kArrival,
+      Base::kCasts, Base::kFew, Base::kReceiveBatch, Base::kShares, Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll,
+      Base::learn_places, Base::load_chunk, Base::look_at_batch, Base::new_route, Base::new_row, Base::num_arrived,
+      Base::op, Base::out_row, Base::pad, Base::peers, Base::place_here, Base::place_of, Base::places_are_known,
+      Base::plan, Base::scales_unit, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
+      Base::sync_team, Base::take_batch, Base::write_counts, Base::zero_row;
+  using typename Base::Arriving;
+  using typename Base::BatchPlace;
+  using typename Base::Taken;
+  using typename Base::X;
+
+  // Rows that may come, as find_candidate() deals them, a team of warps for each. The first row of a team is asked for
+  // while the block finds out where rows go.
+  __device__ void receive() const {
+    op.stamp(1);
+    const Team team = Team::of_receivers(plan, op.state.ticket, warp_id());
+    const bool takes_rows = plan.row_receiver(op.state.ticket) >= 0 && team.index < team.num_teams;
+    const Places places(scratch, peers.num_ranks, experts_per_rank());
+    if (op.state.ticket == plan.first_receiver && op.meets_peers()) {
+      const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
+      op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
+    }
+    const uint32_t end = takes_rows ? num_candidates() : 0;
+    uint32_t item = team.index;
+    Arriving arriving = {};
+    const bool looks = !op.warp_has_failed() && item < end;  // after close(), there is no row
+    if (looks) arriving = look_for_row(item, team, [&](int32_t source) { return num_arrived(source); });
+    if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
+    if (!kFew) learn_places();
+    if (kFew && arriving.comes) await_row(arriving, team);  // all have come at about the same time
+    op.stamp(8);
+    if (!places_are_known()) return;
+    op.stamp(2);
+    if (op.state.ticket == plan.first_receiver) write_counts(places);
+    if constexpr (kShares) {
+      if (!args.blocks) pad(places);
+      if (!takes_rows) item = shared_row(claim_row(team), team);
+      take_shared_rows(item, arriving, looks, places, team);
+    } else {
+      // Where there are some rows, before them: they are on their way meanwhile.
+      if (!kFew && !args.blocks) pad(places);
+#pragma unroll 1
+      while (item < end) {
+        if (!kFew && arriving.comes) await_row(arriving, team);
+        deliver_row(arriving, places, team);
+        item += team.num_teams;
+        if (item >= end) break;
+        arriving = look_for_row(item, team,
+                                [&](int32_t source) { return kFew ? num_arrived(source) : shared.arrived[source]; });
+        if (kFew && arriving.comes) await_row(arriving, team);
+      }
+      if (kFew && !args.blocks) pad(places);
+    }
+  }
+
+  // What a sender does then: it takes rows, and padding, that no receiver has come to. Not where blocks are yet to
+  // begin: they may be those that send what it would wait for.
+  __device__ void help() const {
+    const bool judges = op.is_control_warp() && lane_id() == 0;  // which has begun, if nobody else has waited for that
+    if (named_barrier_or(kWorkersBarrier, op.num_workers, judges && !op.all_have_begun())) return;
+    const Places places(scratch, peers.num_ranks, experts_per_rank());
+    if (lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
+    learn_places();
+    if (!places_are_known()) return;
+    const Team team = Team::of_receivers(plan, plan.num_blocks - 1, warp_id());
+    Arriving arriving = {};
+    take_shared_rows(shared_row(claim_row(team), team), arriving, false, places, team);
+  }
+
+  __device__ uint32_t num_candidates() const { return peers.num_ranks * args.num_tokens; }
+  // Those before are the receivers' first ones.
+  __device__ uint32_t first_shared_row() const { return Team::of_receivers(plan, plan.num_blocks - 1, 0).num_teams; }
+
+  // The item, if it was looked for already, and those that the team claims then.
+  __device__ void take_shared_rows(uint32_t item, Arriving& arriving, bool looked, const Places& places,
+                                   const Team& team) const {
+#pragma unroll 1
+    while (item < num_candidates()) {
+      if (!looked) arriving = look_for_row(item, team, [&](int32_t source) { return shared.arrived[source]; });
+      looked = false;
+      if (arriving.comes) await_row(arriving, team);
+      const uint32_t claimed = claim_row(team);  // comes while this one is written
+      deliver_row(arriving, places, team);
+      item = shared_row(claimed, team);
+    }
+  }
+
+  // With the first thread of a team; then all of it know.
+  __device__ uint32_t claim_row(const Team& team) const { return team.warp == 0 && lane_id() == 0 ? op.claim() : 0; }
+  __device__ uint32_t shared_row(uint32_t claimed, const Team& team) const {
+    if (team.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);
+    uint32_t& item = shared.claimed[warp_id() / team.num_warps];
+    sync_team(team);  // all have read what it was before
+    if (team.warp == 0 && lane_id() == 0) item = claimed;
+    sync_team(team);
+    return item;
+  }
+
+  // Items are dealt in the order in which senders send rows.
+  __device__ void find_candidate(uint32_t item, Arriving& arriving) const {
+    arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
+    arriving.index = peers.by_ranks.quotient(item);
+    if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
+  }
+
+  // Asks for what there is of it; rows_from() tells how many come from a source.
+  template <typename RowsFrom>
+  __device__ Arriving look_for_row(uint32_t item, const Team& team, RowsFrom rows_from) const {
+    Arriving arriving = {};
+    find_candidate(item, arriving);
+    arriving.is_own = is_own(arriving.source);
+    // Of lanes that give up one by one, some may have heard how many come.
+    arriving.comes = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
+    if (!arriving.comes) return arriving;
+    arriving.place = place_here(arriving.source, arriving.index);
+    if (!new_route() && !args.blocks) {
+      const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
+      arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
+    }
+    if (arriving.is_own) {
+      read_own(arriving, team.warp, team);
+      if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
+      if (!new_route()) arriving.comes = __any_sync(kAllLanes, arriving.row >= 0);
+    } else if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
+      const BatchPlace place = place_of(arriving.place, team.warp, team);
+      for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? empty_unit() : uint4{};
+      arriving.header = no_header(op);
+    } else {
+      look_at_batch(arriving.place, team.warp, team, arriving.first);
+      if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
+    }
+    if constexpr (kArrival == Arrival::kCombineBack) {
+      if (arriving.row >= 0) arriving.weight = __ldg(args.row_weights + arriving.row);
+      ask_for_y(arriving.row, team.warp, team);
+    }
+    return arriving;
+  }
+
+  // A batch of an own row, as it would arrive.
+  __device__ void read_own(Arriving& arriving, int32_t first, const Team& team) const {
+    uint4 read[kReceiveBatch][kUnitsRead] = {};
+    float scales[kReceiveBatch] = {};
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) load_chunk(arriving.index, chunk_of(first, i, team), read[i], scales[i]);
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) {
+      arriving.first.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
+      if constexpr (kArrival != Arrival::kCombineBack) {
+        if (!args.num_scales) continue;
+        const uint4 unit = scales_unit(has_unit(chunk_of(first, i, team)) ? scales[i] : 0);
+        if (lane_id() == i) arriving.first.units[kReceiveBatch] = unit;
+      }
+    }
+  }
+
+  // Over the network; by node, a near rank passes rows on.
+  __device__ bool comes_by_signal(int32_t source) const { return is_far(peers, source) && !by_node(); }
+
+  // Waits for the rest.
+  __device__ void await_row(Arriving& arriving, const Team& team) const {
+    const bool has_header = this->has_header();
+    const auto header_has_come = [&] {
+      return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header);
+    };
+    if (arriving.is_own) {
+      op.wait_until(peers.rank, header_has_come);
+      __syncwarp();
+    } else {
+      if constexpr (kHasNetwork) {
+        if (lane_id() == 0 && !by_node()) await_signal(op, arriving.source, arriving.source, arriving.index);
+        __syncwarp();
+      }
+      take_batch(arriving.source, arriving.place, team.warp, team, arriving.first, header_has_come);
+    }
+    if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
+  }
+
+  __device__ void deliver_row(Arriving& arriving, const Places& places, const Team& team) const {
+    const int32_t source = arriving.source;
+    const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
+    const bool keeps_route = new_route() && team.warp == team.num_warps - 1 && lane_id() < args.top_k;
+    if (!arriving.comes) {
+      if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
+      if (args.blocks && args.zero_pad && team.warp == 0) zero_row(candidate);
+      return;
+    }
+    int32_t row = -1;  // of the result, for k = lane
+    if (args.blocks) {
+      if (lane_id() == 0) row = static_cast<int32_t>(candidate);
+    } else if (lane_id() < args.top_k) {
+      row = new_route() ? new_row(source, arriving.header, places) : arriving.row;
+    }
+    if (keeps_route) {
+      args.rows[candidate * args.top_k + lane_id()] = row;
+      if (row >= 0) args.weights[row] = arriving.header.weight;
+    }
+    const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
+    op.stamp(3);
+    if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
+    const int32_t end = arriving.is_own && !targets ? 0 : chunks();  // what has come is taken
+#pragma unroll 1
+    for (int32_t first = team.warp; first < end; first += kReceiveBatch * team.num_warps) {
+      if (first != team.warp) {
+        if (arriving.is_own) {
+          read_own(arriving, first, team);
+        } else {
+          look_at_batch(arriving.place, first, team, arriving.first);
+        }
+        if constexpr (kArrival == Arrival::kCombineBack) ask_for_y(row, first, team);
+        if (!arriving.is_own) take_batch(source, arriving.place, first, team, arriving.first, [] { return true; });
+      }
+      op.stamp(6);
+      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, team);
+      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets, team);
+      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving, first, targets, team);
+      op.stamp(7);
+    }
+    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, team);
+  }
+
+  // To each expert's row, as it came.
+  __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets, const Team& team) const {
+    const auto own = reinterpret_cast<unsigned long long>(out_row(row));
+#pragma unroll(kUnroll)
+    for (uint32_t left = targets; left; left &= left - 1) {
+      auto* out = reinterpret_cast<uint4*>(__shfl_sync(kAllLanes, own, __ffs(left) - 1)) + lane_id();
+#pragma unroll
+      for (int i = 0; i < kReceiveBatch; ++i) {
+        const int32_t chunk = chunk_of(first, i, team);
+        if (has_unit(chunk)) out[chunk * kChunkUnits] = taken.units[i];
+      }
+    }
+    if (!args.num_scales) return;
+#pragma unroll 1
+    for (uint32_t left = targets; left; left &= left - 1) {
+      write_scales(taken.units[kReceiveBatch], chunk_of(first, lane_id(), team), row, __ffs(left) - 1);
+    }
+  }
+
+  __device__ void write_scales(const uint4& unit, int32_t chunk, int32_t row, int32_t k) const {
+    float* out = args.out_scales + int64_t{__shfl_sync(kAllLanes, row, k)} * args.num_scales;
+    const uint32_t scales[] = {unit.x, unit.y, unit.z, unit.w};
+    if (args.num_scales % 4 == 0) {  // rows of them begin at whole units
+      if (lane_id() < kReceiveBatch && chunk < chunks()) reinterpret_cast<uint4*>(out)[chunk] = unit;
+      return;
+    }
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      if (lane_id() < kReceiveBatch && chunk * 4 + i < args.num_scales) out[chunk * 4 + i] = __uint_as_float(scales[i]);
+    }
+  }
+
+  // To each expert's row, in the group's dtype.
+  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets, const Team& team) const {
+#pragma unroll
+    for (int i = 0; i < kReceiveBatch; ++i) {
+      const uint4& unit = taken.units[kReceiveBatch];
+      const uint32_t scales[] = {__shfl_sync(kAllLanes, unit.x, i), __shfl_sync(kAllLanes, unit.y, i),
+                                 __shfl_sync(kAllLanes, unit.z, i), __shfl_sync(kAllLanes, unit.w, i)};
+      const int32_t block = lane_id() / 8;
+      const uint32_t scale = block < 2 ? (block == 0 ? scales[0] : scales[1]) : (block == 2 ? scales[2] : scales[3]);
+      Vector<X> x[sizeof(X)];
+      cast_from_fp8(taken.units[i], __uint_as_float(scale), x);
+#pragma unroll 1
+      for (uint32_t left = targets; left; left &= left - 1) {
+        uint4* out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1)) +
+                     (chunk_of(first, i, team) * kChunkUnits + lane_id()) * static_cast<int32_t>(sizeof(X));
+#pragma unroll
+        for (int v = 0; v < sizeof(X); ++v) {
+          if (has_unit(chunk_of(first, i, team))) out[v] = x[v].bits;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,244 @@
+// What all handlers of the CUDA backend share: they read FFI buffers, check a call against its group, note the order of
+// calls, and enqueue the kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "ffi/cuda/call_order.h"
+#include "ffi/cuda/gather.h"
+#include "ffi/cuda/group.h"
+#include "ffi/cuda/halves.h"
+#include "ffi/cuda/runtime.h"
+#include "ffi/cuda/scatter.h"
+#include "ffi/cuda/xla.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+using Operand = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+template <typename T>
+T* data(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
+}
+template <typename T>
+T* data(Result buffer) {
+  return data<T>(*buffer);
+}
+
+// Only the kernels that calculate look at the type; the others move bytes.
+inline ElementType element_type(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::F32:
+      return ElementType::kFloat32;
+    case ffi::F16:
+      return ElementType::kFloat16;
+    default:
+      return ElementType::kBFloat16;
+  }
+}
+
+inline int64_t row_bytes(const ffi::AnyBuffer& buffer) {
+  return buffer.dimensions().back() * static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
+}
+
+inline int64_t num_rows(const ffi::AnyBuffer& buffer) {
+  return buffer.dimensions().back() == 0 ? 0
+                                         : static_cast<int64_t>(buffer.element_count()) / buffer.dimensions().back();
+}
+
+// Why the group takes no calls, or "".
+inline std::string refusal(const Group* group) {
+  if (group == nullptr) return "this process has not made the group that the program was compiled for";
+  if (group->closed()) return "its group is closed; make a new Group and trace the function again";
+  if (const std::optional<FailureRecord> failure = group->failure()) {
+    return "its group has failed before (" + summary(*failure) + "); close it, make a new Group and trace the " +
+           "function again";
+  }
+  return "";
+}
+
+// This device's part in the group, if the group takes calls.
+inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal) {
+  const Group* group = find_group(group_id);
+  const std::string where = std::string(op) + ": ", reason = refusal(group);
+  if (!reason.empty()) return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, where + reason));
+  const Member* member = group->member_on(ordinal);
+  if (member == nullptr) {
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                   where + "CUDA device " + std::to_string(ordinal) + " is not in the group's mesh"));
+  }
+  return member;
+}
+
+// The same, if also the call fits in the group's arena.
+inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal, const Call& call,
+                                              int64_t payload) {
+  const auto member = member_for(op, group_id, ordinal);
+  if (member.has_error()) return member;
+  const ArenaLayout& layout = (*member)->peers.layout;
+  const bool is_all_to_all = call.op == OpKind::kAllToAll || call.op == OpKind::kAllToAllBack;
+  const int32_t top_k = is_all_to_all ? 1 : layout.top_k;  // Peers::by_top_k and the rows' headers rely on it
+  std::string misfit;
+  if (call.top_k != top_k) {
+    misfit = "top_k is " + std::to_string(call.top_k) + "; it must be the group's " + std::to_string(top_k);
+  } else if (call.num_tokens > layout.max_tokens || payload > layout.max_payload || payload % 16 != 0) {
+    misfit = std::to_string(call.num_tokens) + " rows of " + std::to_string(payload) +
+             " bytes do not fit in the group's " + std::to_string(layout.max_tokens) + " rows of " +
+             std::to_string(layout.max_payload) + " bytes";
+  }
+  if (misfit.empty()) return member;
+  return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(op) + ": " + misfit));
+}
+
+// The call would wait until the time-out.
+struct OrderError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The rank of `member` has found that it runs `op` in another order than `other_device` does.
+inline void fail_for_order(const Group& group, const Member& member, uint32_t op, int32_t other_device,
+                           uint64_t expected, uint64_t seen) {
+  FailureRecord why = {};
+  why.reason = static_cast<uint32_t>(FailureReason::kOtherOrder);
+  why.op = op;
+  why.rank = member.peers.rank;
+  why.peer = group.member_on(other_device)->peers.rank;
+  why.expected = static_cast<uint32_t>(expected);
+  why.seen = static_cast<uint32_t>(seen);
+  group.fail(member, why);
+}
+
+struct OrderedCall {
+  int64_t group;
+  OpKind op;
+  int32_t num_sms;  // at most
+};
+
+// Notes the call. If devices run it and another group's operations in different order, both groups fail, so that
+// kernels that wait already end at once, and it throws OrderError.
+inline void expect_order(const OrderedCall& call, const Member& member, cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  const auto op = static_cast<uint32_t>(call.op);
+  const auto conflicts = call_order().note(
+      {call.group, member.line},
+      {member.ordinal, stream, call.num_sms, member.num_sms, op, capture != cudaStreamCaptureStatusNone});
+  for (const OrderConflict& conflict : conflicts) {
+    const Group &group = *find_group(call.group), &other = *find_group(conflict.other.first);
+    if (!refusal(&other).empty()) continue;  // it makes no more calls, and its kernels end
+    const uint64_t here = conflict.others_before, there = conflict.others_before_there;
+    fail_for_order(group, member, op, conflict.other_device, there, here);
+    fail_for_order(other, *other.member_on(member.ordinal), conflict.other_op, conflict.other_device, there, here);
+    const auto after = [&](uint64_t count, int32_t device) {
+      return "after " + std::to_string(count) + " operations of the other group on device " + std::to_string(device);
+    };
+    throw OrderError(
+        "devices run operations of two groups in different order, so that each waits for the other: operation " +
+        std::to_string(conflict.number) + " of " + group.name() + " comes " + after(there, conflict.other_device) +
+        ", and " + after(here, member.ordinal) + "; the other group is " + other.name() +
+        ". Run the operations of both groups in the same order on all devices: in one program, or in programs that " +
+        "one host thread calls" +
+        (conflict.is_one_stream ? "" : "; or give both groups fewer SMs with num_sms, so that both fit on a device"));
+  }
+}
+
+// Turns what is thrown into XLA's errors. One call at a time is noted and enqueued on a device.
+template <typename Enqueue>
+ffi::Error enqueued(const char* op, const Member& member, Enqueue enqueue) {
+  const auto what = [=](const std::exception& error) { return std::string(op) + ": " + error.what(); };
+  try {
+    const auto lock = call_order().lock(member.ordinal);
+    enqueue();
+  } catch (const OrderError& error) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, what(error));
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(what(error));
+  } catch (const std::runtime_error& error) {
+    return ffi::Error::Internal(what(error));
+  }
+  return ffi::Error::Success();
+}
+
+// Launches a whole operation, or starts one in halves, which needs `buffers`.
+inline ffi::Error begin(const char* op, int64_t group, const Member& member, const Call& call, const Buffers& buffers,
+                        cudaStream_t stream, const Halves::Body& body) {
+  return enqueued(op, member, [&] {
+    if (call.half == Half::kWhole) {
+      expect_order({group, call.op, body.num_blocks}, member, stream);
+      check(body.launch(stream), "the kernel was not launched");
+    } else {
+      member.halves->start(call, buffers, body, stream);
+    }
+  });
+}
+
+// SMs for an operation of the group, as plans take them; 0: as the plan sees fit.
+inline int32_t num_sms(int64_t group, Half half, int32_t device_sms) {
+  const int32_t chosen = find_group(group)->num_sms();
+  return half == Half::kWhole ? chosen : usable_sms_beside_others(chosen, device_sms);
+}
+
+inline ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
+                          const ScatterArgs& args, const Buffers& buffers = {}) {
+  // An fp8 row and its scales take less than the same channels in 16 bits.
+  const int64_t payload = args.num_scales > 0 ? args.num_scales * kChannelsPerScale : args.row_bytes;
+  const auto member = member_for(op, group, ordinal, args, payload);
+  if (member.has_error()) return member.error();
+  const Peers& peers = (*member)->peers;
+  const int32_t device_sms = (*member)->num_sms;
+  const LaunchPlan plan =
+      plan_scatter(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
+                   num_sms(group, args.half, device_sms), device_sms, args.arrival == Arrival::kCombineBack);
+  const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
+    return kernels.launch_scatter(peers, args, type, plan, on);
+  };
+  return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
+}
+
+inline ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
+                         const GatherArgs& args, const Buffers& buffers = {}) {
+  const auto member = member_for(op, group, ordinal, args, args.row_bytes);
+  if (member.has_error()) return member.error();
+  const Peers& peers = (*member)->peers;
+  const int32_t device_sms = (*member)->num_sms;
+  const LaunchPlan plan =
+      plan_gather(args.num_tokens, peers.num_ranks, args.rows ? args.top_k : 0,
+                  num_chunks(static_cast<int32_t>(args.row_bytes)), num_sms(group, args.half, device_sms), device_sms);
+  const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
+    return kernels.launch_gather(peers, args, type, plan, on);
+  };
+  return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
+}
+
+// Memory that a start will need: XLA has allocated it, which is all.
+inline ffi::Error room(ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
+
+template <typename... Buffer>
+Buffers addresses(const Buffer&... buffers) {
+  return {data<const void>(buffers)...};
+}
+
+// The operands are the start's, but for its axis_index, and the ticket; the results are in the place of some of them.
+inline ffi::Error done(const char* op, OpKind kind, cudaStream_t stream, int32_t ordinal, int64_t group,
+                       ffi::RemainingArgs operands) {
+  const auto member = member_for(op, group, ordinal);
+  if (member.has_error()) return member.error();
+  Buffers buffers;
+  for (size_t i = 0; i < operands.size(); ++i) buffers.push_back(data<const void>(*operands.get<ffi::AnyBuffer>(i)));
+  // A start waits for no peer. The stream waits for the operation from the done on, so that is where the call counts.
+  const int32_t most_sms = num_sms(group, Half::kDone, (*member)->num_sms);
+  return enqueued(op, **member, [&] {
+    expect_order({group, kind, most_sms}, **member, stream);
+    (*member)->halves->done(buffers, stream);
+  });
+}
+
+}  // namespace jax_ep

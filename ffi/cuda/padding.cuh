@@ -1,0 +1,60 @@
+// Rows of a dispatch's result that hold no token.
+#pragma once
+
+#include "ffi/cuda/dispatch_send.cuh"
+
+namespace jax_ep {
+
+template <typename Config>
+struct Padding : DispatchSender<Config> {
+  using Base = DispatchSender<Config>;
+  using Base::args, Base::experts_per_rank, Base::op, Base::out_row, Base::plan;
+
+  // Rows that hold no token: behind each group, and behind the last one. Their weights are zero; they are themselves,
+  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it.
+  __device__ void pad(const Places& places) const {
+    const bool is_ragged = args.layout == Layout::kRagged, zeroes = args.zero_pad;
+    const bool is_first = op.state.ticket == plan.first_receiver;
+    if (!zeroes && !is_first) return;
+    const int32_t worker = (zeroes ? op.state.ticket - plan.first_receiver : 0) * plan.block_warps() + warp_id();
+    const int32_t workers = (zeroes ? plan.num_receivers() : 1) * plan.block_warps();
+    int32_t last = 0;
+#pragma unroll 1
+    for (int32_t base = 0; base < experts_per_rank(); base += 32) {
+      const int32_t expert = base + lane_id();
+      int32_t begin = 0, end = 0;  // of the gap behind this lane's expert
+      if (expert < experts_per_rank()) {
+        begin = places.first_row[expert] + places.counts[expert];
+        end = places.first_row[expert] + (is_ragged ? places.group_sizes[expert] : static_cast<int32_t>(args.capacity));
+      }
+      last = __reduce_max_sync(kAllLanes, max(last, end));
+#pragma unroll 1
+      for (uint32_t gaps = __ballot_sync(kAllLanes, begin < end); gaps; gaps &= gaps - 1) {
+        const int32_t lane = __ffs(gaps) - 1;
+        pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane), zeroes || is_ragged, worker,
+                 workers);
+      }
+    }
+    pad_rows(last, static_cast<int32_t>(args.num_rows), zeroes, worker, workers);
+  }
+
+  __device__ void pad_rows(int32_t begin, int32_t end, bool zero, int32_t worker, int32_t workers) const {
+#pragma unroll 1
+    for (int32_t row = begin + worker * 32 + lane_id(); row < end; row += workers * 32) {
+      if (args.weights) args.weights[row] = 0;
+      if (args.weights_cotangent) args.weights_cotangent[row] = 0;
+    }
+#pragma unroll 1
+    for (int32_t row = begin + worker; zero && row < end; row += workers) zero_row(row);
+  }
+
+  __device__ void zero_row(int64_t row) const {
+#pragma unroll 1
+    for (int32_t i = lane_id(); i < args.out_row_bytes / kUnitBytes; i += 32) out_row(row)[i] = uint4{};
+    if (!args.out_scales) return;
+#pragma unroll 1
+    for (int32_t i = lane_id(); i < args.num_scales; i += 32) args.out_scales[row * args.num_scales + i] = 0;
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,256 @@
+// Where rows go: counts of a rank's tokens, sent to every rank, and prefix sums over the counts that arrive.
+#pragma once
+
+#include "ffi/cuda/dispatch_operands.cuh"
+
+namespace jax_ep {
+
+template <typename Config>
+struct Routing : DispatchOperands<Config> {
+  using Base = DispatchOperands<Config>;
+  using Base::args, Base::experts_per_rank, Base::kFew, Base::kShares, Base::new_route, Base::num_arrived,
+      Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers, Base::shared;
+
+  // Tells every rank which operation this is and, where it cannot know, how many rows it gets for each expert.
+  __device__ void announce() const {
+    const Lookup lookup = this->lookup();
+    clear(lookup);
+    if (new_route()) {
+      count_tokens(lookup, 0, args.num_tokens, ids_to_count(0, args.num_tokens));
+    } else if (args.splits) {
+      op.sync_workers();
+      count_splits(lookup);
+    }
+    if (!op.state.failed) {
+      if (sends_numbers()) {
+#pragma unroll 1
+        for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
+          const int32_t peer = peers.by_experts.quotient(expert);
+          op.send_number(peer, op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(),
+                         lookup.experts[expert]);
+        }
+        op.send_num_rows(lookup.ranks);
+      }
+      if (threadIdx.x < peers.num_ranks) op.announce(threadIdx.x);
+    }
+    op.stamp(2);
+    op.tell_former_finished();
+  }
+
+  __device__ Lookup lookup() const {
+    return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
+  }
+
+  // The workers may count behind their next barrier.
+  __device__ void clear(const Lookup& lookup) const {
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_workers) lookup.experts[i] = 0;
+  }
+
+  __device__ void count_splits(const Lookup& lookup) const {
+#pragma unroll 1
+    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
+      lookup.experts[expert] = args.splits[expert];
+      atomicAdd(&lookup.ranks[peers.by_experts.quotient(expert)], args.splits[expert]);
+    }
+    op.sync_workers();
+  }
+
+  // Of some tokens, what this lane counts at once.
+  static constexpr int kCountsAtOnce = kShares ? 4 : 1;
+  struct Ids {
+    int32_t expert[kCountsAtOnce];
+  };
+
+  // Asks for the first that are counted of tokens [first, last): by a warp, kCountsAtOnce times as many as have lanes.
+  __device__ Ids ids_to_count(int32_t first, int32_t last) const {
+    const int32_t tokens = peers.by_top_k.quotient(32), token = peers.by_top_k.quotient(lane_id());
+    Ids ids;
+#pragma unroll
+    for (int i = 0; i < kCountsAtOnce; ++i) {
+      const int32_t at = first + (warp_id() + i * plan.block_warps()) * tokens;
+      const bool present = token < tokens && at + token < last;
+      ids.expert[i] = present ? __ldg(args.topk_idx + int64_t{at} * args.top_k + lane_id()) : -1;
+    }
+    return ids;
+  }
+
+  // Counts tokens [first, last), whose first ids have been asked for. The workers meet at a barrier before they count,
+  // and at another one at the end.
+  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, Ids ids) const {
+    const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
+    const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
+    Pair pairs[kCountsAtOnce];
+    const auto look_at = [&] {
+#pragma unroll
+      for (int i = 0; i < kCountsAtOnce; ++i) pairs[i] = pair(ids.expert[i], k);
+    };
+    look_at();
+    op.sync_workers();
+    op.stamp(1);
+#pragma unroll 1
+    while (first < last) {
+      first += stride;
+      ids = ids_to_count(first, last);  // the next ones, which are on their way while these are counted
+#pragma unroll
+      for (int i = 0; i < kCountsAtOnce; ++i) count(lookup, pairs[i]);
+      if (first < last) look_at();
+    }
+    op.sync_workers();
+  }
+
+  // A token and an expert that it names: this lane's.
+  struct Pair {
+    int32_t expert, rank;  // -1 if there is none
+    bool is_first;         // of the token's on the rank: a token counts once for a rank
+  };
+
+  __device__ Pair pair(int32_t expert, int32_t k) const {
+    if (!is_expert(expert, num_experts())) expert = -1;
+    const int32_t rank = expert >= 0 ? peers.by_experts.quotient(expert) : -1;
+    return {expert, rank, count_earlier(rank, k) == 0};
+  }
+
+  __device__ void count(const Lookup& lookup, const Pair& pair) const {
+    if (pair.expert < 0) return;
+    atomicAdd(&lookup.experts[pair.expert], 1);
+    if (pair.is_first) atomicAdd(&lookup.ranks[pair.rank], 1);
+  }
+
+  // How many of the k lanes before this one have the same value.
+  __device__ static int32_t count_earlier(int32_t value, int32_t k) {
+    const uint32_t earlier = ((1u << k) - 1) << (lane_id() - k);
+    return __popc(__match_any_sync(kAllLanes, value) & earlier);
+  }
+
+  // What a block must know to write rows, found out by two of its warps. (In the forms for few rows only the control
+  // warp comes here, and does not wait for the others; and each of those asks for itself how many come.)
+  __device__ void learn_places() const {
+    if (op.is_control_warp()) place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
+    if (!kFew && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
+    __syncwarp();
+    if (op.is_worker()) return;
+    if (op.state.failed) give_up();
+    named_barrier_arrive(kPlacesBarrier, blockDim.x);
+  }
+  // For all workers of a block: waits until that is known. False if the operation failed; all hear the same, as the
+  // warps of a team must agree whether they have a row.
+  __device__ bool places_are_known() const {
+    if (op.state.failed) give_up();
+    named_barrier(kPlacesBarrier, blockDim.x);
+    return !shared.gives_up;
+  }
+  __device__ void give_up() const { atomicExch(&shared.gives_up, 1); }
+
+  // Finds out where the experts' groups lie, from a prefix sum over their sizes; of an old route, from what it kept.
+  // With one warp, a lane for two experts.
+  __device__ void place_rows(const Places& p) const {
+    if (args.blocks) return;
+    int64_t rows_before = 0;
+    int32_t dropped = 0;
+#pragma unroll 1
+    for (int32_t base = 0; base < experts_per_rank(); base += 64) {
+      const int32_t first = base + 2 * lane_id(), end = min(first + 2, experts_per_rank());
+      int32_t need[2] = {};
+      int64_t size[2] = {};
+      if (new_route()) {
+        if (first < end) sum_sources(p, first, need);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (first + i < end) need[i] = __ldg(args.known_group_sizes + first + i);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) size[i] = align_up(need[i], args.alignment);
+      const int64_t through = rows_before + sum_through(size[0] + size[1]);
+      int64_t begin = through - size[0] - size[1];
+      rows_before = __shfl_sync(kAllLanes, through, 31);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int32_t expert = first + i;
+        if (expert >= end) break;
+        const Placement group = place_group(args.layout, expert, begin, need[i], args.capacity, args.alignment);
+        p.first_row[expert] = static_cast<int32_t>(group.first_row);
+        p.counts[expert] = new_route() ? group.count : __ldg(args.known_counts + expert);
+        p.group_sizes[expert] = new_route() ? group.group_size : need[i];
+        dropped += need[i] - group.count;
+        begin += size[i];
+      }
+    }
+    dropped = __reduce_add_sync(kAllLanes, dropped);
+    if (lane_id() == 0) shared.dropped = dropped;
+  }
+
+  // The rows that an expert and the next one get; notes where each source's begin.
+  __device__ void sum_sources(const Places& p, int32_t expert, int32_t (&total)[2]) const {
+    constexpr int kAtOnce = 4;
+    const bool has_next = expert + 1 < experts_per_rank();
+#pragma unroll 1
+    for (int32_t first = 0; first < peers.num_ranks; first += kAtOnce) {
+      uint4 words[kAtOnce];
+      int32_t missing = first;
+      const auto have_come = [&] {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          words[i] = load_unit(op.counts_at(peers.rank, min(first + i, peers.num_ranks - 1)) + expert);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (words[i].y == op.state.epoch && (words[i].w == op.state.epoch || !has_next)) continue;
+          all = false;
+          missing = min(first + i, peers.num_ranks - 1);
+        }
+        return all;
+      };
+      op.wait_until([&] { return missing; }, have_come);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= peers.num_ranks) break;
+        int32_t* const begin = p.first + (first + i) * experts_per_rank() + expert;
+        begin[0] = total[0];
+        total[0] += static_cast<int32_t>(words[i].x);
+        if (!has_next) continue;
+        begin[1] = total[1];
+        total[1] += static_cast<int32_t>(words[i].z);
+      }
+    }
+  }
+
+  // The sum over this lane and those before.
+  __device__ static int64_t sum_through(int64_t value) {
+#pragma unroll
+    for (int32_t offset = 1; offset < 32; offset *= 2) {
+      const int64_t before = __shfl_up_sync(kAllLanes, value, offset);
+      if (lane_id() >= offset) value += before;
+    }
+    return value;
+  }
+
+  __device__ void write_counts(const Places& p) const {
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += op.num_workers) {
+      const int32_t source = peers.by_experts.quotient(i);
+      args.counts[i] = op.expect_number(source, op.counts_at(peers.rank, source) + i - source * experts_per_rank());
+    }
+    if (!new_route()) return;
+#pragma unroll 1
+    for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += op.num_workers) {
+      args.counts[expert] = p.counts[expert];
+      args.group_sizes[expert] = p.group_sizes[expert];
+    }
+    if (threadIdx.x < peers.num_ranks) args.num_arrived[threadIdx.x] = num_arrived(threadIdx.x);
+    if (threadIdx.x != 0) return;
+    *args.num_dropped = shared.dropped;
+    if (shared.dropped) add(&op.own().counters.dropped, shared.dropped);
+  }
+
+  __device__ int32_t new_row(int32_t source, const RowHeader& header, const Places& places) const {
+    if (header.expert < 0) return -1;
+    const int32_t position = places.first[source * experts_per_rank() + header.expert] + header.position;
+    return position < places.counts[header.expert] ? places.first_row[header.expert] + position : -1;
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,193 @@
+// Bounded waits and failures. Every wait looks at the clock, and at the word by which ranks tell one another of a
+// failure.
+#pragma once
+
+#include "ffi/arena.h"
+#include "ffi/cuda/call.h"
+#include "ffi/cuda/network.cuh"
+#include "ffi/cuda/ptx.cuh"
+#include "ffi/cuda/warp.cuh"
+
+namespace jax_ep {
+
+__device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t value) {
+  return static_cast<unsigned long long>(epoch) << 32 | value;
+}
+
+// What a block knows of the operation; in shared memory. The control warp writes it in enter().
+struct State {
+  PeerTable table;
+  uint32_t epoch;
+  int32_t slot;
+  int32_t ticket;        // blocks of this launch that entered before: it decides the block's role
+  uint32_t whole_slots;  // an EntryWord's, as this launch found it
+  bool slot_is_free;     // on all ranks, without asking
+  bool entered;          // no block of another launch has entered before: the epoch and the slot are this launch's own
+  volatile bool failed;  // give up: the results will be poisoned
+#ifdef JAX_EP_TIMELINE
+  uint64_t begun;
+#endif
+};
+
+struct Waiting {
+  const Peers& peers;
+  const Call& call;
+  const void* result;  // tells this launch from others: EntryWord::tag
+  State& state;
+  int32_t num_workers;  // threads of the block
+
+  // Notes when this block got somewhere, in a build that looks at it (benchmarks/native). Phases: 0 begun, 1 in; of
+  // scatter's senders 2 knows where its rows go, or has told how many come, 3 has sent; of its receivers 8 has looked
+  // for a row, 2 knows where rows go, 3 has a row, 6 begins to write it, or a batch of it, 7 has; 4 all warps are done,
+  // 5 out. What comes again is noted as it was last.
+  __device__ void stamp([[maybe_unused]] int32_t phase) const {
+#ifdef JAX_EP_TIMELINE
+    if (threadIdx.x != 0) return;
+    compiler_barrier();
+    const uint64_t now = globaltimer_ns();
+    if (phase == 0) {  // of which operation, is not known yet
+      state.begun = now;
+    } else {
+      const uint32_t block = state.epoch % kTimelineOps * kTimelineBlocks + state.ticket;
+      peers.timeline[block * kTimelinePhases + phase] = now;
+      if (phase == 5) peers.timeline[block * kTimelinePhases] = state.begun;
+    }
+    compiler_barrier();
+#endif
+  }
+
+  __device__ Control& own() const { return *peers.control; }
+  __device__ Control& control_of(int32_t rank) const { return *state.table.control[rank]; }
+  __device__ unsigned long long* counts_at(int32_t rank, int32_t from) const {
+    auto* base = reinterpret_cast<uint8_t*>(state.table.control[rank]);
+    return reinterpret_cast<unsigned long long*>(
+        base + counts_offset(state.slot, from, peers.num_ranks, peers.experts_per_rank));
+  }
+
+  // Polls until probe() gives `expected`. False, and the operation has failed, when another rank has, or when the time
+  // is up, for which `peer` is to blame, or peer().
+  template <typename Peer, typename Probe>
+  __device__ __forceinline__ bool wait_for(Peer peer, uint32_t expected, Probe probe,
+                                           FailureReason reason = FailureReason::kTimeout) const {
+    uint64_t deadline_ns = 0;
+    for (uint32_t polls = 1;; ++polls) {
+      const uint32_t seen = probe();
+      if (seen == expected) return true;
+      poll_pause();
+      if (polls % 64 > 1) continue;  // few instructions between two looks
+      if (state.failed) return false;
+      if (polls % 64 == 0) deadline_ns = lose_patience(*this, deadline_ns, reason, blamed(peer), expected, seen);
+    }
+  }
+
+  // The same until probe() holds; until then, the former epoch stands for what is seen.
+  template <typename Peer, typename Probe>
+  __device__ __forceinline__ bool wait_until(Peer peer, Probe probe) const {
+    const uint32_t epoch = state.epoch;
+    return wait_for(peer, epoch, [&] { return probe() ? epoch : epoch - 1; });
+  }
+
+  __device__ static int32_t blamed(int32_t peer) { return peer; }
+  template <typename Peer>
+  __device__ static int32_t blamed(const Peer& peer) {
+    return peer();
+  }
+
+  // Called at times while a thread waits. Fails the operation once its deadline has passed. Returns what the next call
+  // gets as `deadline_ns`: 0 at the first call; then the end of a short wait, an even number; then the deadline that
+  // the blocks share, an odd number. Most waits are short: they do not touch the word that the blocks share.
+  __device__ __noinline__ static uint64_t lose_patience(Waiting op, uint64_t deadline_ns, FailureReason reason,
+                                                        int32_t peer, uint32_t expected, uint32_t seen) {
+    constexpr uint64_t kShortWaitNs = 1'000'000;
+    const uint64_t now = globaltimer_ns();
+    if (load_relaxed(&op.own().failed) != 0) op.state.failed = true;
+    if (deadline_ns == 0) return (now + min(op.peers.timeout_ns, kShortWaitNs)) & ~uint64_t{1};
+    if (now < deadline_ns) return deadline_ns;
+    if (deadline_ns % 2 == 0) return op.deadline(now) | 1;
+    if (reason == FailureReason::kTimeout && op.state.entered) {
+      op.expect_no_other_call();
+      if constexpr (kHasNetwork) peer = op.silent_rank(peer);
+    }
+    fail(op, reason, peer, expected, seen);
+    return deadline_ns;
+  }
+
+  // The deadline that all blocks of the operation share: its first long wait, plus the time-out. So a peer that is late
+  // again and again cannot extend it. A block that has not entered yet has a deadline of its own.
+  __device__ __forceinline__ uint64_t deadline(uint64_t now) const {
+    constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
+    if (!state.entered) return now + peers.timeout_ns;
+    unsigned long long* const word = &own().first_wait[call.half == Half::kDone][state.slot];
+    const uint32_t tick = static_cast<uint32_t>(now >> kLogTickNs) | 1;  // a word of 0 is none, also of epoch 0
+    unsigned long long first = load_relaxed(word);
+    if (first >> 32 != state.epoch || first == 0) {
+      const unsigned long long before = atomic_cas_relaxed_gpu(word, first, tagged(state.epoch, tick));
+      first = before == first ? tagged(state.epoch, tick) : before;
+    }
+    // Another block may have read its clock later than this one, and have written first.
+    const auto waited_ticks = max(static_cast<int32_t>(tick - static_cast<uint32_t>(first)), 0);
+    const uint64_t waited_ns = uint64_t{static_cast<uint32_t>(waited_ticks)} << kLogTickNs;
+    return now + peers.timeout_ns - min(waited_ns, peers.timeout_ns);
+  }
+
+  // What does not come may be that of ranks in another operation.
+  __device__ void expect_no_other_call() const {
+#pragma unroll 1
+    for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
+      const unsigned long long word = load_relaxed(&own().op[state.slot][rank]);
+      const uint32_t hash = static_cast<uint32_t>(word);
+      if (word >> 32 == state.epoch && hash != call.hash) {
+        fail(*this, FailureReason::kOtherOp, rank, call.hash, hash);
+      }
+    }
+  }
+
+  // Whom to blame for what does not come from `peer`: what it has sent may have to pass through a rank that is not in
+  // the operation.
+  __device__ int32_t silent_rank(int32_t peer) const {
+#pragma unroll 1
+    for (int32_t i = 0, rank = peer; i < peers.num_ranks; ++i, rank = rank + 1 == peers.num_ranks ? 0 : rank + 1) {
+      if (load_relaxed(&own().op[state.slot][rank]) >> 32 != state.epoch) return rank;
+    }
+    return peer;
+  }
+
+  // Records the first failure of this rank and makes every rank of the group give up.
+  __device__ __noinline__ static void fail(Waiting op, FailureReason reason, int32_t peer, uint32_t expected,
+                                           uint32_t seen) {
+    const int32_t self = op.peers.rank;
+    op.state.failed = true;
+    if (atomic_cas_relaxed_sys(&op.own().failed, 0u, 1u + self) != 0) return;
+    op.record_failure(reason, self, peer, expected, seen);
+#pragma unroll 1
+    for (int32_t rank = 0; rank < op.peers.num_ranks; ++rank) {
+      if (rank != self) store_word(op.peers, rank, &op.peers.table->control[rank]->failed, 1u + self);
+    }
+  }
+
+  __device__ __forceinline__ void record_failure(FailureReason reason, int32_t rank, int32_t peer, uint32_t expected,
+                                                 uint32_t seen) const {
+    FailureRecord& record = *peers.failure;
+    store_relaxed(&record.reason, static_cast<uint32_t>(reason));
+    store_relaxed(&record.op, static_cast<uint32_t>(call.op));
+    store_relaxed(&record.epoch, state.epoch);
+    store_relaxed(&record.rank, static_cast<uint32_t>(rank));
+    store_relaxed(&record.peer, static_cast<uint32_t>(peer));
+    store_relaxed(&record.expected, expected);
+    store_relaxed(&record.seen, seen);
+    store_release(&record.valid, 1);
+  }
+
+  // Of a rank whose own record this process does not see: it may be on another host.
+  __device__ __forceinline__ void record_failure_elsewhere() const {
+    const uint32_t failed = load_relaxed(&own().failed);
+    const bool is_known = load_relaxed(&peers.failure->valid) != 0;
+    if (failed == 0 || failed == kClosed || failed == 1u + peers.rank || is_known) return;
+    record_failure(FailureReason::kElsewhere, peers.rank, static_cast<int32_t>(failed - 1), 0, 0);
+  }
+
+  // Whether the operation has failed, the same for all lanes of a warp: each lane by itself may see it sooner or later.
+  __device__ __forceinline__ bool warp_has_failed() const { return __any_sync(kAllLanes, state.failed); }
+};
+
+}  // namespace jax_ep
