@@ -11,18 +11,18 @@
 namespace jax_ep {
 
 // Operations of a group take turns in its slots, by their epoch. Two are enough for whole operations; a small arena has
-// four, for as many halves under way.
+// four, for as many split-phase calls under way.
 inline constexpr int kMaxSlots = 4;
 inline constexpr int64_t kSmallArena = int64_t{64} << 20;  // bytes
 
 // Rows travel in units of 16 bytes, which arrive whole, 32 of them (a chunk) moved by a warp at once.
 //
 // A row under way is a header, one unit per k; the payload; and, if that is fp8, a unit of four scales per chunk of it.
-// ffi/cuda/units.cuh tells how the receiver sees that a unit has arrived, and what the marks are for.
+// ffi/cuda/ll_units.cuh tells how the receiver sees that a unit has arrived, and what the escape masks are for.
 inline constexpr int kUnitBytes = 16;
 inline constexpr int kChunkUnits = 32;
 inline constexpr int kChunkBytes = kUnitBytes * kChunkUnits;
-inline constexpr uint8_t kEmptyByte = 0xfd;  // 16 of them: a unit that has not arrived
+inline constexpr uint8_t kSentinelByte = 0xfd;  // 16 of them: a unit that has not arrived
 
 // What travels with a row for one k. A dispatch fills all; the way back uses `weight`, for the cotangents of the
 // router's weights.
@@ -42,8 +42,8 @@ struct ArenaLayout {
   int32_t max_payload = 0;  // bytes, a multiple of 16; scales of an fp8 row fit in what fp8 saves
   int32_t num_slots = 0;    // a power of two, so that epochs may wrap
   int32_t header_bytes = 0, row_stride = 0;
-  int32_t marks_per_row = 0;  // one per chunk of the payload, and one per unit of scales
-  int64_t marks_begin = 0;
+  int32_t escape_masks_per_row = 0;  // one per chunk of the payload, and one per unit of scales
+  int64_t escape_masks_begin = 0;
   int64_t bytes = 0;
 
   constexpr ArenaLayout() = default;
@@ -55,9 +55,9 @@ struct ArenaLayout {
         num_slots(num_slots),
         header_bytes(static_cast<int32_t>(align_up(top_k * kUnitBytes, 128))),
         row_stride(static_cast<int32_t>(align_up(header_bytes + max_payload, 128))),
-        marks_per_row(num_chunks(max_payload) + 1),
-        marks_begin(num_rows() * row_stride),
-        bytes(align_up(marks_begin + num_rows() * marks_per_row * 8, 256)) {}
+        escape_masks_per_row(num_chunks(max_payload) + 1),
+        escape_masks_begin(num_rows() * row_stride),
+        bytes(align_up(escape_masks_begin + num_rows() * escape_masks_per_row * 8, 256)) {}
 
   // As many slots as fit in a small arena, and at least two.
   static constexpr ArenaLayout fitting(int32_t num_sources, int32_t top_k, int32_t max_tokens, int32_t max_payload) {
@@ -73,7 +73,9 @@ struct ArenaLayout {
   constexpr int64_t row_offset(int32_t number) const {  // one instruction
     return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(number)} * static_cast<uint32_t>(row_stride));
   }
-  constexpr int64_t marks_offset(int32_t number) const { return marks_begin + int64_t{number} * marks_per_row * 8; }
+  constexpr int64_t escape_masks_offset(int32_t number) const {
+    return escape_masks_begin + int64_t{number} * escape_masks_per_row * 8;
+  }
 };
 
 enum class OpKind : uint32_t {
@@ -109,15 +111,15 @@ struct Counters {
 inline constexpr int kNumRowsCopies = 8;
 
 // The word by which the blocks of a launch enter a new operation. Each block adds its launch's step() with one atomic
-// addition. The old value tells the block the epoch, and how many blocks of the launch have entered before it. The block
-// that enters last writes the word for the next launch, when it leaves.
+// addition. The old value tells the block the epoch, and how many blocks of the launch have entered before it. The
+// block that enters last writes the word for the next launch, when it leaves.
 //
-// Launches that enter operations of one group must not overlap on a device. The sum of the tags shows a block of another
-// launch that has entered before: without one, the sum is as many tags of this launch as blocks have entered.
+// Launches that enter operations of one group must not overlap on a device. The sum of the tags shows a block of
+// another launch that has entered before: without one, the sum is as many tags of this launch as blocks have entered.
 struct EntryWord {
   uint32_t num_entered;
-  // The slots whose newest operation was a whole one, as bits, and kNewestIsWhole. When a whole operation has ended, all
-  // peers had announced it, and so had ended the whole operations before it: nobody has to ask.
+  // The slots whose newest operation was a whole one, as bits, and kNewestIsWhole. When a whole operation has ended,
+  // all peers had notified it, and so had ended the whole operations before it: nobody has to ask.
   uint32_t whole_slots;
   uint32_t newest_epoch;
   uint32_t tags;
@@ -155,8 +157,8 @@ struct Control {
   // blocks, which is written when all have entered.
   alignas(16) uint32_t num_left[2];
   uint32_t num_blocks[2];
-  uint32_t done_left[kMaxSlots];    // blocks of each slot's done that have left
-  uint32_t poisons[2][kMaxSlots];   // 1 while a block poisons the results of a launch, of a done, in each slot
+  uint32_t done_left[kMaxSlots];          // blocks of each slot's done that have left
+  uint32_t poisons[2][kMaxSlots];         // 1 while a block poisons the results of a launch, of a done, in each slot
   unsigned long long claimed[kMaxSlots];  // {epoch, rows that blocks have claimed} in each slot
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.
   unsigned long long first_wait[2][kMaxSlots];
@@ -202,7 +204,7 @@ struct FailureRecord {
 };
 
 // An operation runs in one launch, or in two: a start, which takes its turn, and a done, beside whatever comes then.
-enum class Half : int32_t { kWhole, kStart, kDone };
+enum class Phase : int32_t { kWhole, kStart, kDone };
 
 // Whether many rows go once to a node, and on from there: not where each rank is one.
 constexpr bool has_levels(int32_t node_size, int32_t num_ranks) { return 1 < node_size && node_size < num_ranks; }

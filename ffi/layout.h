@@ -43,7 +43,7 @@ class Divisor {
 };
 
 // How the ranks of a group over a network are spread: nodes of `size` ranks in a row, which map each other's memory. A
-// rank's counterparts are the ranks of its number in the other nodes: what goes to a node goes to the counterpart
+// rank's rail peers are the ranks of its number in the other nodes: what goes to a node goes to the rail_peer
 // there.
 struct Nodes {
   int32_t size = 1, count = 1;
@@ -58,12 +58,12 @@ struct Nodes {
   constexpr int32_t other(int32_t i) const { return (own + 1 + i) % count; }
   constexpr bool is_own(int32_t rank) const { return rank / size == own; }
   // The rank of the same number as `rank` in a node.
-  constexpr int32_t counterpart(int32_t rank, int32_t node) const { return node * size + rank % size; }
-  constexpr int32_t counterpart_in(int32_t node) const { return counterpart(number, node); }
-  constexpr bool is_counterpart(int32_t rank) const { return !is_own(rank) && rank % size == number; }
+  constexpr int32_t rail_peer(int32_t rank, int32_t node) const { return node * size + rank % size; }
+  constexpr int32_t rail_peer_in(int32_t node) const { return rail_peer(number, node); }
+  constexpr bool is_rail_peer(int32_t rank) const { return !is_own(rank) && rank % size == number; }
   // Whether it is, and of a node that one of `ranks`, as bits, is of.
-  constexpr bool passes_on(int32_t rank, uint32_t ranks) const {
-    return is_counterpart(rank) && (ranks >> (rank - rank % size) & 0xffffffffu >> (32 - size)) != 0;
+  constexpr bool forwards(int32_t rank, uint32_t ranks) const {
+    return is_rail_peer(rank) && (ranks >> (rank - rank % size) & 0xffffffffu >> (32 - size)) != 0;
   }
   // What travels by node is kept behind what the ranks send, as that of the node.
   constexpr int32_t source_of(int32_t node) const { return size * count + node; }

@@ -6,7 +6,7 @@
 //
 // 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
-// experts are the first rank's) are as the bench's options; FORM=2 takes a Form by its number, SUMS_OWN=0 a plan's
+// experts are the first rank's) are as the bench's options; FORM=2 takes a Variant by its number, SUMS_OWN=0 a plan's
 // flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
@@ -21,9 +21,9 @@
 #include <thread>
 #include <vector>
 
-#include "ffi/cuda/gather.h"
+#include "ffi/cuda/combine.h"
+#include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/group.h"
-#include "ffi/cuda/scatter.h"
 
 using namespace jax_ep;
 
@@ -92,7 +92,7 @@ struct Rank {
   }
 
   void dispatch(const LaunchPlan& plan) const {
-    ScatterArgs args = {};
+    DispatchArgs args = {};
     args.op = OpKind::kDispatch, args.hash = 1, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.x = x, args.row_bytes = kRowBytes, args.cast = cast;
@@ -102,22 +102,22 @@ struct Rank {
     args.out = recv, args.out_row_bytes = cast ? kHidden : kRowBytes, args.out_scales = cast ? scales : nullptr;
     args.weights = weights, args.counts = counts, args.group_sizes = group_sizes, args.num_dropped = num_dropped;
     args.rows = rows, args.num_arrived = num_arrived;
-    must(launch_scatter(peers, args, ElementType::kBFloat16, plan, stream));
+    must(launch_dispatch(peers, args, ElementType::kBFloat16, plan, stream));
   }
 
   void combine(const LaunchPlan& plan) const {
-    GatherArgs args = {};
+    CombineArgs args = {};
     args.op = OpKind::kCombine, args.hash = 2, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.y = y, args.row_bytes = kRowBytes, args.row_weights = weights;
     args.rows = rows, args.num_arrived = num_arrived, args.place = place;
     args.out = out, args.out_type = ElementType::kBFloat16;
-    must(launch_gather(peers, args, ElementType::kBFloat16, plan, stream));
+    must(launch_combine(peers, args, ElementType::kBFloat16, plan, stream));
   }
 
   // Along the route of a dispatch.
   void combine_back(const LaunchPlan& plan) const {
-    ScatterArgs args = {};
+    DispatchArgs args = {};
     args.op = OpKind::kCombineBack, args.hash = 3, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.x = x, args.row_bytes = kRowBytes, args.arrival = Arrival::kCombineBack;
@@ -127,17 +127,17 @@ struct Rank {
     args.zero_pad = setting("ZERO_PAD", 1) != 0;
     args.out = recv, args.out_row_bytes = kRowBytes;
     args.y = y, args.row_weights = weights, args.weights_cotangent = weights_cotangent;
-    must(launch_scatter(peers, args, ElementType::kBFloat16, plan, stream));
+    must(launch_dispatch(peers, args, ElementType::kBFloat16, plan, stream));
   }
 
   void dispatch_back(const LaunchPlan& plan) const {
-    GatherArgs args = {};
+    CombineArgs args = {};
     args.op = OpKind::kDispatchBack, args.hash = 4, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.y = recv, args.row_bytes = kRowBytes, args.weights_to_send = weights_cotangent;
     args.rows = rows, args.num_arrived = num_arrived, args.place = place;
     args.out = out, args.out_type = ElementType::kBFloat16, args.topk_weights = topk_weights;
-    must(launch_gather(peers, args, ElementType::kBFloat16, plan, stream));
+    must(launch_combine(peers, args, ElementType::kBFloat16, plan, stream));
   }
 };
 
@@ -263,16 +263,16 @@ int main(int argc, char** argv) {
     plan.log_block_warps = log_of(arg(first + 2, plan.block_warps()));
     plan.log_send_warps = log_of(arg(first + 3, 1 << plan.log_send_warps));
     plan.log_receive_warps = log_of(arg(first + 4, 1 << plan.log_receive_warps));
-    if (plan.block_warps() <= kFewRowsBlockWarps) {
-      plan.form = Form::kFewRows;
+    if (plan.block_warps() <= kLowLatencyBlockWarps) {
+      plan.variant = Variant::kLowLatency;
     }
-    if (setting("FORM", -1) >= 0) plan.form = static_cast<Form>(setting("FORM", 0));
+    if (setting("FORM", -1) >= 0) plan.variant = static_cast<Variant>(setting("FORM", 0));
     plan.sums_own = setting("SUMS_OWN", plan.sums_own);
     return plan;
   };
   const int32_t out_chunks = num_chunks(cast ? kHidden : kRowBytes), back_chunks = num_chunks(kRowBytes);
-  const LaunchPlan out = adjusted(plan_scatter(tokens, num_ranks, kTopK, out_chunks, kNumSms, device_sms, grad), 3);
-  const LaunchPlan back = adjusted(plan_gather(tokens, num_ranks, kTopK, back_chunks, kNumSms, device_sms), 8);
+  const LaunchPlan out = adjusted(plan_dispatch(tokens, num_ranks, kTopK, out_chunks, kNumSms, device_sms, grad), 3);
+  const LaunchPlan back = adjusted(plan_combine(tokens, num_ranks, kTopK, back_chunks, kNumSms, device_sms), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
   GroupConfig config = {kExperts, kTopK, tokens, kRowBytes, kNumSms, 5.0, {devices}};
@@ -287,10 +287,10 @@ int main(int argc, char** argv) {
     ranks.push_back(std::make_unique<Rank>(group.members()[r], r, num_ranks, tokens, cast));
     must(cudaDeviceSynchronize());
   }
-  const auto scatter = [&](Rank& rank) { grad ? rank.combine_back(out) : rank.dispatch(out); };
-  const auto gather = [&](Rank& rank) { grad ? rank.dispatch_back(back) : rank.combine(back); };
+  const auto run_out = [&](Rank& rank) { grad ? rank.combine_back(out) : rank.dispatch(out); };
+  const auto run_back = [&](Rank& rank) { grad ? rank.dispatch_back(back) : rank.combine(back); };
   if (grad) measure(ranks, [&](Rank& rank) { rank.dispatch(out); });
-  const float out_us = measure(ranks, scatter);
+  const float out_us = measure(ranks, run_out);
   std::vector<std::vector<uint64_t>> stamps;
   const auto print_plan = [](const char* name, const LaunchPlan& plan) {
     std::printf(" %s %d+%d blocks of %d warps, %d, %d a row;", name, plan.num_senders, plan.num_receivers(),
@@ -300,9 +300,9 @@ int main(int argc, char** argv) {
   print_plan(grad ? "combine_back" : "dispatch", out), print_plan(grad ? "dispatch_back" : "combine", back);
   std::printf("\n");
   print_timeline(ranks, out);
-  const float back_us = measure(ranks, gather);
+  const float back_us = measure(ranks, run_back);
   print_timeline(ranks, back);
-  const float pair = measure(ranks, [&](Rank& rank) { scatter(rank), gather(rank); });
+  const float pair = measure(ranks, [&](Rank& rank) { run_out(rank), run_back(rank); });
   std::printf("  %s %.2f %s %.2f pair %.2f us%s\n", grad ? "combine_back" : "dispatch", out_us,
               grad ? "dispatch_back" : "combine", back_us, pair, group.failure() ? " FAILED" : "");
   return group.failure() ? 1 : 0;

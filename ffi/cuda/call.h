@@ -10,17 +10,17 @@ namespace jax_ep {
 enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16 };
 
 // What a start leaves for its done, in memory of XLA's: of a slot there can be several starts.
-struct Ticket {
+struct PendingCall {
   uint32_t epoch;
   uint32_t blocks_begun;  // of the body
 };
 
 struct Call {
   OpKind op;
-  Half half;
+  Phase phase;
   uint32_t hash;              // of all that must be equal on all ranks
   const int32_t* axis_index;  // the rank that XLA runs here
-  Ticket* ticket;             // of halves
+  PendingCall* pending;       // of split-phase calls
   int32_t num_tokens, top_k;
 };
 

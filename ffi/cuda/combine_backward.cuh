@@ -11,7 +11,7 @@ struct CombineBackward : Padding<Config> {
   using Base = Padding<Config>;
   using Base::args, Base::chunk_of, Base::chunks, Base::experts_per_rank, Base::has_unit, Base::is_own, Base::kArrival,
       Base::kReceiveBatch, Base::op, Base::out_row, Base::payload_bytes, Base::peers, Base::scratch, Base::shared,
-      Base::sync_team;
+      Base::sync_warp_group;
   using typename Base::X;
 
   // A unit of this lane in each of some chunks and, last, but for cotangents, the scales of the one with this lane's
@@ -43,47 +43,48 @@ struct CombineBackward : Padding<Config> {
     __device__ __forceinline__ uint8_t* at(int i) const { return i < kReceiveBatch ? units + i * step : scales; }
   };
 
-  __device__ BatchPlace place_of(const RowPlace& place, int32_t first, const Team& team) const {
-    const int32_t chunk = chunk_of(first, lane_id(), team);
-    return {place.unit(op, first), place.scales(op, payload_bytes, chunk), team.num_warps * kChunkBytes,
+  __device__ BatchPlace place_of(const RowPlace& place, int32_t first, const WarpGroup& warp_group) const {
+    const int32_t chunk = chunk_of(first, lane_id(), warp_group);
+    return {place.unit(op, first), place.scales(op, payload_bytes, chunk), warp_group.num_warps * kChunkBytes,
             payload_bytes - (first * kChunkBytes + lane_id() * kUnitBytes),
             args.num_scales && lane_id() < kReceiveBatch && chunk < chunks()};
   }
 
-  __device__ void look_at_batch(const RowPlace& place, int32_t first, const Team& team, Taken& taken) const {
-    look_at_units(taken.units, place_of(place, first, team));
+  __device__ void look_at_batch(const RowPlace& place, int32_t first, const WarpGroup& warp_group, Taken& taken) const {
+    look_at_units(taken.units, place_of(place, first, warp_group));
   }
 
   template <typename Also>
-  __device__ void take_batch(int32_t source, const RowPlace& place, int32_t first, const Team& team, Taken& taken,
-                             Also also) const {
+  __device__ void take_batch(int32_t source, const RowPlace& place, int32_t first, const WarpGroup& warp_group,
+                             Taken& taken, Also also) const {
     const auto resolve = [&](int i) {
       const bool is_unit = i < kReceiveBatch;
-      const int32_t mark = is_unit ? chunk_of(first, i, team) : chunks() + chunk_of(first, lane_id(), team);
-      return true_unit(op, source, place.marks + mark, is_unit ? lane_id() : 0);
+      const int32_t escape_mask =
+          is_unit ? chunk_of(first, i, warp_group) : chunks() + chunk_of(first, lane_id(), warp_group);
+      return true_unit(op, source, place.escape_masks + escape_mask, is_unit ? lane_id() : 0);
     };
-    take_units(op, [=](int) { return source; }, taken.units, place_of(place, first, team), resolve, also);
+    take_units(op, [=](int) { return source; }, taken.units, place_of(place, first, warp_group), resolve, also);
     __syncwarp();
   }
 
   // y is asked for before the row is there that it is multiplied with: it comes to shared memory, where a lane's units
-  // have places of their own, which it alone fills and reads. (Not by a Ring, whose pieces lie side by side: here a
-  // warp's chunks are of its team's rounds.) The first of y's rows; the others follow as these are used.
-  __device__ void ask_for_y(int32_t row, int32_t first, const Team& team) const {
+  // have places of their own, which it alone fills and reads. (Not by a PrefetchRing, whose pieces lie side by side:
+  // here a warp's chunks are of its warp group's rounds.) The first of y's rows; the others follow as these are used.
+  __device__ void prefetch_y(int32_t row, int32_t first, const WarpGroup& warp_group) const {
     uint32_t left = args.y ? __ballot_sync(kAllLanes, row >= 0) : 0;
 #pragma unroll 1
-    for (int32_t slot = 0; slot < kRowsAhead; ++slot) left = ask_for_row_of_y(left, slot, row, first, team);
+    for (int32_t slot = 0; slot < kRowsAhead; ++slot) left = prefetch_row_of_y(left, slot, row, first, warp_group);
   }
 
   // The first that is left; gives the others. Where none is, something ends all the same: they are counted.
-  __device__ uint32_t ask_for_row_of_y(uint32_t left, int32_t slot, int32_t row, int32_t first,
-                                       const Team& team) const {
+  __device__ uint32_t prefetch_row_of_y(uint32_t left, int32_t slot, int32_t row, int32_t first,
+                                        const WarpGroup& warp_group) const {
     if (left) {
       const int64_t target = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
       const auto* row_of_y = static_cast<const uint8_t*>(args.y) + target * args.out_row_bytes;
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
-        const int32_t chunk = chunk_of(first, i, team);
+        const int32_t chunk = chunk_of(first, i, warp_group);
         if (has_unit(chunk))
           copy_unit_async(y_unit(slot, i), row_of_y + (chunk * kChunkUnits + lane_id()) * kUnitBytes);
       }
@@ -93,7 +94,7 @@ struct CombineBackward : Padding<Config> {
   }
 
   __device__ uint4* y_unit(int32_t slot, int i) const {
-    auto* y = static_cast<uint8_t*>(scratch) + scatter_scratch_bytes(peers.num_ranks, experts_per_rank());
+    auto* y = static_cast<uint8_t*>(scratch) + dispatch_scratch_bytes(peers.num_ranks, experts_per_rank());
     return reinterpret_cast<uint4*>(y) + ((warp_id() * kRowsAhead + slot) * kReceiveBatch + i) * kChunkUnits +
            lane_id();
   }
@@ -113,7 +114,8 @@ struct CombineBackward : Padding<Config> {
   }
 
   // combine's cotangents: weight * row to each expert's row, and the row's product with y.
-  __device__ void combine_back(const Arriving& arriving, int32_t first, uint32_t targets, const Team& team) const {
+  __device__ void combine_back(const Arriving& arriving, int32_t first, uint32_t targets,
+                               const WarpGroup& warp_group) const {
     uint32_t ahead = targets;  // rows of y that were not asked for
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) ahead &= ahead - 1;
@@ -127,7 +129,7 @@ struct CombineBackward : Padding<Config> {
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
-        const int32_t chunk = chunk_of(first, i, team);
+        const int32_t chunk = chunk_of(first, i, warp_group);
         if (!has_unit(chunk)) continue;
         product +=
             combine_back_unit(arriving.first.units[i], args.y ? *y_unit(slot, i) : uint4{}, target, chunk, weight);
@@ -136,22 +138,22 @@ struct CombineBackward : Padding<Config> {
       if (!args.y) continue;
       product = warp_sum(product);
       if (lane_id() == 0) shared.products[warp_id()][k] += product;
-      ahead = ask_for_row_of_y(ahead, slot, arriving.row, first, team);  // has been used
+      ahead = prefetch_row_of_y(ahead, slot, arriving.row, first, warp_group);  // has been used
       slot = slot + 1 == kRowsAhead ? 0 : slot + 1;
     }
   }
 
   // Adds what the warps that share a row, all of one block, have of its products, in their order.
-  __device__ void sum_products(int32_t row, const Team& team) const {
+  __device__ void sum_products(int32_t row, const WarpGroup& warp_group) const {
     if (!args.y) return;
-    sync_team(team);
-    if (team.warp == 0 && row >= 0) {
+    sync_warp_group(warp_group);
+    if (warp_group.warp == 0 && row >= 0) {
       float total = 0;
 #pragma unroll 1
-      for (int32_t w = 0; w < team.num_warps; ++w) total += shared.products[warp_id() + w][lane_id()];
+      for (int32_t w = 0; w < warp_group.num_warps; ++w) total += shared.products[warp_id() + w][lane_id()];
       args.weights_cotangent[row] = total;
     }
-    sync_team(team);
+    sync_warp_group(warp_group);
   }
 };
 

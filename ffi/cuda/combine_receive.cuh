@@ -10,31 +10,31 @@ template <typename Config>
 struct CombineReceiver : CombineSender<Config> {
   using Base = CombineSender<Config>;
   using Base::add_weighted, Base::args, Base::ask_for_row, Base::by_node, Base::chunk_of, Base::end_of_parts,
-      Base::has_unit, Base::kAsksAhead, Base::kForm, Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kSumsAtOnce,
-      Base::op, Base::partial_sums, Base::peers, Base::plan, Base::resolved, Base::ring, Base::row_bytes,
-      Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::with_out_type;
+      Base::has_unit, Base::kAsksAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce, Base::kSize,
+      Base::kSumsAtOnce, Base::op, Base::partial_sums, Base::peers, Base::plan, Base::resolved, Base::ring,
+      Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::with_out_type;
   using typename Base::SourceRow;
   using typename Base::Sums;
   using typename Base::X;
 
   __device__ void receive() const {
-    const Team team = Team::of_receivers(plan, op.state.ticket, warp_id());
-    const bool takes_tokens = plan.row_receiver(op.state.ticket) >= 0 && team.index < team.num_teams;
-    int32_t token = takes_tokens ? team.index : args.num_tokens;
+    const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.ticket, warp_id());
+    const bool takes_tokens = plan.row_receiver(op.state.ticket) >= 0 && warp_group.index < warp_group.num_groups;
+    int32_t token = takes_tokens ? warp_group.index : args.num_tokens;
     Returning asked = {};
     if (kAsksAhead && token < args.num_tokens) asked = ask_for_token(token);
-    op.stamp(1);
+    op.stamp(Stamp::kEntered);
     if (op.warp_has_failed()) return;
-    if (op.state.ticket == plan.first_receiver && op.meets_peers()) {
+    if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
-      op.meet_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
+      op.wait_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
     }
 #pragma unroll 1
-    for (; token < args.num_tokens; token += team.num_teams) {
+    for (; token < args.num_tokens; token += warp_group.num_groups) {
       const Returning now = kAsksAhead ? asked : ask_for_token(token);
-      const int32_t next = token + team.num_teams;
+      const int32_t next = token + warp_group.num_groups;
       if (kAsksAhead && next < args.num_tokens) asked = ask_for_token(next);
-      receive_token(token, now, team);
+      receive_token(token, now, warp_group);
     }
   }
 
@@ -51,7 +51,7 @@ struct CombineReceiver : CombineSender<Config> {
     return asked;
   }
 
-  __device__ void receive_token(int32_t token, const Returning& asked, const Team& team) const {
+  __device__ void receive_token(int32_t token, const Returning& asked, const WarpGroup& warp_group) const {
     const SourceRow own = sums_own() ? resolved(asked.own) : SourceRow{};
     const int32_t rank = lane_id();
     int32_t index = asked.index, source = rank;
@@ -64,33 +64,33 @@ struct CombineReceiver : CombineSender<Config> {
     __syncwarp();                                   // all lanes read what some have waited for
     const int32_t row = row_number(source, index);  // of this lane's rank
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
-    if (args.topk_weights && team.warp == team.num_warps - 1) {  // which has least to do
+    if (args.topk_weights && warp_group.warp == warp_group.num_warps - 1) {  // which has least to do
       float weight = weight_of(row, sources & ~here);
       if (here && own.row >= 0) weight += __ldg(args.weights_to_send + own.row);
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
-    if constexpr (kForm == Form::kUsual) {
+    if constexpr (kVariant == Variant::kBalanced) {
       // What comes from few ranks leaves room for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
-        return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, team);
+        return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, warp_group);
       }
     }
     if constexpr (kHasRing) {
-      add_parts_of_ring(token, row, sources, here & sources, own, team);
+      add_parts_of_ring(token, row, sources, here & sources, own, warp_group);
     } else {
-      add_parts<1, kRanksAtOnce>(token, row, sources, here, own, team);
+      add_parts<1, kRanksAtOnce>(token, row, sources, here, own, warp_group);
     }
   }
 
   // Where y comes ahead: own rows are summed first, and those sums wait in shared memory for their turn among all
   // ranks'. Few instructions are what counts.
   __device__ void add_parts_of_ring(int32_t token, int32_t row, uint32_t sources, uint32_t here, const SourceRow& own,
-                                    const Team& team) const {
+                                    const WarpGroup& warp_group) const {
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
 #pragma unroll 1
-    for (int32_t part = team.warp; part < end_of_parts(); part += step(team)) {
+    for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
       if (here) {
-        const Sums sums = partial_sums(own, part, team);
+        const Sums sums = partial_sums(own, part, warp_group);
 #pragma unroll
         for (int c = 0; c < kSumsAtOnce; ++c) store_shared_unit(kept + c * kChunkBytes, sums.unit[c]);
       }
@@ -130,7 +130,7 @@ struct CombineReceiver : CombineSender<Config> {
     const RowPlace from(op, __shfl_sync(kAllLanes, row, source));
     const int32_t first = part * kSumsAtOnce;
     const PartPlace place = {from.unit(op, first), row_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes)};
-    const auto resolve = [&](int i) { return true_unit(op, source, from.marks + first + i, lane_id()); };
+    const auto resolve = [&](int i) { return true_unit(op, source, from.escape_masks + first + i, lane_id()); };
     Sums sums;
     look_at_units(sums.unit, place);
     take_units(op, [=](int) { return source; }, sums.unit, place, resolve, [] { return true; });
@@ -155,19 +155,19 @@ struct CombineReceiver : CombineSender<Config> {
   // other ranks' sums are on their way.
   template <int kChunks, int kRanks>
   __device__ __forceinline__ void add_parts(int32_t token, int32_t row, uint32_t sources, uint32_t here,
-                                            const SourceRow& own, const Team& team) const {
+                                            const SourceRow& own, const WarpGroup& warp_group) const {
 #pragma unroll 1
-    for (int32_t part = team.warp; part < Base::template end_of_parts<kChunks>();
-         part += Base::template step<kChunks>(team)) {
+    for (int32_t part = warp_group.warp; part < Base::template end_of_parts<kChunks>();
+         part += Base::template step<kChunks>(warp_group)) {
       float total[kChunks][kSize];
       int32_t chunk[kChunks];
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        chunk[i] = Base::template chunk_of<kChunks>(part, i, team);
+        chunk[i] = Base::template chunk_of<kChunks>(part, i, warp_group);
         start_sum(total[i], sources != 0);
       }
       add_all<kChunks, kRanks>(row, sources, here, chunk, total, [&](int i) {
-        return Base::template partial_sums<1>(own, chunk[i], team)
+        return Base::template partial_sums<1>(own, chunk[i], warp_group)
             .unit[0];  // of one chunk, a part has the chunk's number
       });
 #pragma unroll
@@ -247,7 +247,7 @@ struct CombineReceiver : CombineSender<Config> {
     }
     const auto resolve = [&](int i) {
       const RowPlace from(op, place.row[i % kRanks]);
-      return true_unit(op, source(i), from.marks + chunk[i / kRanks], lane_id());
+      return true_unit(op, source(i), from.escape_masks + chunk[i / kRanks], lane_id());
     };
     take_units(op, source, units, place, resolve, [] { return true; });
     __syncwarp();

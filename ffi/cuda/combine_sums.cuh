@@ -8,9 +8,9 @@ namespace jax_ep {
 template <typename Config>
 struct CombineSums : CombineOperands<Config> {
   using Base = CombineOperands<Config>;
-  using Base::add_weighted, Base::args, Base::blocks, Base::chunk_of, Base::chunks, Base::has_unit, Base::kAsksAhead,
-      Base::kHasRing, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op, Base::peers,
-      Base::ring, Base::rounded, Base::row_bytes, Base::start_sum, Base::sums_own, Base::to_come;
+  using Base::add_weighted, Base::args, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
+      Base::kAsksAhead, Base::kHasRing, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op,
+      Base::peers, Base::ring, Base::rounded, Base::row_bytes, Base::start_sum, Base::sums_own, Base::to_come;
   using typename Base::SourceRow;
   using typename Base::X;
 
@@ -38,12 +38,12 @@ struct CombineSums : CombineOperands<Config> {
     source.index = index;
     const int32_t candidate = source.peer * args.num_tokens + source.index;
     source.row = -1;
-    if (blocks()) {
+    if (is_all_to_all()) {
       if (lane_id() == 0) source.row = candidate;
     } else if (lane_id() < args.top_k) {
       source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
     }
-    if (peer != peers.rank || blocks()) {
+    if (peer != peers.rank || is_all_to_all()) {
       source.seen = num_rows_of(source.peer);
       if (!kAsksAhead) source.present = source.index < source.seen;
     } else {
@@ -62,13 +62,13 @@ struct CombineSums : CombineOperands<Config> {
   }
 
   __device__ bool is_present(const SourceRow& source) const {
-    return source.peer != peers.rank || blocks() ? source.index < source.seen : source.seen >= 0;
+    return source.peer != peers.rank || is_all_to_all() ? source.index < source.seen : source.seen >= 0;
   }
 
   // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which
   // leaves before any row. One lane does, so that all go on alike, whatever fails.)
   __device__ int32_t num_rows_of(int32_t peer) const {
-    if (!blocks()) return __ldg(args.num_arrived + peer);
+    if (!is_all_to_all()) return __ldg(args.num_arrived + peer);
     int32_t number = 0;
     if (lane_id() == 0) number = expect_num_rows(op, peer);
     return __shfl_sync(kAllLanes, number, 0);
@@ -76,14 +76,14 @@ struct CombineSums : CombineOperands<Config> {
 
   // Of a part; call it for all of a row's, in their order. Without a ring, N is 1 for who receives, of an own row.
   template <int N = kSumsAtOnce>
-  __device__ UnitSums<N> partial_sums(const SourceRow& source, int32_t part, const Team& team) const {
+  __device__ UnitSums<N> partial_sums(const SourceRow& source, int32_t part, const WarpGroup& warp_group) const {
     float total[N][kSize];
 #pragma unroll
     for (int c = 0; c < N; ++c) start_sum(total[c]);
     if constexpr (kHasRing) {
-      add_pieces(source, part, team, total);
+      add_pieces(source, part, warp_group, total);
     } else if constexpr (N > 1) {
-      add_rows(source, part, team, total);
+      add_rows(source, part, warp_group, total);
     } else {
       add_own_rows(source, part, total[0]);
     }
@@ -96,13 +96,14 @@ struct CombineSums : CombineOperands<Config> {
   // A sender's warps wait for one another's instructions, more than for y: here each row takes few. What all have in
   // common is worked out once, and kept; and a lane that has no unit of its chunk reads the row's last one.
   template <int N>
-  __device__ void add_rows(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
+  __device__ void add_rows(const SourceRow& source, int32_t part, const WarpGroup& warp_group,
+                           float (&total)[N][kSize]) const {
     const auto bytes = static_cast<uint32_t>(row_bytes());
     const uint8_t* of_first_row[N];
     bool has_chunk[N];
 #pragma unroll
     for (int c = 0; c < N; ++c) {
-      const int32_t chunk = Base::template chunk_of<N>(part, c, team);
+      const int32_t chunk = Base::template chunk_of<N>(part, c, warp_group);
       const auto offset = static_cast<uint32_t>(chunk * kChunkBytes + lane_id() * kUnitBytes);
       of_first_row[c] = keep_address(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitBytes));
       has_chunk[c] = chunk < chunks();
@@ -173,15 +174,16 @@ struct CombineSums : CombineOperands<Config> {
   // The pieces of a part come one row after the other; each row's lane asks for its own, as far ahead as the ring has
   // room. (What lies behind the end of a row's last piece is added, too, and nobody stores it.)
   template <int N>
-  __device__ void add_pieces(const SourceRow& source, int32_t part, const Team& team, float (&total)[N][kSize]) const {
+  __device__ void add_pieces(const SourceRow& source, int32_t part, const WarpGroup& warp_group,
+                             float (&total)[N][kSize]) const {
     static_assert(N == kSumsAtOnce);
     const int32_t begin = part * kPartBytes;
-    if (part == team.warp) {
+    if (part == warp_group.warp) {
       const uint32_t rows_before = source.rows & ((1u << lane_id()) - 1);
       const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{source.row} * args.row_bytes;
       to_come = {ring.num_taken() + __popc(rows_before), source.row >= 0 ? row_bytes() - begin : 0,
                  keep_address(row + begin)};
-      ask_for_pieces(source, team);
+      prefetch_pieces(source, warp_group);
     }
 #pragma unroll 1
     for (uint32_t rows = begin < row_bytes() ? source.rows : 0; rows; rows &= rows - 1) {
@@ -193,22 +195,22 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll
       for (int c = 0; c < N; ++c) add_weighted(y[c], weight, total[c]);
       ring.drop();
-      ask_for_pieces(source, team);
+      prefetch_pieces(source, warp_group);
     }
   }
 
-  __device__ void ask_for_pieces(const SourceRow& source, const Team& team) const {
+  __device__ void prefetch_pieces(const SourceRow& source, const WarpGroup& warp_group) const {
 #pragma unroll 1
     while (to_come.bytes_left > 0 && ring.has_room_for(to_come.number)) {
-      ring.ask(to_come.number, to_come.from, min(to_come.bytes_left, kPartBytes));
+      ring.prefetch(to_come.number, to_come.from, min(to_come.bytes_left, kPartBytes));
       to_come.number += __popc(source.rows);
-      to_come.from += team.num_warps * kPartBytes;
-      to_come.bytes_left -= team.num_warps * kPartBytes;
+      to_come.from += warp_group.num_warps * kPartBytes;
+      to_come.bytes_left -= warp_group.num_warps * kPartBytes;
     }
   }
 
   // A block must not end before what it has asked for has come.
-  __device__ void take_rest(const SourceRow& source) const {
+  __device__ void drain_ring(const SourceRow& source) const {
     if (!source.rows) return;
     const int32_t end = __reduce_min_sync(kAllLanes, source.row >= 0 ? to_come.number : INT32_MAX);
 #pragma unroll 1

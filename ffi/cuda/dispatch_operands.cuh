@@ -4,19 +4,19 @@
 // dispatch.cu has the kernel, in which their order is visible.
 #pragma once
 
+#include "ffi/cuda/dispatch.h"
+#include "ffi/cuda/ll_units.cuh"
 #include "ffi/cuda/rows.cuh"
-#include "ffi/cuda/scatter.h"
-#include "ffi/cuda/units.cuh"
 
 namespace jax_ep {
 
-inline constexpr int32_t kPlacesBarrier = kFirstBarrier, kTeamsBarrier = kFirstBarrier + 1;  // and those behind
+inline constexpr int32_t kPlacesBarrier = kFirstBarrier, kWarpGroupsBarrier = kFirstBarrier + 1;  // and those behind
 
 struct DispatchShared {
   State state;
   float products[kMaxBlockWarps][kMaxTopK];
-  // Of the tokens that a block's teams send at once, and of those that they sent before: the experts, top_k of each,
-  // and their ranks.
+  // Of the tokens that a block's warp groups send at once, and of those that they sent before: the experts, top_k of
+  // each, and their ranks.
   int32_t experts[2][kMaxBlockWarps * kMaxTopK];
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
@@ -47,39 +47,41 @@ struct Places {
 };
 
 // Chunks that a warp has under way of a row that arrives.
-constexpr int receive_batch(Arrival arrival, Form form) {
-  if (has_few_rows(form)) return 2;
+constexpr int receive_batch(Arrival arrival, Variant variant) {
+  if (is_low_latency(variant)) return 2;
   return arrival == Arrival::kDequantize ? 2 : 4;
 }
 
 // Rows of y that a warp has asked for, for combine's cotangents, and their bytes in shared memory.
 constexpr int kRowsAhead = 3;
-constexpr int y_bytes(Arrival arrival, Form form) {
-  return arrival == Arrival::kCombineBack ? kRowsAhead * receive_batch(arrival, form) * kChunkBytes : 0;
+constexpr int y_bytes(Arrival arrival, Variant variant) {
+  return arrival == Arrival::kCombineBack ? kRowsAhead * receive_batch(arrival, variant) * kChunkBytes : 0;
 }
 
-static_assert(kMaxScratch + kMaxBlockWarps * y_bytes(Arrival::kCombineBack, Form::kManyRows) + sizeof(DispatchShared) <=
+static_assert(kMaxScratch + kMaxBlockWarps * y_bytes(Arrival::kCombineBack, Variant::kThroughput) +
+                  sizeof(DispatchShared) <=
               kMaxBlockSharedBytes);
 
 // Whether, over a network, a row goes to another node once, and from there on to its ranks. (For all_to_all, once is
 // what it needs.)
-constexpr bool goes_by_node(const Peers& peers, const ScatterArgs& args) {
-  return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.blocks && !are_few(args.num_tokens);
+constexpr bool goes_by_node(const Peers& peers, const DispatchArgs& args) {
+  return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.is_all_to_all &&
+         !are_few(args.num_tokens);
 }
 
 // Of a row under way, without its scales.
-__device__ __forceinline__ int32_t payload_of(const ScatterArgs& args) {
+__device__ __forceinline__ int32_t payload_of(const DispatchArgs& args) {
   return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
                          : static_cast<int32_t>(args.row_bytes);
 }
 
 // What a dispatch kernel is compiled for. Rows are of X; the senders cast them to fp8, or not.
-template <typename X_, bool kCasts_, Arrival kArrival_, Form kForm_>
+template <typename X_, bool kCasts_, Arrival kArrival_, Variant kVariant_>
 struct DispatchConfig {
   using X = X_;
   static constexpr bool kCasts = kCasts_;
   static constexpr Arrival kArrival = kArrival_;
-  static constexpr Form kForm = kForm_;
+  static constexpr Variant kVariant = kVariant_;
 };
 
 template <typename Config>
@@ -87,17 +89,18 @@ struct DispatchOperands {
   using X = typename Config::X;
   static constexpr bool kCasts = Config::kCasts;
   static constexpr Arrival kArrival = Config::kArrival;
-  static constexpr Form kForm = Config::kForm;
+  static constexpr Variant kVariant = Config::kVariant;
   // Chunks that a warp has under way.
-  static constexpr bool kFew = has_few_rows(kForm);
-  static constexpr int kSendBatch = kFew || (kCasts && kForm != Form::kManyRows) ? 1 : 2;
-  static constexpr int kReceiveBatch = receive_batch(kArrival, kForm);
-  static constexpr bool kShares = kForm == Form::kManyRows;  // blocks take rows and padding as they come to it
-  static constexpr int kUnroll = kShares ? 2 : 1;
+  static constexpr bool kIsLowLatency = is_low_latency(kVariant);
+  static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
+  static constexpr int kReceiveBatch = receive_batch(kArrival, kVariant);
+  static constexpr bool kStealsRows =
+      kVariant == Variant::kThroughput;  // blocks take rows and padding as they come to it
+  static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
 
   const Peers& peers;
-  const ScatterArgs& args;
+  const DispatchArgs& args;
   const LaunchPlan& plan;
   Operation op;
   DispatchShared& shared;
@@ -108,7 +111,7 @@ struct DispatchOperands {
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
   __device__ bool new_route() const { return kArrival != Arrival::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
-  __device__ bool by_node() const { return !kFew && goes_by_node(peers, args); }
+  __device__ bool by_node() const { return !kIsLowLatency && goes_by_node(peers, args); }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes); }
   // With its header and its scales.
   __device__ int32_t bytes_under_way() const {
@@ -116,7 +119,7 @@ struct DispatchOperands {
   }
   // Whether rows of a source are this rank's own, which are read where they lie, in x, and have their tokens' numbers.
   // (all_to_all's, which are packed, go through the arena like a peer's.)
-  __device__ bool is_own(int32_t source) const { return source == peers.rank && !args.blocks; }
+  __device__ bool is_own(int32_t source) const { return source == peers.rank && !args.is_all_to_all; }
   // Whether this lane has a unit in a chunk.
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
 
@@ -124,7 +127,9 @@ struct DispatchOperands {
     return reinterpret_cast<uint4*>(static_cast<uint8_t*>(args.out) + row * args.out_row_bytes);
   }
   // The i-th chunk of a batch, whose chunks are first, first + num_warps, ...
-  __device__ static int32_t chunk_of(int32_t first, int32_t i, const Team& team) { return first + i * team.num_warps; }
+  __device__ static int32_t chunk_of(int32_t first, int32_t i, const WarpGroup& warp_group) {
+    return first + i * warp_group.num_warps;
+  }
 
   // Of a row that arrives.
   __device__ RowPlace place_here(int32_t source, int32_t index) const {
@@ -137,12 +142,12 @@ struct DispatchOperands {
     return sends_numbers() ? op.expect_num_rows(source) : __ldg(args.known_num_arrived + source);
   }
 
-  // A team of one block.
-  __device__ static void sync_team(const Team& team) {
-    if (team.num_warps == 1) {
-      __syncwarp();  // there are not barriers for as many teams
+  // A warp group of one block.
+  __device__ static void sync_warp_group(const WarpGroup& warp_group) {
+    if (warp_group.num_warps == 1) {
+      __syncwarp();  // there are not barriers for as many warp groups
     } else {
-      named_barrier(kTeamsBarrier + warp_id() / team.num_warps, team.num_warps * 32);
+      named_barrier(kWarpGroupsBarrier + warp_id() / warp_group.num_warps, warp_group.num_warps * 32);
     }
   }
 
@@ -179,7 +184,7 @@ struct DispatchOperands {
     fill_bytes(args.out_scales, args.num_rows * args.num_scales * 4, 0xff);
     fill_bytes(args.weights, args.num_rows * 4, 0xff);
     fill_bytes(args.weights_cotangent, args.num_rows * 4, 0xff);
-    fill_bytes(args.counts, int64_t{4} * experts_per_rank() * (args.blocks ? peers.num_ranks : 1), 0);
+    fill_bytes(args.counts, int64_t{4} * experts_per_rank() * (args.is_all_to_all ? peers.num_ranks : 1), 0);
     fill_bytes(args.group_sizes, int64_t{4} * experts_per_rank(), 0);
     fill_bytes(args.num_dropped, 4, 0xff);
     fill_bytes(args.rows, int64_t{4} * peers.num_ranks * args.num_tokens * args.top_k, 0xff);

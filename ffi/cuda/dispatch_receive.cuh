@@ -8,59 +8,60 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
-  using Base::args, Base::ask_for_y, Base::by_node, Base::bytes_under_way, Base::cast, Base::chunk_of, Base::chunks,
+  using Base::args, Base::prefetch_y, Base::by_node, Base::bytes_under_way, Base::cast, Base::chunk_of, Base::chunks,
       Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own, Base::kArrival,
-      Base::kCasts, Base::kFew, Base::kReceiveBatch, Base::kShares, Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll,
-      Base::learn_places, Base::load_chunk, Base::look_at_batch, Base::new_route, Base::new_row, Base::num_arrived,
-      Base::op, Base::out_row, Base::pad, Base::peers, Base::place_here, Base::place_of, Base::places_are_known,
-      Base::plan, Base::scales_unit, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
-      Base::sync_team, Base::take_batch, Base::write_counts, Base::zero_row;
+      Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken,
+      Base::kUnroll, Base::learn_places, Base::load_chunk, Base::look_at_batch, Base::new_route, Base::new_row,
+      Base::num_arrived, Base::op, Base::out_row, Base::pad, Base::peers, Base::place_here, Base::place_of,
+      Base::places_are_known, Base::plan, Base::scales_unit, Base::scratch, Base::sends_numbers, Base::shared,
+      Base::sum_products, Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::BatchPlace;
   using typename Base::Taken;
   using typename Base::X;
 
-  // Rows that may come, as find_candidate() deals them, a team of warps for each. The first row of a team is asked for
-  // while the block finds out where rows go.
+  // Rows that may come, as find_candidate() deals them, a warp group of warps for each. The first row of a warp group
+  // is asked for while the block finds out where rows go.
   __device__ void receive() const {
-    op.stamp(1);
-    const Team team = Team::of_receivers(plan, op.state.ticket, warp_id());
-    const bool takes_rows = plan.row_receiver(op.state.ticket) >= 0 && team.index < team.num_teams;
+    op.stamp(Stamp::kEntered);
+    const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.ticket, warp_id());
+    const bool takes_rows = plan.row_receiver(op.state.ticket) >= 0 && warp_group.index < warp_group.num_groups;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
-    if (op.state.ticket == plan.first_receiver && op.meets_peers()) {
+    if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
-      op.meet_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
+      op.wait_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
     const uint32_t end = takes_rows ? num_candidates() : 0;
-    uint32_t item = team.index;
+    uint32_t item = warp_group.index;
     Arriving arriving = {};
     const bool looks = !op.warp_has_failed() && item < end;  // after close(), there is no row
-    if (looks) arriving = look_for_row(item, team, [&](int32_t source) { return num_arrived(source); });
-    if (kShares && lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
-    if (!kFew) learn_places();
-    if (kFew && arriving.comes) await_row(arriving, team);  // all have come at about the same time
-    op.stamp(8);
+    if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_arrived(source); });
+    if (kStealsRows && lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
+    if (!kIsLowLatency) learn_places();
+    if (kIsLowLatency && arriving.comes) await_row(arriving, warp_group);  // all have come at about the same time
+    op.stamp(Stamp::kLooked);
     if (!places_are_known()) return;
-    op.stamp(2);
+    op.stamp(Stamp::kPlaced);
     if (op.state.ticket == plan.first_receiver) write_counts(places);
-    if constexpr (kShares) {
-      if (!args.blocks) pad(places);
-      if (!takes_rows) item = shared_row(claim_row(team), team);
-      take_shared_rows(item, arriving, looks, places, team);
+    if constexpr (kStealsRows) {
+      if (!args.is_all_to_all) pad(places);
+      if (!takes_rows) item = claimed_row(claim_row(warp_group), warp_group);
+      take_claimed_rows(item, arriving, looks, places, warp_group);
     } else {
       // Where there are some rows, before them: they are on their way meanwhile.
-      if (!kFew && !args.blocks) pad(places);
+      if (!kIsLowLatency && !args.is_all_to_all) pad(places);
 #pragma unroll 1
       while (item < end) {
-        if (!kFew && arriving.comes) await_row(arriving, team);
-        deliver_row(arriving, places, team);
-        item += team.num_teams;
+        if (!kIsLowLatency && arriving.comes) await_row(arriving, warp_group);
+        deliver_row(arriving, places, warp_group);
+        item += warp_group.num_groups;
         if (item >= end) break;
-        arriving = look_for_row(item, team,
-                                [&](int32_t source) { return kFew ? num_arrived(source) : shared.arrived[source]; });
-        if (kFew && arriving.comes) await_row(arriving, team);
+        arriving = look_for_row(item, warp_group, [&](int32_t source) {
+          return kIsLowLatency ? num_arrived(source) : shared.arrived[source];
+        });
+        if (kIsLowLatency && arriving.comes) await_row(arriving, warp_group);
       }
-      if (kFew && !args.blocks) pad(places);
+      if (kIsLowLatency && !args.is_all_to_all) pad(places);
     }
   }
 
@@ -70,40 +71,44 @@ struct DispatchReceiver : CombineBackward<Config> {
     const bool judges = op.is_control_warp() && lane_id() == 0;  // which has begun, if nobody else has waited for that
     if (named_barrier_or(kWorkersBarrier, op.num_workers, judges && !op.all_have_begun())) return;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
-    if (lane_id() == 0 && !op.state.failed) op.open_claims(first_shared_row());
+    if (lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
     learn_places();
     if (!places_are_known()) return;
-    const Team team = Team::of_receivers(plan, plan.num_blocks - 1, warp_id());
+    const WarpGroup warp_group = WarpGroup::of_receivers(plan, plan.num_blocks - 1, warp_id());
     Arriving arriving = {};
-    take_shared_rows(shared_row(claim_row(team), team), arriving, false, places, team);
+    take_claimed_rows(claimed_row(claim_row(warp_group), warp_group), arriving, false, places, warp_group);
   }
 
   __device__ uint32_t num_candidates() const { return peers.num_ranks * args.num_tokens; }
   // Those before are the receivers' first ones.
-  __device__ uint32_t first_shared_row() const { return Team::of_receivers(plan, plan.num_blocks - 1, 0).num_teams; }
+  __device__ uint32_t first_claimable_row() const {
+    return WarpGroup::of_receivers(plan, plan.num_blocks - 1, 0).num_groups;
+  }
 
-  // The item, if it was looked for already, and those that the team claims then.
-  __device__ void take_shared_rows(uint32_t item, Arriving& arriving, bool looked, const Places& places,
-                                   const Team& team) const {
+  // The item, if it was looked for already, and those that the warp group claims then.
+  __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Places& places,
+                                    const WarpGroup& warp_group) const {
 #pragma unroll 1
     while (item < num_candidates()) {
-      if (!looked) arriving = look_for_row(item, team, [&](int32_t source) { return shared.arrived[source]; });
+      if (!looked) arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.arrived[source]; });
       looked = false;
-      if (arriving.comes) await_row(arriving, team);
-      const uint32_t claimed = claim_row(team);  // comes while this one is written
-      deliver_row(arriving, places, team);
-      item = shared_row(claimed, team);
+      if (arriving.comes) await_row(arriving, warp_group);
+      const uint32_t claimed = claim_row(warp_group);  // comes while this one is written
+      deliver_row(arriving, places, warp_group);
+      item = claimed_row(claimed, warp_group);
     }
   }
 
-  // With the first thread of a team; then all of it know.
-  __device__ uint32_t claim_row(const Team& team) const { return team.warp == 0 && lane_id() == 0 ? op.claim() : 0; }
-  __device__ uint32_t shared_row(uint32_t claimed, const Team& team) const {
-    if (team.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);
-    uint32_t& item = shared.claimed[warp_id() / team.num_warps];
-    sync_team(team);  // all have read what it was before
-    if (team.warp == 0 && lane_id() == 0) item = claimed;
-    sync_team(team);
+  // With the first thread of a warp group; then all of it know.
+  __device__ uint32_t claim_row(const WarpGroup& warp_group) const {
+    return warp_group.warp == 0 && lane_id() == 0 ? op.claim() : 0;
+  }
+  __device__ uint32_t claimed_row(uint32_t claimed, const WarpGroup& warp_group) const {
+    if (warp_group.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);
+    uint32_t& item = shared.claimed[warp_id() / warp_group.num_warps];
+    sync_warp_group(warp_group);  // all have read what it was before
+    if (warp_group.warp == 0 && lane_id() == 0) item = claimed;
+    sync_warp_group(warp_group);
     return item;
   }
 
@@ -116,7 +121,7 @@ struct DispatchReceiver : CombineBackward<Config> {
 
   // Asks for what there is of it; rows_from() tells how many come from a source.
   template <typename RowsFrom>
-  __device__ Arriving look_for_row(uint32_t item, const Team& team, RowsFrom rows_from) const {
+  __device__ Arriving look_for_row(uint32_t item, const WarpGroup& warp_group, RowsFrom rows_from) const {
     Arriving arriving = {};
     find_candidate(item, arriving);
     arriving.is_own = is_own(arriving.source);
@@ -124,51 +129,52 @@ struct DispatchReceiver : CombineBackward<Config> {
     arriving.comes = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
     if (!arriving.comes) return arriving;
     arriving.place = place_here(arriving.source, arriving.index);
-    if (!new_route() && !args.blocks) {
+    if (!new_route() && !args.is_all_to_all) {
       const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
       arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
     }
     if (arriving.is_own) {
-      read_own(arriving, team.warp, team);
+      read_own(arriving, warp_group.warp, warp_group);
       if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
       if (!new_route()) arriving.comes = __any_sync(kAllLanes, arriving.row >= 0);
     } else if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
-      const BatchPlace place = place_of(arriving.place, team.warp, team);
-      for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? empty_unit() : uint4{};
+      const BatchPlace place = place_of(arriving.place, warp_group.warp, warp_group);
+      for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? sentinel_unit() : uint4{};
       arriving.header = no_header(op);
     } else {
-      look_at_batch(arriving.place, team.warp, team, arriving.first);
+      look_at_batch(arriving.place, warp_group.warp, warp_group, arriving.first);
       if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
     }
     if constexpr (kArrival == Arrival::kCombineBack) {
       if (arriving.row >= 0) arriving.weight = __ldg(args.row_weights + arriving.row);
-      ask_for_y(arriving.row, team.warp, team);
+      prefetch_y(arriving.row, warp_group.warp, warp_group);
     }
     return arriving;
   }
 
   // A batch of an own row, as it would arrive.
-  __device__ void read_own(Arriving& arriving, int32_t first, const Team& team) const {
+  __device__ void read_own(Arriving& arriving, int32_t first, const WarpGroup& warp_group) const {
     uint4 read[kReceiveBatch][kUnitsRead] = {};
     float scales[kReceiveBatch] = {};
 #pragma unroll
-    for (int i = 0; i < kReceiveBatch; ++i) load_chunk(arriving.index, chunk_of(first, i, team), read[i], scales[i]);
+    for (int i = 0; i < kReceiveBatch; ++i)
+      load_chunk(arriving.index, chunk_of(first, i, warp_group), read[i], scales[i]);
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
       arriving.first.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
       if constexpr (kArrival != Arrival::kCombineBack) {
         if (!args.num_scales) continue;
-        const uint4 unit = scales_unit(has_unit(chunk_of(first, i, team)) ? scales[i] : 0);
+        const uint4 unit = scales_unit(has_unit(chunk_of(first, i, warp_group)) ? scales[i] : 0);
         if (lane_id() == i) arriving.first.units[kReceiveBatch] = unit;
       }
     }
   }
 
-  // Over the network; by node, a near rank passes rows on.
-  __device__ bool comes_by_signal(int32_t source) const { return is_far(peers, source) && !by_node(); }
+  // Over the network; by node, a local rank passes rows on.
+  __device__ bool comes_by_signal(int32_t source) const { return is_remote(peers, source) && !by_node(); }
 
   // Waits for the rest.
-  __device__ void await_row(Arriving& arriving, const Team& team) const {
+  __device__ void await_row(Arriving& arriving, const WarpGroup& warp_group) const {
     const bool has_header = this->has_header();
     const auto header_has_come = [&] {
       return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header);
@@ -181,22 +187,22 @@ struct DispatchReceiver : CombineBackward<Config> {
         if (lane_id() == 0 && !by_node()) await_signal(op, arriving.source, arriving.source, arriving.index);
         __syncwarp();
       }
-      take_batch(arriving.source, arriving.place, team.warp, team, arriving.first, header_has_come);
+      take_batch(arriving.source, arriving.place, warp_group.warp, warp_group, arriving.first, header_has_come);
     }
     if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
   }
 
-  __device__ void deliver_row(Arriving& arriving, const Places& places, const Team& team) const {
+  __device__ void deliver_row(Arriving& arriving, const Places& places, const WarpGroup& warp_group) const {
     const int32_t source = arriving.source;
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
-    const bool keeps_route = new_route() && team.warp == team.num_warps - 1 && lane_id() < args.top_k;
+    const bool keeps_route = new_route() && warp_group.warp == warp_group.num_warps - 1 && lane_id() < args.top_k;
     if (!arriving.comes) {
       if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
-      if (args.blocks && args.zero_pad && team.warp == 0) zero_row(candidate);
+      if (args.is_all_to_all && args.zero_pad && warp_group.warp == 0) zero_row(candidate);
       return;
     }
     int32_t row = -1;  // of the result, for k = lane
-    if (args.blocks) {
+    if (args.is_all_to_all) {
       if (lane_id() == 0) row = static_cast<int32_t>(candidate);
     } else if (lane_id() < args.top_k) {
       row = new_route() ? new_row(source, arriving.header, places) : arriving.row;
@@ -206,45 +212,47 @@ struct DispatchReceiver : CombineBackward<Config> {
       if (row >= 0) args.weights[row] = arriving.header.weight;
     }
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
-    op.stamp(3);
+    op.stamp(Stamp::kMoved);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
     const int32_t end = arriving.is_own && !targets ? 0 : chunks();  // what has come is taken
 #pragma unroll 1
-    for (int32_t first = team.warp; first < end; first += kReceiveBatch * team.num_warps) {
-      if (first != team.warp) {
+    for (int32_t first = warp_group.warp; first < end; first += kReceiveBatch * warp_group.num_warps) {
+      if (first != warp_group.warp) {
         if (arriving.is_own) {
-          read_own(arriving, first, team);
+          read_own(arriving, first, warp_group);
         } else {
-          look_at_batch(arriving.place, first, team, arriving.first);
+          look_at_batch(arriving.place, first, warp_group, arriving.first);
         }
-        if constexpr (kArrival == Arrival::kCombineBack) ask_for_y(row, first, team);
-        if (!arriving.is_own) take_batch(source, arriving.place, first, team, arriving.first, [] { return true; });
+        if constexpr (kArrival == Arrival::kCombineBack) prefetch_y(row, first, warp_group);
+        if (!arriving.is_own)
+          take_batch(source, arriving.place, first, warp_group, arriving.first, [] { return true; });
       }
-      op.stamp(6);
-      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, team);
-      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets, team);
-      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving, first, targets, team);
-      op.stamp(7);
+      op.stamp(Stamp::kWrites);
+      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, warp_group);
+      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets, warp_group);
+      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving, first, targets, warp_group);
+      op.stamp(Stamp::kWritten);
     }
-    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, team);
+    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, warp_group);
   }
 
   // To each expert's row, as it came.
-  __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets, const Team& team) const {
+  __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
+                       const WarpGroup& warp_group) const {
     const auto own = reinterpret_cast<unsigned long long>(out_row(row));
 #pragma unroll(kUnroll)
     for (uint32_t left = targets; left; left &= left - 1) {
       auto* out = reinterpret_cast<uint4*>(__shfl_sync(kAllLanes, own, __ffs(left) - 1)) + lane_id();
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
-        const int32_t chunk = chunk_of(first, i, team);
+        const int32_t chunk = chunk_of(first, i, warp_group);
         if (has_unit(chunk)) out[chunk * kChunkUnits] = taken.units[i];
       }
     }
     if (!args.num_scales) return;
 #pragma unroll 1
     for (uint32_t left = targets; left; left &= left - 1) {
-      write_scales(taken.units[kReceiveBatch], chunk_of(first, lane_id(), team), row, __ffs(left) - 1);
+      write_scales(taken.units[kReceiveBatch], chunk_of(first, lane_id(), warp_group), row, __ffs(left) - 1);
     }
   }
 
@@ -262,7 +270,8 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   // To each expert's row, in the group's dtype.
-  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets, const Team& team) const {
+  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
+                             const WarpGroup& warp_group) const {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
       const uint4& unit = taken.units[kReceiveBatch];
@@ -275,10 +284,10 @@ struct DispatchReceiver : CombineBackward<Config> {
 #pragma unroll 1
       for (uint32_t left = targets; left; left &= left - 1) {
         uint4* out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1)) +
-                     (chunk_of(first, i, team) * kChunkUnits + lane_id()) * static_cast<int32_t>(sizeof(X));
+                     (chunk_of(first, i, warp_group) * kChunkUnits + lane_id()) * static_cast<int32_t>(sizeof(X));
 #pragma unroll
         for (int v = 0; v < sizeof(X); ++v) {
-          if (has_unit(chunk_of(first, i, team))) out[v] = x[v].bits;
+          if (has_unit(chunk_of(first, i, warp_group))) out[v] = x[v].bits;
         }
       }
     }

@@ -9,7 +9,7 @@ template <typename Config>
 struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
   using Base::args, Base::by_node, Base::cast, Base::chunks, Base::clear, Base::count_earlier, Base::count_tokens,
-      Base::experts_per_rank, Base::has_unit, Base::ids_to_count, Base::is_own, Base::kCasts, Base::kFew,
+      Base::experts_per_rank, Base::has_unit, Base::ids_to_count, Base::is_own, Base::kCasts, Base::kIsLowLatency,
       Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::lookup, Base::new_route,
       Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_here, Base::plan,
       Base::scales_unit, Base::shared;
@@ -29,52 +29,52 @@ struct DispatchSender : Routing<Config> {
   // Where a token goes.
   struct Route {
     int32_t index;  // for rank = lane: among the rows that go there, -1 if it does not
-    // For k = lane; `position` and `weight` are known to the team's first warp, which writes the headers.
+    // For k = lane; `position` and `weight` are known to the warp group's first warp, which writes the headers.
     int32_t expert, position;  // expert: -1 for none
     float weight;
     uint32_t ranks;  // that it goes to, of a new route
   };
 
-  // A block's teams send as many tokens at once, which follow one another. The next token's row is on its way while one
-  // is counted and sent.
+  // A block's warp groups send as many tokens at once, which follow one another. The next token's row is on its way
+  // while one is counted and sent.
   __device__ void send() const {
     const Lookup lookup = this->lookup();
-    const Team team = Team::of_senders(plan, op.state.ticket, warp_id(), true);
-    if (team.index >= team.num_teams) return;
-    const int32_t place = warp_id() >> plan.log_send_warps;  // of the team in the block
-    int32_t token = team.index, counted = 0;
-    Route route = load_route(token, team);
-    Batch batch = load(token, team.warp);
+    const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.ticket, warp_id(), true);
+    if (warp_group.index >= warp_group.num_groups) return;
+    const int32_t place = warp_id() >> plan.log_send_warps;  // of the warp group in the block
+    int32_t token = warp_group.index, counted = 0;
+    Route route = load_route(token, warp_group);
+    Batch batch = load(token, warp_group.warp);
     Ids ids = ids_ahead(counted, token - place);
     clear(lookup);
 #pragma unroll 1
     for (int32_t turn = 0; token - place < args.num_tokens; ++turn) {
-      const int32_t next = token + team.num_teams;
-      const Route next_route = load_route(next, team);
-      const Batch next_batch = load(next, team.warp);
+      const int32_t next = token + warp_group.num_groups;
+      const Route next_route = load_route(next, warp_group);
+      const Batch next_batch = load(next, warp_group.warp);
       const Ids next_ids = ids_ahead(token - place, next - place);
-      const Packed packed = pack(batch, team.warp);
+      const Packed packed = pack(batch, warp_group.warp);
       if (new_route()) {
         const Companions companions = {place, shared.experts[turn % 2], shared.ranks[turn % 2]};
-        begin_route(route, companions, team);
+        begin_route(route, companions, warp_group);
         if (!kCountsAhead) ids = ids_to_count(counted, token - place);
         count_tokens(lookup, counted, token - place, ids);
-        place_route(lookup, route, companions, team);
+        place_route(lookup, route, companions, warp_group);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;
       }
       counted = token - place;
-      op.stamp(2);
-      if (args.place && team.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
+      op.stamp(Stamp::kPlaced);
+      if (args.place && warp_group.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
         int32_t* const kept = args.place + int64_t{token} * peers.num_ranks + lane_id();
         *kept = route.index;
-        const bool passed_on = by_node() && is_far(peers, lane_id());
-        if (kHasNetwork && !passed_on) kept[args.num_tokens * peers.num_ranks] = -1;
+        const bool is_forwarded = by_node() && is_remote(peers, lane_id());
+        if (kHasNetwork && !is_forwarded) kept[args.num_tokens * peers.num_ranks] = -1;
       }
       const bool sends = !op.warp_has_failed();
       const int32_t index = index_to_send(route, token);
-      if (sends) send_row(token, packed, route, index, team);
-      if constexpr (kHasNetwork) put_rows(token, index, team, sends);
-      op.stamp(3);
+      if (sends) send_row(token, packed, route, index, warp_group);
+      if constexpr (kHasNetwork) put_rows(token, index, warp_group, sends);
+      op.stamp(Stamp::kMoved);
       token = next;
       route = next_route;
       batch = next_batch;
@@ -83,7 +83,7 @@ struct DispatchSender : Routing<Config> {
   }
 
   // With few rows, there is one turn, and no register to spare.
-  static constexpr bool kCountsAhead = !kFew;
+  static constexpr bool kCountsAhead = !kIsLowLatency;
   __device__ Ids ids_ahead(int32_t first, int32_t last) const {
     return kCountsAhead && new_route() ? ids_to_count(first, min(last, args.num_tokens)) : Ids{};
   }
@@ -99,13 +99,14 @@ struct DispatchSender : Routing<Config> {
 
   // `packed`: what this warp sends first. What comes next is asked for before, as a load waits for the stores before it
   // to get on their way.
-  __device__ void send_row(int32_t token, Packed packed, const Route& route, int32_t index, const Team& team) const {
+  __device__ void send_row(int32_t token, Packed packed, const Route& route, int32_t index,
+                           const WarpGroup& warp_group) const {
     RowPlace row = {};  // on this lane's rank
     if (index >= 0) row = RowPlace(op, lane_id(), source_at(lane_id()), index);
     const int32_t end = __any_sync(kAllLanes, index >= 0) ? parts() : 1;  // if it is sent nowhere, it has a header here
 #pragma unroll 1
-    for (int32_t part = team.warp; part < end; part += team.num_warps) {
-      const int32_t next = part + team.num_warps;
+    for (int32_t part = warp_group.warp; part < end; part += warp_group.num_warps) {
+      const int32_t next = part + warp_group.num_warps;
       Batch ahead = {};
       if (next < end) ahead = load(token, next);
       send_batch(packed, part, route, index, row);
@@ -118,48 +119,48 @@ struct DispatchSender : Routing<Config> {
 
   // What this rank's rows are kept as in the memory of another.
   __device__ int32_t source_at(int32_t rank) const {
-    return by_node() && is_far(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own) : peers.rank;
+    return by_node() && is_remote(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own) : peers.rank;
   }
 
   // Of a token that there is not, one that goes nowhere.
-  __device__ Route load_route(int32_t token, const Team& team) const {
+  __device__ Route load_route(int32_t token, const WarpGroup& warp_group) const {
     Route route = {-1, -1, 0, 1.0f};
     if (token >= args.num_tokens) return route;
     if (new_route()) {
       if (lane_id() >= args.top_k) return route;
       const int64_t pair = int64_t{token} * args.top_k + lane_id();
       route.expert = __ldg(args.topk_idx + pair);
-      if (args.topk_weights && team.warp == 0) route.weight = __ldg(args.topk_weights + pair);
+      if (args.topk_weights && warp_group.warp == 0) route.weight = __ldg(args.topk_weights + pair);
     } else if (lane_id() < peers.num_ranks) {
       route.index = __ldg(args.known_place + int64_t{token} * peers.num_ranks + lane_id());
     }
     return route;
   }
 
-  // The tokens of a block's teams.
+  // The tokens of a block's warp groups.
   struct Companions {
-    int32_t place;  // of this team among them
+    int32_t place;  // of this warp group among them
     int32_t* experts;
     uint32_t* ranks;
   };
 
-  // Tells the block's other teams, behind the next barrier, where the token goes.
-  __device__ void begin_route(Route& route, const Companions& companions, const Team& team) const {
+  // Tells the block's other warp groups, behind the next barrier, where the token goes.
+  __device__ void begin_route(Route& route, const Companions& companions, const WarpGroup& warp_group) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
     route.ranks = __reduce_or_sync(kAllLanes, present ? 1u << peers.by_experts.quotient(route.expert) : 0);
-    if (team.warp != 0) return;
+    if (warp_group.warp != 0) return;
     route.position = count_earlier(route.expert, lane_id());
-    if (team.num_warps >= plan.block_warps()) return;
+    if (warp_group.num_warps >= plan.block_warps()) return;
     if (lane_id() < args.top_k) companions.experts[companions.place * args.top_k + lane_id()] = route.expert;
     if (lane_id() == 0) companions.ranks[companions.place] = route.ranks;
   }
 
   // Adds those before the token: of `lookup`, and the block's.
   __device__ void place_route(const Lookup& lookup, Route& route, const Companions& companions,
-                              const Team& team) const {
+                              const WarpGroup& warp_group) const {
     if (route.ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
-    if (team.warp == 0 && route.expert >= 0) route.position += lookup.experts[route.expert];
+    if (warp_group.warp == 0 && route.expert >= 0) route.position += lookup.experts[route.expert];
     if (companions.place == 0) return;
     // With a lane for each: the block's tokens, and all pairs of them.
     const uint32_t ranks = lane_id() < companions.place ? companions.ranks[lane_id()] : 0;
@@ -168,7 +169,7 @@ struct DispatchSender : Routing<Config> {
       const int32_t number = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
       if (lane_id() == rank && route.index >= 0) route.index += number;
     }
-    const int32_t num_pairs = team.warp == 0 ? companions.place * args.top_k : 0;
+    const int32_t num_pairs = warp_group.warp == 0 ? companions.place * args.top_k : 0;
 #pragma unroll 1
     for (int32_t first = 0; first < num_pairs; first += 32) {
       const int32_t pair = first + lane_id(), expert = pair < num_pairs ? companions.experts[pair] : -1;
@@ -217,32 +218,32 @@ struct DispatchSender : Routing<Config> {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int32_t chunk = chunk_at(i);
-        const auto mark = [&](int32_t number) { return row.marks_of_lane(peer) + number; };
-        units[i].send(op, peer, place.unit(op, chunk), [&] { return mark(chunk); }, has_unit(chunk));
+        const auto escape_mask = [&](int32_t number) { return row.escape_masks_of_lane(peer) + number; };
+        units[i].send(op, peer, place.unit(op, chunk), [&] { return escape_mask(chunk); }, has_unit(chunk));
         if (args.num_scales) {
           const bool present = lane_id() == 0 && chunk < chunks();
           uint8_t* const at = place.scales(op, payload_bytes, chunk);
-          scales[i].send(op, peer, at, [&] { return mark(chunks() + chunk); }, present);
+          scales[i].send(op, peer, at, [&] { return escape_mask(chunks() + chunk); }, present);
         }
       }
     });
   }
 
-  // When the team has staged a row, its warps put it to the far ranks that it is sent to, in turn. Who passes rows of a
-  // new route on cannot know which tokens come, and is told of those that do not.
-  __device__ void put_rows(int32_t token, int32_t index, const Team& team, bool staged) const {
-    if (any_of_team(team, kTeamsBarrier, !staged)) return;
+  // When the warp group has staged a row, its warps put it to the remote ranks that it is sent to, in turn. Who passes
+  // rows of a new route on cannot know which tokens come, and is told of those that do not.
+  __device__ void put_rows(int32_t token, int32_t index, const WarpGroup& warp_group, bool staged) const {
+    if (any_of_warp_group(warp_group, kWarpGroupsBarrier, !staged)) return;
     const int32_t begin = new_route() ? 0 : peers.layout.header_bytes;
     const int32_t scales = args.num_scales ? chunks() * kUnitBytes : 0;
     const int32_t bytes = peers.layout.header_bytes - begin + payload_bytes + scales;
     int32_t turn = 0;
     for_each_rank(index, [&](int32_t peer) {
-      if (!is_far(peers, peer) || turn++ % team.num_warps != team.warp) return;
+      if (!is_remote(peers, peer) || turn++ % warp_group.num_warps != warp_group.warp) return;
       put_row(op, peer, source_at(peer), __shfl_sync(kAllLanes, index, peer), begin, bytes);
     });
     const int32_t rank = lane_id();
-    if (by_node() && new_route() && token < args.num_tokens && team.warp == 0 && rank < peers.num_ranks && index < 0 &&
-        nodes_of(peers).is_counterpart(rank)) {
+    if (by_node() && new_route() && token < args.num_tokens && warp_group.warp == 0 && rank < peers.num_ranks &&
+        index < 0 && nodes_of(peers).is_rail_peer(rank)) {
       put_no_row(op, rank, source_at(rank), token);
     }
   }
@@ -262,7 +263,7 @@ struct DispatchSender : Routing<Config> {
   }
 
   __device__ void write_header(const RowPlace& place, const Route& route, int32_t peer) const {
-    if (by_node() && is_far(peers, peer)) return write_header_to_pass_on(place, route);
+    if (by_node() && is_remote(peers, peer)) return write_header_to_forward(place, route);
     if (lane_id() >= args.top_k) return;
     const int32_t expert = route.expert - peer * experts_per_rank();
     const bool is_there = route.expert >= 0 && expert >= 0 && expert < experts_per_rank();
@@ -270,7 +271,7 @@ struct DispatchSender : Routing<Config> {
   }
 
   // With the expert's number among all and, in place of the epoch, which the row's signal has, the index at its rank.
-  __device__ void write_header_to_pass_on(const RowPlace& place, const Route& route) const {
+  __device__ void write_header_to_forward(const RowPlace& place, const Route& route) const {
     const int32_t rank = route.expert >= 0 ? peers.by_experts.quotient(route.expert) : 0;
     const auto index = static_cast<uint32_t>(__shfl_sync(kAllLanes, route.index, rank));
     const RowHeader header = {route.expert, route.position, route.weight, index};

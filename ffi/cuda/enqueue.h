@@ -9,11 +9,11 @@
 #include <string>
 
 #include "ffi/cuda/call_order.h"
-#include "ffi/cuda/gather.h"
+#include "ffi/cuda/combine.h"
+#include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/group.h"
-#include "ffi/cuda/halves.h"
 #include "ffi/cuda/runtime.h"
-#include "ffi/cuda/scatter.h"
+#include "ffi/cuda/split_phase.h"
 #include "ffi/cuda/xla.h"
 
 namespace jax_ep {
@@ -167,27 +167,27 @@ ffi::Error enqueued(const char* op, const Member& member, Enqueue enqueue) {
   return ffi::Error::Success();
 }
 
-// Launches a whole operation, or starts one in halves, which needs `buffers`.
+// Launches a whole operation, or starts one as split-phase calls, which needs `buffers`.
 inline ffi::Error begin(const char* op, int64_t group, const Member& member, const Call& call, const Buffers& buffers,
-                        cudaStream_t stream, const Halves::Body& body) {
+                        cudaStream_t stream, const SplitPhaseCalls::Body& body) {
   return enqueued(op, member, [&] {
-    if (call.half == Half::kWhole) {
+    if (call.phase == Phase::kWhole) {
       expect_order({group, call.op, body.num_blocks}, member, stream);
       check(body.launch(stream), "the kernel was not launched");
     } else {
-      member.halves->start(call, buffers, body, stream);
+      member.split_phase->start(call, buffers, body, stream);
     }
   });
 }
 
 // SMs for an operation of the group, as plans take them; 0: as the plan sees fit.
-inline int32_t num_sms(int64_t group, Half half, int32_t device_sms) {
+inline int32_t num_sms(int64_t group, Phase phase, int32_t device_sms) {
   const int32_t chosen = find_group(group)->num_sms();
-  return half == Half::kWhole ? chosen : usable_sms_beside_others(chosen, device_sms);
+  return phase == Phase::kWhole ? chosen : usable_sms_beside_others(chosen, device_sms);
 }
 
-inline ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
-                          const ScatterArgs& args, const Buffers& buffers = {}) {
+inline ffi::Error enqueue_dispatch(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group,
+                                   ElementType type, const DispatchArgs& args, const Buffers& buffers = {}) {
   // An fp8 row and its scales take less than the same channels in 16 bits.
   const int64_t payload = args.num_scales > 0 ? args.num_scales * kChannelsPerScale : args.row_bytes;
   const auto member = member_for(op, group, ordinal, args, payload);
@@ -195,25 +195,25 @@ inline ffi::Error scatter(const char* op, cudaStream_t stream, int32_t ordinal, 
   const Peers& peers = (*member)->peers;
   const int32_t device_sms = (*member)->num_sms;
   const LaunchPlan plan =
-      plan_scatter(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
-                   num_sms(group, args.half, device_sms), device_sms, args.arrival == Arrival::kCombineBack);
+      plan_dispatch(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
+                    num_sms(group, args.phase, device_sms), device_sms, args.arrival == Arrival::kCombineBack);
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
-    return kernels.launch_scatter(peers, args, type, plan, on);
+    return kernels.launch_dispatch(peers, args, type, plan, on);
   };
   return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
-inline ffi::Error gather(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
-                         const GatherArgs& args, const Buffers& buffers = {}) {
+inline ffi::Error enqueue_combine(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
+                                  const CombineArgs& args, const Buffers& buffers = {}) {
   const auto member = member_for(op, group, ordinal, args, args.row_bytes);
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
   const int32_t device_sms = (*member)->num_sms;
-  const LaunchPlan plan =
-      plan_gather(args.num_tokens, peers.num_ranks, args.rows ? args.top_k : 0,
-                  num_chunks(static_cast<int32_t>(args.row_bytes)), num_sms(group, args.half, device_sms), device_sms);
+  const LaunchPlan plan = plan_combine(args.num_tokens, peers.num_ranks, args.rows ? args.top_k : 0,
+                                       num_chunks(static_cast<int32_t>(args.row_bytes)),
+                                       num_sms(group, args.phase, device_sms), device_sms);
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
-    return kernels.launch_gather(peers, args, type, plan, on);
+    return kernels.launch_combine(peers, args, type, plan, on);
   };
   return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
 }
@@ -234,10 +234,10 @@ inline ffi::Error done(const char* op, OpKind kind, cudaStream_t stream, int32_t
   Buffers buffers;
   for (size_t i = 0; i < operands.size(); ++i) buffers.push_back(data<const void>(*operands.get<ffi::AnyBuffer>(i)));
   // A start waits for no peer. The stream waits for the operation from the done on, so that is where the call counts.
-  const int32_t most_sms = num_sms(group, Half::kDone, (*member)->num_sms);
+  const int32_t most_sms = num_sms(group, Phase::kDone, (*member)->num_sms);
   return enqueued(op, **member, [&] {
     expect_order({group, kind, most_sms}, **member, stream);
-    (*member)->halves->done(buffers, stream);
+    (*member)->split_phase->done(buffers, stream);
   });
 }
 

@@ -1,8 +1,9 @@
 // How the blocks of a launch enter an operation and leave it: epochs, tickets, slots. Kernels are written on top of
 // this and know no epochs.
 //
-// An operation is one launch per rank, or two (halves.h): a start, which takes an epoch, and a done, which does the
-// rest. All blocks of a launch enter() it and end() it. A block's last warp, the control warp, enters for the block.
+// An operation is one launch per rank, or two (split_phase.h): a start, which takes an epoch, and a done, which does
+// the rest. All blocks of a launch enter() it and end() it. A block's last warp, the control warp, enters for the
+// block.
 //
 // Blocks get their roles in the order in which they enter, whatever the order in which CUDA starts them. Senders come
 // first, and wait for no rows. So when a receiver has entered, all senders of its launch have entered, too: no block
@@ -22,7 +23,7 @@ __device__ __forceinline__ void fetch_arguments(const Args& args) {
   const int32_t num_warps = static_cast<int32_t>(blockDim.x / 32) - 1;
 #pragma unroll 2
   for (int32_t word = warp_id() * kLineWords; word * 4 < sizeof(Args); word += num_warps * kLineWords) {
-    use(reinterpret_cast<const uint32_t*>(&args)[word]);
+    keep_alive(reinterpret_cast<const uint32_t*>(&args)[word]);
   }
 }
 
@@ -56,7 +57,7 @@ struct Epoch : Waiting {
     if (!state.slot_is_free && !warp_has_failed()) {
       if (sends(state.ticket)) {
         claim_slots(*this);
-      } else if (call.half != Half::kStart && peer == 0) {
+      } else if (call.phase != Phase::kStart && peer == 0) {
         await_own_slot(*this);
       }
       __syncwarp();
@@ -68,7 +69,7 @@ struct Epoch : Waiting {
   }
 
   // Whether the launch is a whole operation, or a start. A done has the epoch of its start.
-  __device__ bool takes_epoch() const { return call.half != Half::kDone; }
+  __device__ bool takes_epoch() const { return call.phase != Phase::kDone; }
 
   // Takes the next epoch, and a ticket: both come with the answer to one atomic addition. All loads are issued before
   // the first answer is needed.
@@ -107,7 +108,7 @@ struct Epoch : Waiting {
   // For the block that has entered last: now all blocks of the launch know its epoch.
   __device__ __forceinline__ void open_next_epoch() const {
     const uint32_t slot = 1u << state.slot, others = state.whole_slots & ~(slot | EntryWord::kNewestIsWhole);
-    const uint32_t whole_slots = call.half == Half::kWhole ? others | slot | EntryWord::kNewestIsWhole : others;
+    const uint32_t whole_slots = call.phase == Phase::kWhole ? others | slot | EntryWord::kNewestIsWhole : others;
     store_relaxed(&own().num_blocks[state.epoch & 1], gridDim.x);
     store_relaxed(&own().entry, EntryWord::pack(state.epoch, whole_slots));
   }
@@ -116,10 +117,10 @@ struct Epoch : Waiting {
   __device__ __forceinline__ void enter_started() const {
     state.entered = true;
     state.failed = load_relaxed(&own().failed) != 0;
-    state.epoch = call.ticket->epoch;
+    state.epoch = call.pending->epoch;
     state.slot = slot_of(state.epoch);
     state.slot_is_free = false;
-    state.ticket = static_cast<int32_t>(count(&call.ticket->blocks_begun, 1));
+    state.ticket = static_cast<int32_t>(atomic_add_relaxed_gpu(&call.pending->blocks_begun, 1));
   }
 
   __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
@@ -166,7 +167,7 @@ struct Epoch : Waiting {
 
   // Whether all blocks of the launch run, or have: what a block that has been here longer waits for is on its way.
   __device__ __forceinline__ bool all_have_begun() const {
-    if (!takes_epoch()) return load_relaxed(&call.ticket->blocks_begun) >= gridDim.x;
+    if (!takes_epoch()) return load_relaxed(&call.pending->blocks_begun) >= gridDim.x;
     const EntryWord entry = EntryWord::unpack(load_relaxed(&own().entry));
     return entry.newest_epoch == state.epoch || entry.num_entered >= gridDim.x;
   }
@@ -175,18 +176,18 @@ struct Epoch : Waiting {
   template <typename Poison>
   __device__ __forceinline__ void end(Poison poison) const {
     __syncthreads();
-    stamp(4);
+    stamp(Stamp::kWarpsDone);
     const bool takes_epoch = this->takes_epoch();
     if (takes_epoch && state.entered && is_control_warp() && lane_id() == 0 && state.ticket + 1 == gridDim.x)
       open_next_epoch();
     if (state.failed) poison_once(poison);
-    if (call.half == Half::kDone) {
+    if (call.phase == Phase::kDone) {
       leave_done();
     } else if (takes_epoch && threadIdx.x == 0 && state.entered) {
       // A release would wait until all stores have been performed, which the end of the kernel does anyway.
-      count(&own().num_left[state.epoch & 1], 1);
+      atomic_add_relaxed_gpu(&own().num_left[state.epoch & 1], 1);
     }
-    stamp(5);
+    stamp(Stamp::kLeft);
   }
 
   // One of the blocks that know of the failure poisons, when all others have left.
@@ -204,14 +205,14 @@ struct Epoch : Waiting {
     __syncthreads();
     if (threadIdx.x == 0 && state.entered) store_relaxed(poisoning(), 0);
   }
-  __device__ uint32_t* poisoning() const { return &own().poisons[call.half == Half::kDone][state.slot]; }
+  __device__ uint32_t* poisoning() const { return &own().poisons[call.phase == Phase::kDone][state.slot]; }
   __device__ void await_others() const {
-    const bool is_done = call.half == Half::kDone;
+    const bool is_done = call.phase == Phase::kDone;
     const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left[state.epoch & 1];
     // They leave soon, as they know of the failure, too; but where blocks of another launch have entered, never all.
     constexpr uint64_t kSoonNs = 1'000'000'000;
     const uint64_t begun = globaltimer_ns();
-    while (load_acquire_here(left) != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {
+    while (load_acquire_gpu(left) != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {
       poll_pause();
     }
     // A block that left without a failure has not waited for its stores: they land within microseconds.
@@ -225,7 +226,7 @@ struct Epoch : Waiting {
     if (threadIdx.x >= 32) return;
     bool is_last = false;
     if (threadIdx.x == 0) {
-      is_last = count_in_order(&own().done_left[state.slot], 1) + 1 == gridDim.x;
+      is_last = atomic_add_acq_rel_gpu(&own().done_left[state.slot], 1) + 1 == gridDim.x;
       if (is_last) {
         store_relaxed(&own().done_left[state.slot], 0);
         store_release(&own().finished[state.slot][peers.rank], state.epoch);
@@ -241,7 +242,7 @@ struct Epoch : Waiting {
   __device__ __forceinline__ void tell_finished(uint32_t epoch, int32_t peer) const {
     if (peer == peers.rank) return;
     uint32_t* const word = &control_of(peer).finished[slot_of(epoch)][peers.rank];
-    if (is_far(peers, peer)) {
+    if (is_remote(peers, peer)) {
       fence_system();
       store_word(peers, peer, word, epoch);
     } else {

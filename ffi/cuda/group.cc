@@ -10,9 +10,9 @@
 
 #include "ffi/cuda/call_order.h"
 #include "ffi/cuda/device.h"
+#include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/runtime.h"
-#include "ffi/cuda/scatter.h"
 
 namespace jax_ep {
 namespace {
@@ -66,7 +66,7 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
     throw std::runtime_error("a group has at most " + std::to_string(kMaxRanks) + " ranks, not " +
                              std::to_string(num_ranks));
   }
-  if (scatter_scratch_bytes(num_ranks, config_.num_experts / num_ranks) > kMaxScratch) {
+  if (dispatch_scratch_bytes(num_ranks, config_.num_experts / num_ranks) > kMaxScratch) {
     throw std::runtime_error(std::to_string(config_.num_experts) + " experts on " + std::to_string(num_ranks) +
                              " ranks do not fit in a thread block's " + std::to_string(kMaxScratch) +
                              " bytes of shared memory; spread them over more ranks");
@@ -162,7 +162,7 @@ void Group::open_member(Member& member) {
     arena = member.arena.data();
     control = member.control.data();
   }
-  check(cudaMemset(arena, kEmptyByte, layout_.bytes), "cudaMemset");
+  check(cudaMemset(arena, kSentinelByte, layout_.bytes), "cudaMemset");
   if (config_.network) {  // with no epoch's signals
     const NetworkLayout network(layout_, num_ranks());
     check(cudaMemset(arena + network.signals_begin, 0xff, network.traffic_begin - network.signals_begin), "cudaMemset");
@@ -170,8 +170,8 @@ void Group::open_member(Member& member) {
   peers.control = control_at(control);
   peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
-  member.halves = std::make_unique<Halves>(peers, kernels().launch_start, kernels().launch_hold);
-  for (auto load : {kernels().load_scatter, kernels().load_gather, kernels().load_start, load_dispatch_layout}) {
+  member.split_phase = std::make_unique<SplitPhaseCalls>(peers, kernels().launch_start, kernels().launch_hold);
+  for (auto load : {kernels().load_dispatch, kernels().load_combine, kernels().load_start, load_dispatch_layout}) {
     check(load(), "loading the kernels");
   }
 }
@@ -236,7 +236,7 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
   return table;
 }
 
-// The pointers to near ranks, and the PEs of far ones.
+// The pointers to local ranks, and the PEs of far ones.
 NetworkTable Group::find_peers(const Member& member) const {
   const Network& network = *config_.network;
   const std::vector<int32_t>& pes = config_.pes.at(member.line);
@@ -245,15 +245,15 @@ NetworkTable Group::find_peers(const Member& member) const {
   NetworkTable table = {};
   table.nodes = Nodes(node_size(), num_ranks(), self);
   for (int32_t rank = 0; rank < num_ranks(); ++rank) {
-    const bool is_near = table.nodes.is_own(rank);
-    uint8_t* const arena = is_near ? network.pointer_to(member.symmetric_arena, pes.at(rank)) : member.symmetric_arena;
-    uint8_t* const control = is_near ? network.pointer_to(own_control, pes.at(rank)) : own_control;
+    const bool is_local = table.nodes.is_own(rank);
+    uint8_t* const arena = is_local ? network.pointer_to(member.symmetric_arena, pes.at(rank)) : member.symmetric_arena;
+    uint8_t* const control = is_local ? network.pointer_to(own_control, pes.at(rank)) : own_control;
     if (arena == nullptr || control == nullptr) {
       throw std::runtime_error("rank " + std::to_string(self) + " cannot reach the memory of rank " +
                                std::to_string(rank) + ", which is of the same node; set JAX_EP_NODE_SIZE to how many " +
                                "ranks in a row can, and see whether every process sees all GPUs of its host");
     }
-    table.pe[rank] = is_near ? kNear : pes.at(rank);
+    table.pe[rank] = is_local ? kLocal : pes.at(rank);
     table.arena[rank] = arena;
     table.control[rank] = control_at(control);
   }
@@ -272,7 +272,7 @@ void Group::close() {
   for (const Member& member : members_) {  // what waits for a peer has seen `failed` on every device by now
     const OnDevice device(member.ordinal);
     cudaDeviceSynchronize();
-    if (member.halves) member.halves->close();
+    if (member.split_phase) member.split_phase->close();
   }
   for (Member& member : members_) member.peer_arenas.clear();
   if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();
@@ -352,9 +352,9 @@ std::vector<RankStats> Group::stats() const {
     stats.dropped = own.dropped;
     for (int32_t rank = 0; rank < num_ranks(); ++rank) {
       const PeerCounters& here = own.peer[rank];
-      const bool is_near = config_.network == nullptr || member.table.pe[rank] == kNear;
-      PeerCounters there = {};  // of a far rank, what it has counted cannot be seen
-      if (is_near) there = download(&member.table.control[rank]->counters.peer[member.peers.rank]);
+      const bool is_local = config_.network == nullptr || member.table.pe[rank] == kLocal;
+      PeerCounters there = {};  // of a remote rank, what it has counted cannot be seen
+      if (is_local) there = download(&member.table.control[rank]->counters.peer[member.peers.rank]);
       stats.peers.push_back({sum(there.arrived, here.returned), sum(here.arrived, there.returned), here.waited_ns});
     }
   }

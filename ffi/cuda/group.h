@@ -12,9 +12,9 @@
 
 #include "ffi/arena.h"
 #include "ffi/constants.h"
-#include "ffi/cuda/halves.h"
 #include "ffi/cuda/network.h"
 #include "ffi/cuda/sharing.h"
+#include "ffi/cuda/split_phase.h"
 
 namespace jax_ep {
 
@@ -78,7 +78,7 @@ struct Member {
   std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
   std::vector<DeviceMemory> peer_controls;  // the same
   NetworkTable table = {};                  // the host's copy
-  std::unique_ptr<Halves> halves;
+  std::unique_ptr<SplitPhaseCalls> split_phase;
 };
 
 class Group {

@@ -30,21 +30,21 @@ struct AllToAllAttrs {
 
 namespace {
 
-void set_route(ScatterArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {
+void set_route(DispatchArgs& args, int64_t layout, int64_t capacity, int64_t alignment) {
   args.layout = static_cast<Layout>(layout);
   args.capacity = capacity;
   args.alignment = alignment;
 }
 
-void set_out(ScatterArgs& args, const ffi::AnyBuffer& out) {
+void set_out(DispatchArgs& args, const ffi::AnyBuffer& out) {
   args.out = out.untyped_data();
   args.num_rows = num_rows(out);
   args.out_row_bytes = row_bytes(out);
 }
 
-ScatterArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x, Operand x_scales, Operand topk_idx,
-                      Operand topk_weights) {
-  ScatterArgs args = {};
+DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x, Operand x_scales, Operand topk_idx,
+                       Operand topk_weights) {
+  DispatchArgs args = {};
   args.op = OpKind::kDispatch;
   args.hash = static_cast<uint32_t>(attrs.hash);
   args.axis_index = data<int32_t>(axis_index);
@@ -62,7 +62,7 @@ ScatterArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x,
   return args;
 }
 
-void set_results(ScatterArgs& args, const DispatchAttrs& attrs, Operand out, Operand out_scales, Operand weights,
+void set_results(DispatchArgs& args, const DispatchAttrs& attrs, Operand out, Operand out_scales, Operand weights,
                  Operand counts, Operand group_sizes, Operand num_dropped, Operand place, Operand rows,
                  Operand num_arrived) {
   args.place = data<int32_t>(place);
@@ -82,23 +82,23 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
                     Operand x_scales, Operand topk_idx, Operand topk_weights, Result out, Result out_scales,
                     Result weights, Result counts, Result group_sizes, Result num_dropped, Result place, Result rows,
                     Result num_arrived) {
-  ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
+  DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, *out, *out_scales, *weights, *counts, *group_sizes, *num_dropped, *place, *rows,
               *num_arrived);
-  return scatter("dispatch", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
+  return enqueue_dispatch("dispatch", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
 }
 
 ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
                           Operand x_scales, Operand topk_idx, Operand topk_weights, Operand out, Operand out_scales,
                           Operand weights, Operand counts, Operand group_sizes, Operand num_dropped, Operand place,
                           Operand rows, Operand num_arrived, Result ticket) {
-  ScatterArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
+  DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, place, rows, num_arrived);
-  args.half = Half::kDone;
-  args.ticket = data<Ticket>(ticket);
-  return scatter("dispatch_start", stream, ordinal, attrs.group, element_type(args.x_scales ? out : x), args,
-                 addresses(x, x_scales, topk_idx, topk_weights, out, out_scales, weights, counts, group_sizes,
-                           num_dropped, place, rows, num_arrived, ticket));
+  args.phase = Phase::kDone;
+  args.pending = data<PendingCall>(ticket);
+  return enqueue_dispatch("dispatch_start", stream, ordinal, attrs.group, element_type(args.x_scales ? out : x), args,
+                          addresses(x, x_scales, topk_idx, topk_weights, out, out_scales, weights, counts, group_sizes,
+                                    num_dropped, place, rows, num_arrived, ticket));
 }
 
 ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
@@ -106,10 +106,10 @@ ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ff
   return done("dispatch_done", OpKind::kDispatch, stream, ordinal, group, operands);
 }
 
-ScatterArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
-                        const Operand& place, const Operand& rows, const Operand& num_arrived, const Operand& counts,
-                        const Operand& group_sizes, Result out) {
-  ScatterArgs args = {};
+DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
+                         const Operand& place, const Operand& rows, const Operand& num_arrived, const Operand& counts,
+                         const Operand& group_sizes, Result out) {
+  DispatchArgs args = {};
   args.op = op;
   args.hash = static_cast<uint32_t>(attrs.hash);
   args.axis_index = data<int32_t>(axis_index);
@@ -131,27 +131,27 @@ ScatterArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_
 ffi::Error dispatch_like(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand x,
                          Operand place, Operand rows, Operand num_arrived, Operand counts, Operand group_sizes,
                          Result out) {
-  ScatterArgs args =
+  DispatchArgs args =
       along_route(OpKind::kDispatchLike, attrs, axis_index, x, place, rows, num_arrived, counts, group_sizes, out);
   args.arrival = Arrival::kCopy;
-  return scatter("dispatch_like", stream, ordinal, attrs.group, element_type(x), args);
+  return enqueue_dispatch("dispatch_like", stream, ordinal, attrs.group, element_type(x), args);
 }
 
 ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand g,
                         Operand place, Operand rows, Operand num_arrived, Operand counts, Operand group_sizes,
                         Operand y, Operand row_weights, Result y_cotangent, Result weights_cotangent) {
-  ScatterArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, place, rows, num_arrived, counts,
-                                 group_sizes, y_cotangent);
+  DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, place, rows, num_arrived, counts,
+                                  group_sizes, y_cotangent);
   args.arrival = Arrival::kCombineBack;
   args.row_weights = data<float>(row_weights);
   args.y = data<void>(y);
   args.weights_cotangent = data<float>(weights_cotangent);
-  return scatter("combine (backward)", stream, ordinal, attrs.group, element_type(g), args);
+  return enqueue_dispatch("combine (backward)", stream, ordinal, attrs.group, element_type(g), args);
 }
 
 ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
                       Operand splits, Operand place, Result out, Result out_scales, Result out_splits) {
-  ScatterArgs args = {};
+  DispatchArgs args = {};
   args.op = OpKind::kAllToAll;
   args.hash = static_cast<uint32_t>(attrs.hash);
   args.axis_index = data<int32_t>(axis_index);
@@ -164,17 +164,17 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   args.splits = data<int32_t>(splits);
   args.known_place = data<int32_t>(place);
   args.arrival = Arrival::kCopy;
-  args.blocks = true;
+  args.is_all_to_all = true;
   args.zero_pad = attrs.zero_pad;
   set_out(args, *out);
   args.out_scales = data<float>(out_scales);
   args.counts = data<int32_t>(out_splits);
-  return scatter("all_to_all", stream, ordinal, attrs.group, element_type(x), args);
+  return enqueue_dispatch("all_to_all", stream, ordinal, attrs.group, element_type(x), args);
 }
 
-GatherArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, Operand row_weights, Operand place,
-                        Operand rows, Operand num_arrived, Operand out) {
-  GatherArgs args = {};
+CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, Operand row_weights, Operand place,
+                         Operand rows, Operand num_arrived, Operand out) {
+  CombineArgs args = {};
   args.op = OpKind::kCombine;
   args.hash = static_cast<uint32_t>(attrs.hash);
   args.axis_index = data<int32_t>(axis_index);
@@ -193,18 +193,18 @@ GatherArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, O
 
 ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                    Operand row_weights, Operand place, Operand rows, Operand num_arrived, Result out) {
-  const GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived, *out);
-  return gather("combine", stream, ordinal, attrs.group, element_type(y), args);
+  const CombineArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived, *out);
+  return enqueue_combine("combine", stream, ordinal, attrs.group, element_type(y), args);
 }
 
 ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                          Operand row_weights, Operand place, Operand rows, Operand num_arrived, Operand out,
                          Result ticket) {
-  GatherArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived, out);
-  args.half = Half::kDone;
-  args.ticket = data<Ticket>(ticket);
-  return gather("combine_start", stream, ordinal, attrs.group, element_type(y), args,
-                addresses(y, row_weights, place, rows, num_arrived, out, ticket));
+  CombineArgs args = weighted_sum(attrs, axis_index, y, row_weights, place, rows, num_arrived, out);
+  args.phase = Phase::kDone;
+  args.pending = data<PendingCall>(ticket);
+  return enqueue_combine("combine_start", stream, ordinal, attrs.group, element_type(y), args,
+                         addresses(y, row_weights, place, rows, num_arrived, out, ticket));
 }
 
 ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
@@ -215,7 +215,7 @@ ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi
 ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                          Operand weights, Operand place, Operand rows, Operand num_arrived, Result out,
                          Result topk_weights) {
-  GatherArgs args = {};
+  CombineArgs args = {};
   args.op = OpKind::kDispatchBack;
   args.hash = static_cast<uint32_t>(attrs.hash);
   args.axis_index = data<int32_t>(axis_index);
@@ -230,12 +230,12 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, 
   args.out = data<void>(out);
   args.out_type = element_type(*out);
   args.topk_weights = data<float>(topk_weights);
-  return gather("dispatch (backward)", stream, ordinal, attrs.group, element_type(y), args);
+  return enqueue_combine("dispatch (backward)", stream, ordinal, attrs.group, element_type(y), args);
 }
 
 ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                            Operand num_sent, Operand place, Result out) {
-  GatherArgs args = {};
+  CombineArgs args = {};
   args.op = OpKind::kAllToAllBack;
   args.hash = static_cast<uint32_t>(attrs.hash);
   args.axis_index = data<int32_t>(axis_index);
@@ -247,7 +247,7 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
   args.place = data<int32_t>(place);
   args.out = data<void>(out);
   args.out_type = element_type(*out);
-  return gather("all_to_all_back", stream, ordinal, attrs.group, element_type(y), args);
+  return enqueue_combine("all_to_all_back", stream, ordinal, attrs.group, element_type(y), args);
 }
 
 // Wraps a handler. XLA passes it one more operand and one more result, the order token (jax_ep/_ordered_calls.py),
@@ -305,7 +305,7 @@ JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back), (with_buff
 JAX_EP_DEFINE_HANDLER(kAllToAllBack, with_order_token(all_to_all_back), (with_buffers<4, 1>(bind_call<CallAttrs>())),
                       kTraits);
 
-// Halves are not for CUDA graphs: their handlers are asked each time.
+// SplitPhaseCalls are not for CUDA graphs: their handlers are asked each time.
 XLA_FFI_DEFINE_HANDLER(kRoom, room, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 JAX_EP_DEFINE_HANDLER(kDispatchStart, with_order_token(dispatch_start),
                       (with_buffers<14, 1>(bind_call<DispatchAttrs>())));

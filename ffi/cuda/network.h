@@ -7,22 +7,22 @@
 #include <cstdint>
 
 #include "ffi/arena.h"
-#include "ffi/cuda/gather.h"
-#include "ffi/cuda/scatter.h"
+#include "ffi/cuda/combine.h"
+#include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/start.h"
 
 namespace jax_ep {
 
-inline constexpr int32_t kNear = -1;
+inline constexpr int32_t kLocal = -1;
 
-// Memory of far ranks is named by that of this rank, at the same offset, and by their processing element (PE): the
+// Memory of remote ranks is named by that of this rank, at the same offset, and by their processing element (PE): the
 // pointers here are this rank's own for them.
 struct NetworkTable : PeerTable {
-  int32_t pe[kMaxRanks];  // kNear for near ranks
+  int32_t pe[kMaxRanks];  // kLocal for local ranks
   Nodes nodes;            // a rank is near those of its node
 };
 
-// What this rank has sent to far ranks since the group was made.
+// What this rank has sent to remote ranks since the group was made.
 struct Traffic {
   unsigned long long rows, bytes;
 };
@@ -51,18 +51,18 @@ struct NetworkLayout {
   }
 };
 
-// The kernels of a module, which is compiled for far ranks or not.
+// The kernels of a module, which is compiled for remote ranks or not.
 struct Kernels {
-  decltype(&jax_ep::launch_scatter) launch_scatter;
-  decltype(&jax_ep::launch_gather) launch_gather;
+  decltype(&jax_ep::launch_dispatch) launch_dispatch;
+  decltype(&jax_ep::launch_combine) launch_combine;
   decltype(&jax_ep::launch_start) launch_start;
   decltype(&jax_ep::launch_hold) launch_hold;
-  decltype(&jax_ep::load_scatter) load_scatter;
-  decltype(&jax_ep::load_gather) load_gather;
+  decltype(&jax_ep::load_dispatch) load_dispatch;
+  decltype(&jax_ep::load_combine) load_combine;
   decltype(&jax_ep::load_start) load_start;
 };
 inline Kernels kernels_of_this_module() {
-  return {launch_scatter, launch_gather, launch_start, launch_hold, load_scatter, load_gather, load_start};
+  return {launch_dispatch, launch_combine, launch_start, launch_hold, load_dispatch, load_combine, load_start};
 }
 
 // What _nvshmem gives to _cuda. Each process has a GPU of its own; emulated ones are all in one.

@@ -14,44 +14,44 @@ struct NodeForward : DispatchReceiver<Config> {
   using typename Base::Route;
   using typename Base::Taken;
 
-  // Passes the rows that come from this rank's counterparts on to the ranks of its node that they go to, as if those
+  // Passes the rows that come from this rank's rail peers on to the ranks of its node that they go to, as if those
   // had sent them there.
-  __device__ void pass_on() const {
-    const Team team = Team::of_forwarders(plan, op.state.ticket, warp_id());
+  __device__ void forward() const {
+    const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.ticket, warp_id());
     const Nodes& nodes = nodes_of(peers);
-    const int32_t num_candidates = team.index < team.num_teams ? nodes.num_others() * args.num_tokens : 0;
+    const int32_t num_candidates = warp_group.index < warp_group.num_groups ? nodes.num_others() * args.num_tokens : 0;
 #pragma unroll 1
-    for (int32_t item = team.index; item < num_candidates; item += team.num_teams) {
+    for (int32_t item = warp_group.index; item < num_candidates; item += warp_group.num_groups) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
-      const int32_t source = nodes.counterpart_in(node);
+      const int32_t source = nodes.rail_peer_in(node);
       const RowPlace from = place_here(nodes.source_of(node), token);
-      const Route route = route_passed_on(nodes, node, token, from, team);
+      const Route route = forwarded_route(nodes, node, token, from, warp_group);
       if (__any_sync(kAllLanes, op.state.failed)) return;
       if (!__any_sync(kAllLanes, route.index >= 0)) continue;
       RowPlace to = {};  // on this lane's rank
       if (route.index >= 0) to = RowPlace(op, lane_id(), source, route.index);
 #pragma unroll 1
-      for (int32_t first = team.warp; first < chunks(); first += kReceiveBatch * team.num_warps) {
+      for (int32_t first = warp_group.warp; first < chunks(); first += kReceiveBatch * warp_group.num_warps) {
         Taken taken;
-        look_at_batch(from, first, team, taken);
-        take_batch(source, from, first, team, taken, [] { return true; });
+        look_at_batch(from, first, warp_group, taken);
+        take_batch(source, from, first, warp_group, taken, [] { return true; });
         if (__any_sync(kAllLanes, op.state.failed)) return;  // what came may be anything
-        send_taken(taken, first, route, to, team);
+        send_taken(taken, first, route, to, warp_group);
       }
     }
   }
 
   // Where a token of another node's rank goes in this node, once its row has come: for lane = rank. The first time it
   // is in the row's header, from which the route keeps it, in the columns of that node's ranks.
-  __device__ Route route_passed_on(const Nodes& nodes, int32_t node, int32_t token, const RowPlace& from,
-                                   const Team& team) const {
+  __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowPlace& from,
+                                   const WarpGroup& warp_group) const {
     Route route = {-1, -1, 0, 1.0f};
-    const bool is_near = nodes.is_own(lane_id());
-    const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.counterpart(lane_id(), node);
-    if (!new_route() && is_near) route.index = __ldg(args.known_place + kept);
+    const bool is_local = nodes.is_own(lane_id());
+    const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.rail_peer(lane_id(), node);
+    if (!new_route() && is_local) route.index = __ldg(args.known_place + kept);
     bool comes = new_route() || __any_sync(kAllLanes, route.index >= 0);
     if (comes && lane_id() == 0) {
-      comes = await_signal(op, nodes.counterpart_in(node), nodes.source_of(node), token);
+      comes = await_signal(op, nodes.rail_peer_in(node), nodes.source_of(node), token);
     }
     comes = __shfl_sync(kAllLanes, comes, 0);
     __syncwarp();  // all lanes read what one has waited for
@@ -66,20 +66,20 @@ struct NodeForward : DispatchReceiver<Config> {
 #pragma unroll 1
     for (int32_t k = 0; k < args.top_k; ++k) {
       const uint32_t index = __shfl_sync(kAllLanes, header.epoch, k);
-      const bool is_here = __shfl_sync(kAllLanes, rank, k) == lane_id() && is_near;
+      const bool is_here = __shfl_sync(kAllLanes, rank, k) == lane_id() && is_local;
       // (A rank in another call may send anything.)
       if (is_here && index < args.num_tokens) route.index = static_cast<int32_t>(index);
     }
-    if (team.warp == 0 && is_near) args.place[kept] = route.index;
+    if (warp_group.warp == 0 && is_local) args.place[kept] = route.index;
     return route;
   }
 
   __device__ void send_taken(const Taken& taken, int32_t first, const Route& route, const RowPlace& to,
-                             const Team& team) const {
+                             const WarpGroup& warp_group) const {
     Chunk units[kReceiveBatch], scales[kReceiveBatch];
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
-      units[i] = Chunk::of(taken.units[i], has_unit(chunk_of(first, i, team)));
+      units[i] = Chunk::of(taken.units[i], has_unit(chunk_of(first, i, warp_group)));
       if constexpr (kArrival != Arrival::kCombineBack) {
         const uint4& own = taken.units[kReceiveBatch];
         const uint4 unit = make_uint4(__shfl_sync(kAllLanes, own.x, i), __shfl_sync(kAllLanes, own.y, i),
@@ -87,7 +87,7 @@ struct NodeForward : DispatchReceiver<Config> {
         if (args.num_scales) scales[i] = Chunk::of(unit, lane_id() == 0);
       }
     }
-    send_chunks(units, scales, [=](int i) { return chunk_of(first, i, team); }, route, route.index, to);
+    send_chunks(units, scales, [=](int i) { return chunk_of(first, i, warp_group); }, route, route.index, to);
   }
 };
 

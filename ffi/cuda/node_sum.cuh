@@ -12,40 +12,40 @@ struct NodeSum : CombineReceiver<Config> {
   using Base::add_all, Base::args, Base::chunks, Base::has_unit, Base::kRanksAtOnce, Base::kSize, Base::op, Base::peers,
       Base::plan, Base::put_staged, Base::rounded, Base::row_number, Base::start_sum, Base::weight_of;
 
-  // Adds up what this node's ranks have of the tokens of this rank's counterparts, and sends the sums there. The team's
-  // warps meet at a barrier for each, so that none of them leaves the others, whatever fails.
-  __device__ void pass_on() const {
-    const Team team = Team::of_forwarders(plan, op.state.ticket, warp_id());
-    if (any_of_team(team, kFirstBarrier, op.state.failed)) return;
+  // Adds up what this node's ranks have of the tokens of this rank's rail peers, and sends the sums there. The warp
+  // group's warps meet at a barrier for each, so that none of them leaves the others, whatever fails.
+  __device__ void forward() const {
+    const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.ticket, warp_id());
+    if (any_of_warp_group(warp_group, kFirstBarrier, op.state.failed)) return;
     const Nodes& nodes = nodes_of(peers);
     const int32_t as = nodes.source_of(nodes.own);
-    const int32_t num_candidates = team.index < team.num_teams ? nodes.num_others() * args.num_tokens : 0;
+    const int32_t num_candidates = warp_group.index < warp_group.num_groups ? nodes.num_others() * args.num_tokens : 0;
 #pragma unroll 1
-    for (int32_t item = team.index; item < num_candidates; item += team.num_teams) {
+    for (int32_t item = warp_group.index; item < num_candidates; item += warp_group.num_groups) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
-      const int32_t source = nodes.counterpart(lane_id(), node);  // what this lane's rank sends as
+      const int32_t source = nodes.rail_peer(lane_id(), node);  // what this lane's rank sends as
       const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + source;
       const int32_t index = nodes.is_own(lane_id()) ? __ldg(args.place + kept) : -1;
       const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
       if (sources == 0) continue;
       const int32_t row = row_number(source, index);  // of this lane's rank
-      const int32_t peer = nodes.counterpart_in(node);
+      const int32_t peer = nodes.rail_peer_in(node);
       const RowPlace to(op, peer, as, token);
-      if (args.weights_to_send && team.warp == 0) {
+      if (args.weights_to_send && warp_group.warp == 0) {
         const float weight = weight_of(row, sources);
         if (lane_id() < args.top_k) send_header(op, to.header(lane_id()), {0, 0, weight, 0});
       }
 #pragma unroll 1
-      for (int32_t chunk = team.warp; chunk < chunks(); chunk += team.num_warps) {
+      for (int32_t chunk = warp_group.warp; chunk < chunks(); chunk += warp_group.num_warps) {
         const int32_t chunks_added[] = {chunk};
         float total[1][kSize];
         start_sum(total[0]);
         Base::template add_all<1, kRanksAtOnce>(row, sources, 0, chunks_added, total, [](int) { return uint4{}; });
         const bool present = has_unit(chunk);
         Chunk::of(rounded(total[0]), present)
-            .send(op, peer, to.unit(op, chunk), [&] { return to.marks + chunk; }, present);
+            .send(op, peer, to.unit(op, chunk), [&] { return to.escape_masks + chunk; }, present);
       }
-      put_staged(peer, as, token, true, team);
+      put_staged(peer, as, token, true, warp_group);
     }
   }
 };

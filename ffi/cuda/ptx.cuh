@@ -160,21 +160,21 @@ __device__ __forceinline__ void copy_bulk_out(void* to, uint32_t from, uint32_t 
 __device__ __forceinline__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void await_bulk_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-__device__ __forceinline__ uint32_t load_acquire_here(const uint32_t* p) {
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 
 // Adds; gives what it was.
-__device__ __forceinline__ uint32_t count(uint32_t* p, uint32_t v) {
+__device__ __forceinline__ uint32_t atomic_add_relaxed_gpu(uint32_t* p, uint32_t v) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
 // What the callers did before, and handed to them through a barrier of their block, is seen by the last of them, or by
-// who sees the sum with load_acquire_here.
-__device__ __forceinline__ uint32_t count_in_order(uint32_t* p, uint32_t v) {
+// who sees the sum with load_acquire_gpu.
+__device__ __forceinline__ uint32_t atomic_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
@@ -210,7 +210,7 @@ __device__ __forceinline__ unsigned long long atomic_add_relaxed_gpu(unsigned lo
 }
 
 // Adds, and waits for no answer.
-__device__ __forceinline__ void add(unsigned long long* p, unsigned long long v) {
+__device__ __forceinline__ void red_add_relaxed_gpu(unsigned long long* p, unsigned long long v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
@@ -221,7 +221,7 @@ __device__ __forceinline__ void fence_system() { __threadfence_system(); }
 __device__ __forceinline__ void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // Has the compiler load a value that nobody needs.
-__device__ __forceinline__ void use(uint32_t v) {
+__device__ __forceinline__ void keep_alive(uint32_t v) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9e3779b9;\n@never nanosleep.u32 0;\n}" ::"r"(v));
 }
 

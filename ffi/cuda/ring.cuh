@@ -11,7 +11,7 @@ namespace jax_ep {
 // Pieces of at most `kPieceBytes`, of one warp, which are numbered, and taken in that order. Each lane asks for its
 // own; else all lanes call together.
 template <int kPieceBytes>
-class Ring {
+class PrefetchRing {
  public:
   // More was slower, perhaps as it leaves less of an SM's memory to its cache, where registers are spilled.
   static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes;
@@ -34,7 +34,7 @@ class Ring {
   __device__ __forceinline__ int32_t num_taken() const { return num_taken_; }
 
   __device__ __forceinline__ bool has_room_for(int32_t number) const { return number - num_taken_ < kPieces; }
-  __device__ __forceinline__ void ask(int32_t number, const uint8_t* from, uint32_t bytes) const {
+  __device__ __forceinline__ void prefetch(int32_t number, const uint8_t* from, uint32_t bytes) const {
     const uint32_t place = static_cast<uint32_t>(number) % kPieces;
     copy_bulk(pieces_ + place * kPieceBytes, from, bytes, landed_ + 8 * place);
   }

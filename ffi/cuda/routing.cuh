@@ -8,11 +8,11 @@ namespace jax_ep {
 template <typename Config>
 struct Routing : DispatchOperands<Config> {
   using Base = DispatchOperands<Config>;
-  using Base::args, Base::experts_per_rank, Base::kFew, Base::kShares, Base::new_route, Base::num_arrived,
+  using Base::args, Base::experts_per_rank, Base::kIsLowLatency, Base::kStealsRows, Base::new_route, Base::num_arrived,
       Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers, Base::shared;
 
   // Tells every rank which operation this is and, where it cannot know, how many rows it gets for each expert.
-  __device__ void announce() const {
+  __device__ void notify() const {
     const Lookup lookup = this->lookup();
     clear(lookup);
     if (new_route()) {
@@ -31,9 +31,9 @@ struct Routing : DispatchOperands<Config> {
         }
         op.send_num_rows(lookup.ranks);
       }
-      if (threadIdx.x < peers.num_ranks) op.announce(threadIdx.x);
+      if (threadIdx.x < peers.num_ranks) op.notify(threadIdx.x);
     }
-    op.stamp(2);
+    op.stamp(Stamp::kPlaced);
     op.tell_former_finished();
   }
 
@@ -57,7 +57,7 @@ struct Routing : DispatchOperands<Config> {
   }
 
   // Of some tokens, what this lane counts at once.
-  static constexpr int kCountsAtOnce = kShares ? 4 : 1;
+  static constexpr int kCountsAtOnce = kStealsRows ? 4 : 1;
   struct Ids {
     int32_t expert[kCountsAtOnce];
   };
@@ -87,7 +87,7 @@ struct Routing : DispatchOperands<Config> {
     };
     look_at();
     op.sync_workers();
-    op.stamp(1);
+    op.stamp(Stamp::kEntered);
 #pragma unroll 1
     while (first < last) {
       first += stride;
@@ -123,18 +123,18 @@ struct Routing : DispatchOperands<Config> {
     return __popc(__match_any_sync(kAllLanes, value) & earlier);
   }
 
-  // What a block must know to write rows, found out by two of its warps. (In the forms for few rows only the control
+  // What a block must know to write rows, found out by two of its warps. (In the variants for few rows only the control
   // warp comes here, and does not wait for the others; and each of those asks for itself how many come.)
   __device__ void learn_places() const {
     if (op.is_control_warp()) place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
-    if (!kFew && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
+    if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
     __syncwarp();
     if (op.is_worker()) return;
     if (op.state.failed) give_up();
     named_barrier_arrive(kPlacesBarrier, blockDim.x);
   }
   // For all workers of a block: waits until that is known. False if the operation failed; all hear the same, as the
-  // warps of a team must agree whether they have a row.
+  // warps of a warp group must agree whether they have a row.
   __device__ bool places_are_known() const {
     if (op.state.failed) give_up();
     named_barrier(kPlacesBarrier, blockDim.x);
@@ -145,7 +145,7 @@ struct Routing : DispatchOperands<Config> {
   // Finds out where the experts' groups lie, from a prefix sum over their sizes; of an old route, from what it kept.
   // With one warp, a lane for two experts.
   __device__ void place_rows(const Places& p) const {
-    if (args.blocks) return;
+    if (args.is_all_to_all) return;
     int64_t rows_before = 0;
     int32_t dropped = 0;
 #pragma unroll 1
@@ -230,7 +230,7 @@ struct Routing : DispatchOperands<Config> {
 
   __device__ void write_counts(const Places& p) const {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; args.blocks && i < num_experts(); i += op.num_workers) {
+    for (int32_t i = threadIdx.x; args.is_all_to_all && i < num_experts(); i += op.num_workers) {
       const int32_t source = peers.by_experts.quotient(i);
       args.counts[i] = op.expect_number(source, op.counts_at(peers.rank, source) + i - source * experts_per_rank());
     }
@@ -243,7 +243,7 @@ struct Routing : DispatchOperands<Config> {
     if (threadIdx.x < peers.num_ranks) args.num_arrived[threadIdx.x] = num_arrived(threadIdx.x);
     if (threadIdx.x != 0) return;
     *args.num_dropped = shared.dropped;
-    if (shared.dropped) add(&op.own().counters.dropped, shared.dropped);
+    if (shared.dropped) red_add_relaxed_gpu(&op.own().counters.dropped, shared.dropped);
   }
 
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Places& places) const {

@@ -11,12 +11,12 @@ constexpr int32_t kWarp = 32;
 __global__ void __launch_bounds__(kWarp)
     start_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Call call) {
   JAX_EP_SHARED(State, state);
-  const Operation op = {peers, call, call.ticket, state, kWarp};
+  const Operation op = {peers, call, call.pending, state, kWarp};
   wait_for_dependencies();
-  op.stamp(0);
+  op.stamp(Stamp::kBegun);
   op.enter([](int32_t) { return false; });
   if (threadIdx.x == 0) {
-    *call.ticket = {state.epoch, 0};
+    *call.pending = {state.epoch, 0};
   }
   op.tell_former_finished();
   op.end([] {});
@@ -25,12 +25,12 @@ __global__ void __launch_bounds__(kWarp)
 // Ends when `num_blocks` of the body have begun; or soon, if the host has yet to launch it, or something else has the
 // SMs.
 __global__ void __launch_bounds__(kWarp)
-    hold_kernel(const __grid_constant__ Peers peers, const Ticket* ticket, int32_t num_blocks) {
+    hold_kernel(const __grid_constant__ Peers peers, const PendingCall* pending, int32_t num_blocks) {
   constexpr uint64_t kPatienceNs = 50'000;
   wait_for_dependencies();
   if (threadIdx.x != 0) return;
   const uint64_t begun = globaltimer_ns();
-  while (load_relaxed(&ticket->blocks_begun) < static_cast<uint32_t>(num_blocks) &&
+  while (load_relaxed(&pending->blocks_begun) < static_cast<uint32_t>(num_blocks) &&
          load_relaxed(&peers.control->failed) == 0 && globaltimer_ns() - begun < kPatienceNs) {
     poll_pause();
   }
@@ -42,8 +42,8 @@ cudaError_t launch_start(const Peers& peers, const Call& call, cudaStream_t stre
   return launch(start_kernel, {1, kWarp, 0}, stream, peers, call);
 }
 
-cudaError_t launch_hold(const Peers& peers, const Ticket* ticket, int32_t num_blocks, cudaStream_t stream) {
-  return launch(hold_kernel, {1, kWarp, 0}, stream, peers, ticket, num_blocks);
+cudaError_t launch_hold(const Peers& peers, const PendingCall* pending, int32_t num_blocks, cudaStream_t stream) {
+  return launch(hold_kernel, {1, kWarp, 0}, stream, peers, pending, num_blocks);
 }
 
 cudaError_t load_start() {

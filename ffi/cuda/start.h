@@ -1,5 +1,5 @@
-// What a start is on XLA's stream: an operation in halves takes its turn, and what comes then is held until the rest of
-// the operation, its body, has the SMs that it is to run on. It would not get them before the kernel that took them
+// What a start is on XLA's stream: a split-phase operation takes its turn, and what comes then is held until the rest
+// of the operation, its body, has the SMs that it is to run on. It would not get them before the kernel that took them
 // ends.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace jax_ep {
 
 cudaError_t launch_start(const Peers& peers, const Call& call, cudaStream_t stream);
 // `ticket`: the start's. The body has `num_blocks`.
-cudaError_t launch_hold(const Peers& peers, const Ticket* ticket, int32_t num_blocks, cudaStream_t stream);
+cudaError_t launch_hold(const Peers& peers, const PendingCall* pending, int32_t num_blocks, cudaStream_t stream);
 
 // Loads the kernels on the current device: a kernel loaded while a peer waits can deadlock.
 cudaError_t load_start();

@@ -29,6 +29,19 @@ struct State {
 #endif
 };
 
+// Phases of a block, for timelines. Their numbers are those in the output of benchmarks/native/timeline.cu.
+enum class Stamp : int32_t {
+  kBegun = 0,
+  kEntered = 1,    // has its role
+  kPlaced = 2,     // knows where its rows go; or has told how many rows come
+  kMoved = 3,      // a sender has sent a row; a receiver has a row
+  kWarpsDone = 4,  // all warps of the block are done
+  kLeft = 5,
+  kWrites = 6,   // a receiver begins to write a batch of a row
+  kWritten = 7,  // and has written it
+  kLooked = 8,   // a receiver has looked for its first row
+};
+
 struct Waiting {
   const Peers& peers;
   const Call& call;
@@ -36,21 +49,18 @@ struct Waiting {
   State& state;
   int32_t num_workers;  // threads of the block
 
-  // Notes when this block got somewhere, in a build that looks at it (benchmarks/native). Phases: 0 begun, 1 in; of
-  // scatter's senders 2 knows where its rows go, or has told how many come, 3 has sent; of its receivers 8 has looked
-  // for a row, 2 knows where rows go, 3 has a row, 6 begins to write it, or a batch of it, 7 has; 4 all warps are done,
-  // 5 out. What comes again is noted as it was last.
-  __device__ void stamp([[maybe_unused]] int32_t phase) const {
+  // Notes the time of a phase of this block, in a build for benchmarks/native/timeline.cu. The last time counts.
+  __device__ void stamp([[maybe_unused]] Stamp phase) const {
 #ifdef JAX_EP_TIMELINE
     if (threadIdx.x != 0) return;
     compiler_barrier();
     const uint64_t now = globaltimer_ns();
-    if (phase == 0) {  // of which operation, is not known yet
+    if (phase == Stamp::kBegun) {  // the operation is not known yet
       state.begun = now;
     } else {
       const uint32_t block = state.epoch % kTimelineOps * kTimelineBlocks + state.ticket;
-      peers.timeline[block * kTimelinePhases + phase] = now;
-      if (phase == 5) peers.timeline[block * kTimelinePhases] = state.begun;
+      peers.timeline[block * kTimelinePhases + static_cast<int32_t>(phase)] = now;
+      if (phase == Stamp::kLeft) peers.timeline[block * kTimelinePhases] = state.begun;
     }
     compiler_barrier();
 #endif
@@ -76,7 +86,7 @@ struct Waiting {
       poll_pause();
       if (polls % 64 > 1) continue;  // few instructions between two looks
       if (state.failed) return false;
-      if (polls % 64 == 0) deadline_ns = lose_patience(*this, deadline_ns, reason, blamed(peer), expected, seen);
+      if (polls % 64 == 0) deadline_ns = check_deadline(*this, deadline_ns, reason, blamed(peer), expected, seen);
     }
   }
 
@@ -96,8 +106,8 @@ struct Waiting {
   // Called at times while a thread waits. Fails the operation once its deadline has passed. Returns what the next call
   // gets as `deadline_ns`: 0 at the first call; then the end of a short wait, an even number; then the deadline that
   // the blocks share, an odd number. Most waits are short: they do not touch the word that the blocks share.
-  __device__ __noinline__ static uint64_t lose_patience(Waiting op, uint64_t deadline_ns, FailureReason reason,
-                                                        int32_t peer, uint32_t expected, uint32_t seen) {
+  __device__ __noinline__ static uint64_t check_deadline(Waiting op, uint64_t deadline_ns, FailureReason reason,
+                                                         int32_t peer, uint32_t expected, uint32_t seen) {
     constexpr uint64_t kShortWaitNs = 1'000'000;
     const uint64_t now = globaltimer_ns();
     if (load_relaxed(&op.own().failed) != 0) op.state.failed = true;
@@ -117,7 +127,7 @@ struct Waiting {
   __device__ __forceinline__ uint64_t deadline(uint64_t now) const {
     constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
     if (!state.entered) return now + peers.timeout_ns;
-    unsigned long long* const word = &own().first_wait[call.half == Half::kDone][state.slot];
+    unsigned long long* const word = &own().first_wait[call.phase == Phase::kDone][state.slot];
     const uint32_t tick = static_cast<uint32_t>(now >> kLogTickNs) | 1;  // a word of 0 is none, also of epoch 0
     unsigned long long first = load_relaxed(word);
     if (first >> 32 != state.epoch || first == 0) {

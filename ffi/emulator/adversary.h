@@ -31,15 +31,15 @@ class Random {
 struct Adversary {
   uint64_t seed = 0;
   bool delays_stores = false;    // stores become visible late, and in another order
-  bool tears_units = false;      // stores of 16 bytes arrive in two halves
+  bool tears_units = false;      // stores of 16 bytes arrive in two split-phase calls
   bool shuffles_warps = false;   // any ready warp and lane runs next; threads lose the processor between accesses
   bool shuffles_blocks = false;  // the blocks of a launch start in any order
   bool delays_launches = false;  // ranks are late, and so is the end of a launch
   int resident_blocks = 0;       // a device holds no more at a time; 0: as many as its SMs hold
-  double late_share = 0.3;       // of the launches, with delays_launches: those that begin late, and those that end late
-  double stall_share = 0;        // of the blocks: those that stop once for a while, as a whole or with one warp
-  double settle_share = 0.05;    // of the pending stores and bulk copies, at each turn of the scheduler
-  double held_share = 0;         // of the stores: those that become visible as late as they may
+  double late_share = 0.3;     // of the launches, with delays_launches: those that begin late, and those that end late
+  double stall_share = 0;      // of the blocks: those that stop once for a while, as a whole or with one warp
+  double settle_share = 0.05;  // of the pending stores and bulk copies, at each turn of the scheduler
+  double held_share = 0;       // of the stores: those that become visible as late as they may
   double held_blocks_share = 0;  // of the blocks: those with only such stores
   double switch_share = 0.05;    // of the accesses to memory
   Random random;

@@ -3,14 +3,14 @@
 function(emulate target)
   set(ffi_dir "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/..")
   set(cuda "${ffi_dir}/cuda")
-  set(exchange "${cuda}/scatter.cu" "${cuda}/gather.cu" "${cuda}/start.cu")
+  set(exchange "${cuda}/dispatch.cu" "${cuda}/combine.cu" "${cuda}/start.cu")
   target_sources(
     ${target}
     PRIVATE ${exchange}
             "${cuda}/dispatch_layout.cu"
             "${cuda}/call_order.cc"
             "${cuda}/group.cc"
-            "${cuda}/halves.cc"
+            "${cuda}/split_phase.cc"
             "${cuda}/sharing.cc"
             "${ffi_dir}/emulator/adversary.cc"
             "${ffi_dir}/emulator/fiber.cc"

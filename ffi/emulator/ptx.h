@@ -12,7 +12,7 @@ namespace jax_ep {
 
 inline void store_release(uint32_t* p, uint32_t v) { emulator::store(p, v, emulator::Order::kRelease); }
 inline uint32_t load_acquire(const uint32_t* p) { return emulator::load(p, emulator::Order::kAcquire); }
-inline uint32_t load_acquire_here(const uint32_t* p) { return emulator::load(p, emulator::Order::kAcquire); }
+inline uint32_t load_acquire_gpu(const uint32_t* p) { return emulator::load(p, emulator::Order::kAcquire); }
 inline void store_relaxed(uint32_t* p, uint32_t v) { emulator::store(p, v, emulator::Order::kRelaxed); }
 inline void store_relaxed(unsigned long long* p, unsigned long long v) {
   emulator::store(p, v, emulator::Order::kRelaxed);
@@ -38,13 +38,13 @@ template <typename T>
 T atomic_exchange_relaxed_gpu(T* p, T v) {
   return emulator::atomic(p, [=](T) { return v; });
 }
-inline uint32_t count(uint32_t* p, uint32_t v) {
+inline uint32_t atomic_add_relaxed_gpu(uint32_t* p, uint32_t v) {
   return emulator::atomic(p, [=](uint32_t before) { return before + v; });
 }
-inline uint32_t count_in_order(uint32_t* p, uint32_t v) {
+inline uint32_t atomic_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
   return emulator::atomic(p, [=](uint32_t before) { return before + v; }, emulator::Order::kAcquireRelease);
 }
-inline void add(unsigned long long* p, unsigned long long v) {
+inline void red_add_relaxed_gpu(unsigned long long* p, unsigned long long v) {
   emulator::atomic(p, [=](unsigned long long before) { return before + v; });
 }
 inline unsigned long long atomic_add_relaxed_gpu(unsigned long long* p, unsigned long long v) {
@@ -87,7 +87,7 @@ inline void store_shared_unit(uint32_t to, uint4 v) { std::memcpy(at_shared_addr
 
 inline void fence_system() { emulator::fence(); }
 inline void compiler_barrier() {}
-inline void use(uint32_t) {}
+inline void keep_alive(uint32_t) {}
 template <typename T>
 T keep_address(T p) {
   return p;

@@ -18,7 +18,8 @@ class Lock {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
-// How many SMs each device has, if it runs no kernel, and those that are made from here on: few, so that plans are small.
+// How many SMs each device has, if it runs no kernel, and those that are made from here on: few, so that plans are
+// small.
 void set_num_sms(int num_sms);
 
 // What may go wrong from here on; adversary.h says what a seed decides.

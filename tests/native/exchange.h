@@ -16,16 +16,16 @@
 #include <vector>
 
 #include "check.h"
-#include "ffi/cuda/gather.h"
+#include "ffi/cuda/combine.h"
+#include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/group.h"
 #include "ffi/cuda/launch.cuh"
-#include "ffi/cuda/scatter.h"
 
 using namespace jax_ep;
 
 namespace {
 
-// A row is more than two pieces of y in shared memory (gather.cu), and the last one is not whole.
+// A row is more than two pieces of y in shared memory (combine.cu), and the last one is not whole.
 constexpr int32_t kHidden = 1152, kAlignment = 4;
 constexpr int64_t kRowBytes = kHidden * sizeof(float);
 constexpr int32_t kStreams = 4, kTickets = 3;
@@ -70,17 +70,17 @@ struct Array {
   }
 };
 
-// Makes some units look like ones that have not arrived, and like their stand-ins (units.cuh).
-void look_empty(std::vector<float>& rows, std::mt19937& random) {
+// Makes some units look like ones that have not arrived, and like their escapes (ll_units.cuh).
+void look_like_sentinels(std::vector<float>& rows, std::mt19937& random) {
   uint8_t bytes[kUnitBytes];
-  std::memset(bytes, kEmptyByte, sizeof(bytes));
+  std::memset(bytes, kSentinelByte, sizeof(bytes));
   for (size_t unit = 0; unit < rows.size() / 4; ++unit) {
     const uint32_t choice = random() % 16;
     if (choice > 2) continue;
-    bytes[12] = choice == 0 ? kEmptyByte : kEmptyByte ^ 1;
+    bytes[12] = choice == 0 ? kSentinelByte : kSentinelByte ^ 1;
     if (choice == 2) bytes[15] ^= 1;
     std::memcpy(&rows[unit * 4], bytes, sizeof(bytes));
-    bytes[15] = kEmptyByte;
+    bytes[15] = kSentinelByte;
   }
 }
 
@@ -103,7 +103,7 @@ struct Rank {
       place{size_t(2) * num_tokens * ranks},  // half of it without a network
       rows{size_t(ranks) * num_tokens * top_k}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
-  Array<Ticket> dispatch_tickets{kTickets}, combine_tickets{kTickets};
+  Array<PendingCall> dispatch_tickets{kTickets}, combine_tickets{kTickets};
   Array<float> x{size_t(num_tokens) * kHidden}, topk_weights{size_t(num_tokens) * top_k},
       recv{size_t(num_rows) * kHidden}, weights{size_t(num_rows)}, like{size_t(num_rows) * kHidden},
       out{size_t(num_tokens) * kHidden}, y{size_t(num_rows) * kHidden}, cotangent{size_t(num_rows) * kHidden},
@@ -130,8 +130,8 @@ struct Rank {
     x.upload(), topk_weights.upload(), y.upload(), ids.upload();
   }
 
-  ScatterArgs scatter(OpKind op) {
-    ScatterArgs args = {};
+  DispatchArgs dispatch_args(OpKind op) {
+    DispatchArgs args = {};
     args.op = op;
     args.hash = static_cast<uint32_t>(op);
     args.axis_index = axis_index.device;
@@ -142,8 +142,8 @@ struct Rank {
     args.zero_pad = true;
     return args;
   }
-  ScatterArgs dispatch(int32_t cast) {
-    ScatterArgs args = scatter(OpKind::kDispatch);
+  DispatchArgs dispatch(int32_t cast) {
+    DispatchArgs args = dispatch_args(OpKind::kDispatch);
     args.cast = cast, args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
     args.arrival = cast ? Arrival::kDequantize : Arrival::kCopy;
     args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.place = place.device;
@@ -152,25 +152,25 @@ struct Rank {
     args.num_arrived = num_arrived.device;
     return args;
   }
-  ScatterArgs dispatch_in_halves(int32_t cast, int32_t ticket = 0) {
-    ScatterArgs args = dispatch(cast);
-    args.half = Half::kDone, args.ticket = dispatch_tickets.device + ticket;
+  DispatchArgs dispatch_split(int32_t cast, int32_t ticket = 0) {
+    DispatchArgs args = dispatch(cast);
+    args.phase = Phase::kDone, args.pending = dispatch_tickets.device + ticket;
     return args;
   }
-  ScatterArgs along_route(OpKind op, Array<float>& result) {
-    ScatterArgs args = scatter(op);
+  DispatchArgs along_route(OpKind op, Array<float>& result) {
+    DispatchArgs args = dispatch_args(op);
     args.known_place = place.device, args.known_rows = rows.device, args.known_num_arrived = num_arrived.device;
     args.known_counts = counts.device, args.known_group_sizes = group_sizes.device, args.out = result.device;
     return args;
   }
-  ScatterArgs combine_back() {
-    ScatterArgs args = along_route(OpKind::kCombineBack, cotangent);
+  DispatchArgs combine_back() {
+    DispatchArgs args = along_route(OpKind::kCombineBack, cotangent);
     args.arrival = Arrival::kCombineBack;
     args.row_weights = weights.device, args.y = y.device, args.weights_cotangent = weights_cotangent.device;
     return args;
   }
-  GatherArgs gather(OpKind op, Array<float>& result) {
-    GatherArgs args = {};
+  CombineArgs combine_args(OpKind op, Array<float>& result) {
+    CombineArgs args = {};
     args.op = op;
     args.hash = static_cast<uint32_t>(op);
     args.axis_index = axis_index.device;
@@ -180,26 +180,26 @@ struct Rank {
     args.out = result.device, args.out_type = ElementType::kFloat32;
     return args;
   }
-  GatherArgs combine() {
-    GatherArgs args = gather(OpKind::kCombine, out);
+  CombineArgs combine() {
+    CombineArgs args = combine_args(OpKind::kCombine, out);
     args.row_weights = weights.device;
     return args;
   }
-  GatherArgs combine_in_halves(int32_t ticket = 0) {
-    GatherArgs args = combine();
-    args.half = Half::kDone, args.ticket = combine_tickets.device + ticket;
+  CombineArgs combine_split(int32_t ticket = 0) {
+    CombineArgs args = combine();
+    args.phase = Phase::kDone, args.pending = combine_tickets.device + ticket;
     return args;
   }
-  GatherArgs dispatch_back() {
-    GatherArgs args = gather(OpKind::kDispatchBack, x_cotangent);
+  CombineArgs dispatch_back() {
+    CombineArgs args = combine_args(OpKind::kDispatchBack, x_cotangent);
     args.weights_to_send = weights.device, args.topk_weights = topk_cotangent.device;
     return args;
   }
 };
 
 // Some of what a start and its done must have in common.
-Buffers buffers_of(const ScatterArgs& args) { return {args.x, args.out, args.ticket}; }
-Buffers buffers_of(const GatherArgs& args) { return {args.y, args.out, args.ticket}; }
+Buffers buffers_of(const DispatchArgs& args) { return {args.x, args.out, args.pending}; }
+Buffers buffers_of(const CombineArgs& args) { return {args.y, args.out, args.pending}; }
 
 // Whether |got - expected| is small against the values' size.
 void expect_near(const std::vector<float>& got, const std::vector<float>& expected, float tolerance, const char* what) {
@@ -307,16 +307,16 @@ void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& r
   }
 }
 
-// Thread blocks of each rank, few enough for all ranks to be on the GPU at once, and the kernels' form; 0 for what
+// Thread blocks of each rank, few enough for all ranks to be on the GPU at once, and the kernels' variant; 0 for what
 // plan.h likes. And whether own rows may be summed where other ranks' sums come, and whether one warp has all of a row.
 struct Blocks {
   int32_t number;
-  Form form;
+  Variant variant;
   bool sums_own = true, has_one_warp = false;
 
   LaunchPlan adjust(LaunchPlan plan) const {
     if (number == 0 && !has_one_warp) return plan;
-    plan.form = form;
+    plan.variant = variant;
     plan.sums_own &= sums_own;
     if (has_one_warp) plan.log_send_warps = plan.log_receive_warps = 0;
     return plan;
@@ -347,7 +347,7 @@ class Session {
 
   int32_t num_ranks() const { return num_ranks_; }
   // Whether a rank sees what another one has counted.
-  bool are_near(size_t rank, size_t other) const {
+  bool are_local(size_t rank, size_t other) const {
     return config_.network == nullptr || rank / config_.node_size == other / config_.node_size;
   }
   int32_t cast() const { return cast_; }
@@ -374,13 +374,13 @@ class Session {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       const Member& member = group().members()[r];
       const auto call = args(*ranks_[r]);
-      member.halves->start(call, buffers_of(call), body_of(member, call), ranks_[r]->streams[0]);
+      member.split_phase->start(call, buffers_of(call), body_of(member, call), ranks_[r]->streams[0]);
     }
   }
   template <typename Args>
   void done(Args args) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      group().members()[r].halves->done(buffers_of(args(*ranks_[r])), ranks_[r]->streams[0]);
+      group().members()[r].split_phase->done(buffers_of(args(*ranks_[r])), ranks_[r]->streams[0]);
     }
   }
 
@@ -412,12 +412,12 @@ class Session {
     check_results();
   }
 
-  // Dispatch and combine in halves, with another operation between a start and its done, and two starts under way. (The
-  // other results are those of run_whole().)
-  void run_halves() {
+  // Dispatch and combine as split-phase calls, with another operation between a start and its done, and two starts
+  // under way. (The other results are those of run_whole().)
+  void run_split_phase() {
     for (auto& rank : ranks_) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));
-    const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(cast_); };
-    const auto combine = [&](Rank& rank) { return rank.combine_in_halves(); };
+    const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(cast_); };
+    const auto combine = [&](Rank& rank) { return rank.combine_split(); };
     start(dispatch);
     whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
     done(dispatch);
@@ -429,8 +429,8 @@ class Session {
   }
 
   // Rows of which parts look as if they had not arrived.
-  void run_look_empty(std::mt19937& random) {
-    for (auto& rank : ranks_) look_empty(rank->x.host, random), rank->x.upload();
+  void run_look_like_sentinels(std::mt19937& random) {
+    for (auto& rank : ranks_) look_like_sentinels(rank->x.host, random), rank->x.upload();
     wait();
     whole([&](Rank& rank) { return rank.dispatch(0); });
     whole([&](Rank& rank) { return rank.dispatch_back(); });
@@ -476,22 +476,22 @@ class Session {
   }
 
   template <typename Args>
-  Halves::Body body_of(const Member& member, const Args& call) const {
+  SplitPhaseCalls::Body body_of(const Member& member, const Args& call) const {
     const Peers& peers = member.peers;
     const Kernels kernels = group().kernels();
-    if constexpr (std::is_same_v<Args, ScatterArgs>) {
+    if constexpr (std::is_same_v<Args, DispatchArgs>) {
       const LaunchPlan plan = blocks_.adjust(
-          plan_scatter(call.num_tokens, num_ranks_, call.top_k, num_chunks(call.num_scales ? kHidden : kRowBytes),
-                       blocks_.number, member.num_sms, call.arrival == Arrival::kCombineBack));
+          plan_dispatch(call.num_tokens, num_ranks_, call.top_k, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                        blocks_.number, member.num_sms, call.arrival == Arrival::kCombineBack));
       const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
-        return kernels.launch_scatter(peers, call, ElementType::kFloat32, plan, stream);
+        return kernels.launch_dispatch(peers, call, ElementType::kFloat32, plan, stream);
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan plan = blocks_.adjust(plan_gather(call.num_tokens, num_ranks_, call.rows ? call.top_k : 0,
-                                                         num_chunks(kRowBytes), blocks_.number, member.num_sms));
+      const LaunchPlan plan = blocks_.adjust(plan_combine(call.num_tokens, num_ranks_, call.rows ? call.top_k : 0,
+                                                          num_chunks(kRowBytes), blocks_.number, member.num_sms));
       const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
-        return kernels.launch_gather(peers, call, ElementType::kFloat32, plan, stream);
+        return kernels.launch_combine(peers, call, ElementType::kFloat32, plan, stream);
       };
       return {launch, plan.num_blocks};
     }

@@ -13,7 +13,7 @@ struct AllToAll {
   const int32_t index = rank.axis_index.host[0];
   Array<float> x{size_t(num_tokens) * kHidden}, out{size_t(rank.ranks) * num_tokens * kHidden},
       back{size_t(num_tokens) * kHidden};
-  // `place` is as in ScatterArgs. `sizes` are the rows for each rank. `out_splits` are the splits that arrive.
+  // `place` is as in DispatchArgs. `sizes` are the rows for each rank. `out_splits` are the splits that arrive.
   Array<int32_t> splits{size_t(rank.experts)}, sizes{size_t(rank.ranks)}, place{size_t(num_tokens) * rank.ranks},
       out_splits{size_t(rank.experts)};
 
@@ -42,20 +42,20 @@ struct AllToAll {
     x.upload(), splits.upload(), sizes.upload(), place.upload();
   }
 
-  ScatterArgs there(bool zero_pad) const {
-    ScatterArgs args = {};
+  DispatchArgs there(bool zero_pad) const {
+    DispatchArgs args = {};
     args.op = OpKind::kAllToAll;
     args.hash = static_cast<uint32_t>(args.op);
     args.axis_index = rank.axis_index.device;
     args.num_tokens = num_tokens, args.top_k = 1;
     args.x = x.device, args.row_bytes = args.out_row_bytes = kRowBytes;
     args.splits = splits.device, args.known_place = place.device;
-    args.arrival = Arrival::kCopy, args.blocks = true, args.zero_pad = zero_pad;
+    args.arrival = Arrival::kCopy, args.is_all_to_all = true, args.zero_pad = zero_pad;
     args.out = out.device, args.num_rows = int64_t{rank.ranks} * num_tokens, args.counts = out_splits.device;
     return args;
   }
-  GatherArgs back_again() const {
-    GatherArgs args = {};
+  CombineArgs back_again() const {
+    CombineArgs args = {};
     args.op = OpKind::kAllToAllBack;
     args.hash = static_cast<uint32_t>(args.op);
     args.axis_index = rank.axis_index.device;
@@ -117,7 +117,7 @@ void check_growth(const Session& session, const std::vector<RankStats>& before, 
     ++operations[static_cast<size_t>(OpKind::kAllToAll)], ++operations[static_cast<size_t>(OpKind::kAllToAllBack)];
     EXPECT_EQ(after[rank].operations, operations);
     for (size_t peer = 0; peer < calls.size(); ++peer) {
-      if (!session.are_near(rank, peer)) continue;
+      if (!session.are_local(rank, peer)) continue;
       const PeerStats &was = before[rank].peers[peer], &is = after[rank].peers[peer];
       // A row goes to the peer and comes back, so that both directions have the same number.
       const auto rows = static_cast<uint64_t>(calls[rank]->sizes.host[peer] + calls[peer]->sizes.host[rank]);
@@ -137,7 +137,7 @@ void run_all_to_all(Session& session, std::mt19937& random, Splits kind, bool ze
     AllToAll& call = *calls.emplace_back(std::make_unique<AllToAll>(*rank));
     for (float& value : call.x.host)
       value = random() % 8 == 0 ? -0.0f : std::uniform_real_distribution<float>(-1, 1)(random);
-    look_empty(call.x.host, random);
+    look_like_sentinels(call.x.host, random);
     choose_splits(call.splits.host, kind, random);
     call.upload();
     // NaN: nothing reads a row that was not sent.

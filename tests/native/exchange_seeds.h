@@ -1,4 +1,4 @@
-// Short exchanges between emulated GPUs. A seed decides the number of ranks, the kernels' form, the inputs, the
+// Short exchanges between emulated GPUs. A seed decides the number of ranks, the kernels' variant, the inputs, the
 // operations, what fails, and the order of everything: the same seed gives the same run.
 #pragma once
 
@@ -171,7 +171,7 @@ void run_late_twice(int32_t cast, Blocks blocks) {
 
 // A start that is never done keeps its slot, which another operation then waits for.
 void run_never_done(Session& session) {
-  session.start([&](Rank& rank) { return rank.dispatch_in_halves(session.cast()); });
+  session.start([&](Rank& rank) { return rank.dispatch_split(session.cast()); });
   for (int32_t i = 0; i < session.group().members()[0].peers.layout.num_slots; ++i) {
     session.whole([](Rank& rank) { return rank.combine(); });
   }
@@ -184,7 +184,7 @@ void run_never_done(Session& session) {
 // Only the cotangents of the router's weights go back.
 void run_weights_back(Session& session) {
   session.whole([](Rank& rank) {
-    GatherArgs args = rank.dispatch_back();
+    CombineArgs args = rank.dispatch_back();
     args.y = nullptr, args.out = nullptr, args.row_bytes = 0;
     return args;
   });
@@ -203,8 +203,8 @@ void launch_any(Session& session, std::mt19937& random) {
   }
 }
 
-// Whole operations and halves, all launched before any is looked at. Several starts are under way at once, in the slots
-// that later operations then wait for.
+// Whole operations and split-phase calls, all launched before any is looked at. Several starts are under way at once,
+// in the slots that later operations then wait for.
 void run_far_ahead(Session& session, std::mt19937& random) {
   struct Started {
     bool is_dispatch;
@@ -215,9 +215,9 @@ void run_far_ahead(Session& session, std::mt19937& random) {
     const Started started = under_way[index];
     under_way.erase(under_way.begin() + static_cast<std::ptrdiff_t>(index));
     if (started.is_dispatch) {
-      session.done([&](Rank& rank) { return rank.dispatch_in_halves(session.cast(), started.ticket); });
+      session.done([&](Rank& rank) { return rank.dispatch_split(session.cast(), started.ticket); });
     } else {
-      session.done([&](Rank& rank) { return rank.combine_in_halves(started.ticket); });
+      session.done([&](Rank& rank) { return rank.combine_split(started.ticket); });
     }
   };
   const auto start = [&](int32_t number) {
@@ -231,9 +231,9 @@ void run_far_ahead(Session& session, std::mt19937& random) {
     while (ticket < kTickets && has(ticket)) ++ticket;
     if (ticket == kTickets) return false;
     if (is_dispatch) {
-      session.start([&](Rank& rank) { return rank.dispatch_in_halves(session.cast(), ticket); });
+      session.start([&](Rank& rank) { return rank.dispatch_split(session.cast(), ticket); });
     } else {
-      session.start([&](Rank& rank) { return rank.combine_in_halves(ticket); });
+      session.start([&](Rank& rank) { return rank.combine_split(ticket); });
     }
     under_way.push_back({is_dispatch, ticket, number});
     return true;
@@ -279,7 +279,7 @@ void run_streams(Session& session) {
 void run_dropped(Session& session, std::mt19937& random) {
   for (int32_t i = 0; i < 5; ++i) {
     session.whole([&](Rank& rank) {
-      ScatterArgs args = rank.dispatch(session.cast());
+      DispatchArgs args = rank.dispatch(session.cast());
       args.capacity = args.num_rows = kAlignment;
       return args;
     });
@@ -296,7 +296,7 @@ void run_after_pause(Session& session) {
 
 // A done with other buffers than its start is refused, and does no harm to the start.
 void run_refused_done(Session& session) {
-  const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(session.cast()); };
+  const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(session.cast()); };
   session.start(dispatch);
   for (int32_t r = 0; r < session.num_ranks(); ++r) {
     Rank& rank = *session.ranks()[r];
@@ -304,7 +304,7 @@ void run_refused_done(Session& session) {
     others.front() = rank.like.device;
     bool is_refused = false;
     try {
-      session.group().members()[r].halves->done(others, rank.streams[0]);
+      session.group().members()[r].split_phase->done(others, rank.streams[0]);
     } catch (const std::invalid_argument&) {
       is_refused = true;
     }
@@ -328,7 +328,7 @@ class ResidentBlocks {
   int former_;
 };
 constexpr int kAllBlocks = 0;
-// The bodies of two halves, and a block of a whole operation: plan.h leaves SMs for as many.
+// The bodies of two split-phase calls, and a block of a whole operation: plan.h leaves SMs for as many.
 constexpr int kBlocksOfHalves = 2 * kMostBlocks + 1;
 
 // Afterwards all results are those of run_whole().
@@ -336,10 +336,10 @@ void run_success(Session& session, std::mt19937& random, uint32_t scenario) {
   switch (scenario) {
     case 0: {
       const ResidentBlocks enough(kBlocksOfHalves);
-      return session.run_halves();
+      return session.run_split_phase();
     }
     case 1:
-      session.run_look_empty(random);
+      session.run_look_like_sentinels(random);
       session.randomize(random);
       return session.run_whole();
     case 2:
@@ -414,18 +414,19 @@ void run_way_back(Session& session) {
 // A done hands its slot to an operation that already waits for the slot, on all ranks. The operation that is launched
 // num_slots operations behind the start, and before the done, is that operation.
 //
-// The blocks of the done empty the units that they read. If a block's stores of the empty pattern are not ordered before
-// the words that tell "finished", the next operation of the slot can begin while they are pending:
-//  - A peer writes new rows to the slot, and the pending stores then overwrite the rows. Somebody waits for them forever.
-//    The stores may be those of the last block (release of `finished`; the fence before it, over a network), or those of
-//    the other blocks (`count_in_order`).
+// The blocks of the done empty the units that they read. If a block's stores of the empty pattern are not ordered
+// before the words that tell "finished", the next operation of the slot can begin while they are pending:
+//  - A peer writes new rows to the slot, and the pending stores then overwrite the rows. Somebody waits for them
+//  forever.
+//    The stores may be those of the last block (release of `finished`; the fence before it, over a network), or those
+//    of the other blocks (`atomic_add_acq_rel_gpu`).
 //  - This rank reads the old rows again, as if they were the new ones (release of its own `finished`).
 // The end of the done's kernel makes all its stores visible. So the kernel must end late, and some stores must be held.
 //
-// Then some whole operations run, after which nobody asks for "finished", and a start and its done, which do ask. Over a
-// network, the word of an earlier whole operation must not arrive behind that of a later one of the same slot: the done
-// would then wait forever. That needs a word that is under way for longer than num_slots operations, and that holds up
-// no rank: few words may be held, and two slots show the most.
+// Then some whole operations run, after which nobody asks for "finished", and a start and its done, which do ask. Over
+// a network, the word of an earlier whole operation must not arrive behind that of a later one of the same slot: the
+// done would then wait forever. That needs a word that is under way for longer than num_slots operations, and that
+// holds up no rank: few words may be held, and two slots show the most.
 void run_slots_handed_over(Session& session, std::mt19937& random) {
   const Settings former;
   emulator::Adversary& adversary = emulator::adversary;
@@ -435,7 +436,7 @@ void run_slots_handed_over(Session& session, std::mt19937& random) {
   adversary.settle_share = pick(random, std::vector{0.05, 0.3});
   adversary.held_share = pick(random, std::vector{0.003, 0.02});
   adversary.held_blocks_share = pick(random, std::vector{0.0, 0.0, 0.3});
-  const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(session.cast()); };
+  const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(session.cast()); };
   const int32_t num_slots = session.group().members()[0].peers.layout.num_slots;
   session.whole([&](Rank& rank) { return rank.dispatch(session.cast()); });
   for (int32_t round = 0; round < 3; ++round) {
@@ -453,8 +454,8 @@ void run_done_in_any_order(Session& session, std::mt19937& random) {
   const Settings former;
   emulator::adversary.shuffles_blocks = true;
   emulator::adversary.resident_blocks = pick(random, std::vector{1, 2, 3});
-  const auto dispatch = [&](Rank& rank) { return rank.dispatch_in_halves(session.cast()); };
-  const auto combine = [&](Rank& rank) { return rank.combine_in_halves(); };
+  const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(session.cast()); };
+  const auto combine = [&](Rank& rank) { return rank.combine_split(); };
   session.start(dispatch);
   session.done(dispatch);
   session.start(combine);
@@ -472,8 +473,11 @@ std::string run_rare_orders(uint64_t seed) {
   const auto cast = pick<int32_t>(random, {0, 0, 1});
   experts_per_rank = pick<int32_t>(random, {1, 3});
   num_tokens = pick<int32_t>(random, {2, 4, 8}), top_k = pick<int32_t>(random, {1, 2});
-  const Blocks blocks = pick<Blocks>(
-      random, {{0, Form::kFewRows}, {2, Form::kUsual}, {2, Form::kManyRows}, {3, Form::kUsual}, {6, Form::kManyRows}});
+  const Blocks blocks = pick<Blocks>(random, {{0, Variant::kLowLatency},
+                                              {2, Variant::kBalanced},
+                                              {2, Variant::kThroughput},
+                                              {3, Variant::kBalanced},
+                                              {6, Variant::kThroughput}});
   const int32_t max_tokens = num_ranks <= 3 ? 4000 / num_ranks : num_tokens;
   emulator::set_num_sms(pick<int32_t>(random, {2, 3, 6}));
   Session session(num_ranks, cast, blocks, kTimeout, 0, max_tokens, {}, node_size);
@@ -484,7 +488,7 @@ std::string run_rare_orders(uint64_t seed) {
   }
   run_slots_handed_over(session, random);
   return ", then slots handed over by " + std::to_string(num_ranks) + " ranks in nodes of " +
-         std::to_string(node_size) + ", form " + std::to_string(static_cast<int>(blocks.form));
+         std::to_string(node_size) + ", variant " + std::to_string(static_cast<int>(blocks.variant));
 }
 
 // How many ranks are a node of a group over a network; 0 without one. Where nodes have several ranks, half of the
@@ -512,14 +516,14 @@ std::string run_exchange(uint64_t seed) {
   const auto tokens = pick<Tokens>(random, {{1, 4}, {7, 1}, {12, 4}, {12, 4}, {12, 4}, {16, 32}});
   const bool is_large = num_ranks * tokens.top_k > 64;
   num_tokens = is_large ? 12 : tokens.number, top_k = is_large ? 4 : tokens.top_k;
-  const Blocks blocks = pick<Blocks>(random, {{0, Form::kFewRows},
-                                              {0, Form::kFewRows, true, true},
-                                              {1, Form::kManyRows},
-                                              {2, Form::kUsual},
-                                              {2, Form::kManyRows},
-                                              {3, Form::kUsual, false},
-                                              {3, Form::kManyRows},
-                                              {6, Form::kManyRows}});
+  const Blocks blocks = pick<Blocks>(random, {{0, Variant::kLowLatency},
+                                              {0, Variant::kLowLatency, true, true},
+                                              {1, Variant::kThroughput},
+                                              {2, Variant::kBalanced},
+                                              {2, Variant::kThroughput},
+                                              {3, Variant::kBalanced, false},
+                                              {3, Variant::kThroughput},
+                                              {6, Variant::kThroughput}});
   // Epochs that wrap, where epoch 0 is behind operations that have written every word that it waits for.
   const bool has_wrapping_epochs = random() % 6 == 0;
   const uint32_t newest_epoch = has_wrapping_epochs ? -(7 + random() % 4) : 0;
@@ -553,7 +557,7 @@ std::string run_exchange(uint64_t seed) {
   const std::string nodes = node_size > 0 ? " in nodes of " + std::to_string(node_size) : "";
   return std::to_string(num_ranks) + " ranks" + nodes + ", " + std::to_string(num_tokens) + " tokens, top_k " +
          std::to_string(top_k) + ", cast " + std::to_string(cast) + ", " + std::to_string(experts_per_rank) +
-         " experts per rank, form " + std::to_string(static_cast<int>(blocks.form)) + " on " +
+         " experts per rank, variant " + std::to_string(static_cast<int>(blocks.variant)) + " on " +
          std::to_string(blocks.number) + " SMs of " + std::to_string(num_sms) + ", newest epoch " +
          std::to_string(static_cast<int32_t>(newest_epoch)) + ", scenarios" + scenarios;
 }

@@ -49,7 +49,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
     session.randomize(random);
     session.run_whole();
     if (round == 0) check_stats(session.group(), session.ranks(), cast);
-    session.run_halves();
+    session.run_split_phase();
   }
   // Again and again, the ranks as far apart as they get: always the same bits.
   auto& ranks = session.ranks();
@@ -86,28 +86,28 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
     for (const Repeated& repeated : results[r]) must(cudaFree(repeated.expected));
   }
   session.expect_no_failure();
-  if (cast == 0) session.run_look_empty(random);
+  if (cast == 0) session.run_look_like_sentinels(random);
 }
 
 // What is no start and its done is refused, and does no harm to what is.
-void unlike_halves() {
+void unlike_split_phase() {
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
-  const LaunchPlan plan = plan_scatter(num_tokens, 1, top_k, num_chunks(kRowBytes), 0, member.num_sms, false);
+  const LaunchPlan plan = plan_dispatch(num_tokens, 1, top_k, num_chunks(kRowBytes), 0, member.num_sms, false);
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);
-  const ScatterArgs call = rank.dispatch_in_halves(0);
+  const DispatchArgs call = rank.dispatch_split(0);
   const Buffers buffers = buffers_of(call);
   const auto start = [&] {
     const auto launch = [&](cudaStream_t on) {
-      return launch_scatter(member.peers, call, ElementType::kFloat32, plan, on);
+      return launch_dispatch(member.peers, call, ElementType::kFloat32, plan, on);
     };
-    member.halves->start(call, buffers, {launch, plan.num_blocks}, rank.streams[0]);
+    member.split_phase->start(call, buffers, {launch, plan.num_blocks}, rank.streams[0]);
   };
   const auto is_refused = [&](const Buffers& buffers) {
     try {
-      member.halves->done(buffers, rank.streams[0]);
+      member.split_phase->done(buffers, rank.streams[0]);
     } catch (const std::invalid_argument&) {
       return true;
     }
@@ -117,7 +117,7 @@ void unlike_halves() {
     EXPECT_EQ(is_refused(buffers), true);
     start();
     EXPECT_EQ(is_refused({call.x, call.out, rank.combine_tickets.device}), true);
-    EXPECT_EQ(is_refused({call.out, call.out, call.ticket}), true);
+    EXPECT_EQ(is_refused({call.out, call.out, call.pending}), true);
     EXPECT_EQ(is_refused(buffers), false);
   }
   must(cudaDeviceSynchronize());
@@ -133,10 +133,10 @@ void more_blocks_than_fit() {
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   const int32_t sms = group.members()[0].num_sms, chunks = num_chunks(kRowBytes);
-  LaunchPlan gather_plan = plan_gather(num_tokens, 1, top_k, chunks, 0, sms);
-  LaunchPlan scatter_plans[] = {plan_scatter(num_tokens, 1, top_k, chunks, 0, sms, false),
-                                plan_scatter(num_tokens, 1, top_k, chunks, 5, sms, false)};  // with shared rows
-  for (LaunchPlan* plan : {&gather_plan, &scatter_plans[0], &scatter_plans[1]}) {
+  LaunchPlan gather_plan = plan_combine(num_tokens, 1, top_k, chunks, 0, sms);
+  LaunchPlan dispatch_plans[] = {plan_dispatch(num_tokens, 1, top_k, chunks, 0, sms, false),
+                                 plan_dispatch(num_tokens, 1, top_k, chunks, 5, sms, false)};  // with shared rows
+  for (LaunchPlan* plan : {&gather_plan, &dispatch_plans[0], &dispatch_plans[1]}) {
     plan->num_senders = plan->first_receiver = kBlocks;
     plan->num_blocks = 2 * kBlocks;
   }
@@ -144,30 +144,34 @@ void more_blocks_than_fit() {
   std::mt19937 random(0);
   rank.randomize(random);
   for (int32_t round = 0; round < 3; ++round) {
-    for (const LaunchPlan& plan : scatter_plans) {
-      must(launch_scatter(peers, rank.dispatch(0), ElementType::kFloat32, plan, rank.streams[0]));
+    for (const LaunchPlan& plan : dispatch_plans) {
+      must(launch_dispatch(peers, rank.dispatch(0), ElementType::kFloat32, plan, rank.streams[0]));
     }
-    must(launch_gather(peers, rank.combine(), ElementType::kFloat32, gather_plan, rank.streams[0]));
+    must(launch_combine(peers, rank.combine(), ElementType::kFloat32, gather_plan, rank.streams[0]));
   }
   must(cudaDeviceSynchronize());
   EXPECT_EQ(group.failure().has_value(), false);
 }
 
-const Blocks kAny = {0, Form::kFewRows};
-const Blocks kLongRows = {0, Form::kFewRows, true, true};
+const Blocks kAny = {0, Variant::kLowLatency};
+const Blocks kLongRows = {0, Variant::kLowLatency, true, true};
 
 void run_exchanges(int32_t most_ranks, bool is_quick) {
-  const std::vector<Blocks> quick = {
-      kAny, kLongRows, {1, Form::kManyRows}, {5, Form::kUsual}, {5, Form::kUsual, false}, {5, Form::kManyRows}};
+  const std::vector<Blocks> quick = {kAny,
+                                     kLongRows,
+                                     {1, Variant::kThroughput},
+                                     {5, Variant::kBalanced},
+                                     {5, Variant::kBalanced, false},
+                                     {5, Variant::kThroughput}};
   const std::vector<Blocks> all = {kAny,
                                    kLongRows,
-                                   {1, Form::kUsual},
-                                   {2, Form::kManyRows},
-                                   {5, Form::kManyRows},
-                                   {5, Form::kUsual},
-                                   {5, Form::kUsual, false},
-                                   {8, Form::kUsual},
-                                   {8, Form::kManyRows}};
+                                   {1, Variant::kBalanced},
+                                   {2, Variant::kThroughput},
+                                   {5, Variant::kThroughput},
+                                   {5, Variant::kBalanced},
+                                   {5, Variant::kBalanced, false},
+                                   {8, Variant::kBalanced},
+                                   {8, Variant::kThroughput}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
     for (int32_t cast = 0; cast <= 2; ++cast) {
       for (Blocks blocks : is_quick ? quick : all) {
@@ -177,24 +181,26 @@ void run_exchanges(int32_t most_ranks, bool is_quick) {
     }
     std::cerr << num_ranks << " ranks: " << check::failures << " failures\n";
   }
-  unlike_halves();
+  unlike_split_phase();
   if (!is_quick) more_blocks_than_fit();
   // A lane has two experts at a time, a warp 64, a block one for each thread.
   for (int32_t number : is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {
     experts_per_rank = number;
-    for (Blocks blocks : {kAny, Blocks{5, Form::kUsual}}) exchange(std::min(most_ranks, 2), 0, blocks, 1);
+    for (Blocks blocks : {kAny, Blocks{5, Variant::kBalanced}}) exchange(std::min(most_ranks, 2), 0, blocks, 1);
   }
   // Epoch 0 is that of each operation in turn, behind others that wrote what it waits for: it must wait as any other.
   for (uint32_t before : {10, 11, 12, 13, 14, 17, 18}) {
-    for (Blocks blocks : {kAny, Blocks{5, Form::kManyRows}}) exchange(std::min(most_ranks, 2), 0, blocks, 1, -before);
+    for (Blocks blocks : {kAny, Blocks{5, Variant::kThroughput}})
+      exchange(std::min(most_ranks, 2), 0, blocks, 1, -before);
   }
   std::cerr << "odd numbers of experts, epochs that wrap: " << check::failures << " failures\n";
 }
 
-// The other operations, and the other layout: in each form of the kernels.
+// The other operations, and the other layout: in each variant of the kernels.
 template <typename Check>
 void for_ranks_and_forms(int32_t most_ranks, Check check) {
-  const std::vector<Blocks> forms = {kAny, kLongRows, {1, Form::kManyRows}, {5, Form::kUsual}, {5, Form::kManyRows}};
+  const std::vector<Blocks> forms = {
+      kAny, kLongRows, {1, Variant::kThroughput}, {5, Variant::kBalanced}, {5, Variant::kThroughput}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
     for (Blocks blocks : forms) {
       if (blocks.number != 0 || num_ranks <= 2) check(num_ranks, blocks);

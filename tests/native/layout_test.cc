@@ -72,7 +72,7 @@ void test_expert_places() {
   EXPECT_EQ(place_group(Layout::kExpert, 64, 0, 0, int64_t{1} << 31, 1).first_row, int64_t{1} << 37);
 }
 
-// Each rank but those of a node has one counterpart there, and what it has is passed on by that alone.
+// Each rank but those of a node has one rail_peer there, and what it has is forwarded by that alone.
 void test_nodes() {
   for (int32_t num_ranks : {1, 2, 4, 6, 32}) {
     for (int32_t size = 1; size <= num_ranks; ++size) {
@@ -80,13 +80,13 @@ void test_nodes() {
       for (int32_t rank = 0; rank < num_ranks; ++rank) {
         const Nodes nodes(size, num_ranks, rank);
         EXPECT_EQ(nodes.is_own(rank), true);
-        EXPECT_EQ(nodes.counterpart_in(nodes.own), rank);
+        EXPECT_EQ(nodes.rail_peer_in(nodes.own), rank);
         std::set<int32_t> others;
         for (int32_t i = 0; i < nodes.num_others(); ++i) {
-          const int32_t node = nodes.other(i), counterpart = nodes.counterpart_in(node);
+          const int32_t node = nodes.other(i), rail_peer = nodes.rail_peer_in(node);
           others.insert(node);
-          EXPECT_EQ(nodes.is_counterpart(counterpart), true);
-          EXPECT_EQ(Nodes(size, num_ranks, counterpart).counterpart_in(nodes.own), rank);
+          EXPECT_EQ(nodes.is_rail_peer(rail_peer), true);
+          EXPECT_EQ(Nodes(size, num_ranks, rail_peer).rail_peer_in(nodes.own), rank);
           EXPECT_EQ(nodes.source_of(node) >= num_ranks && nodes.source_of(node) < num_ranks + nodes.count, true);
         }
         EXPECT_EQ(others.size(), static_cast<size_t>(num_ranks / size - 1));
@@ -94,8 +94,8 @@ void test_nodes() {
         for (int32_t to = 0; to < num_ranks; ++to) {
           int32_t passing = 0;
           for (int32_t lane = 0; lane < 32; ++lane) {
-            if (!nodes.passes_on(lane, 1u << to)) continue;
-            EXPECT_EQ(lane, nodes.counterpart_in(to / size));
+            if (!nodes.forwards(lane, 1u << to)) continue;
+            EXPECT_EQ(lane, nodes.rail_peer_in(to / size));
             ++passing;
           }
           EXPECT_EQ(passing, nodes.is_own(to) ? 0 : 1);
@@ -103,7 +103,7 @@ void test_nodes() {
       }
     }
   }
-  EXPECT_EQ(Nodes(2, 8, 5).counterpart(3, 2), 5);
+  EXPECT_EQ(Nodes(2, 8, 5).rail_peer(3, 2), 5);
   EXPECT_EQ(Nodes(2, 8, 5).source_of(1), 9);
 }
 

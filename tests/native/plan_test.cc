@@ -11,23 +11,23 @@ using namespace jax_ep;
 constexpr int32_t kDeviceSms = 132;  // of an H100 SXM or H200
 
 // Plans for a device of kDeviceSms.
-LaunchPlan plan_scatter(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks, int32_t num_sms,
-                        bool team_in_block) {
-  return plan_scatter(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms, team_in_block);
+LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks, int32_t num_sms,
+                         bool group_in_block) {
+  return plan_dispatch(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms, group_in_block);
 }
-LaunchPlan plan_gather(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks, int32_t num_sms) {
-  return plan_gather(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms);
+LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks, int32_t num_sms) {
+  return plan_combine(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms);
 }
 
-// Every warp of the row blocks has one place in one team, and every team that takes rows is complete.
+// Every warp of the row blocks has one place in one warp group, and every warp group that takes rows is complete.
 void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps, bool by_block) {
-  const int32_t num_teams = Team(plan, 0, num_blocks, 0, log_warps, by_block).num_teams;
-  EXPECT_EQ(num_teams >= 1, true);
-  std::vector<char> taken(static_cast<size_t>(num_teams) << log_warps);
+  const int32_t num_groups = WarpGroup(plan, 0, num_blocks, 0, log_warps, by_block).num_groups;
+  EXPECT_EQ(num_groups >= 1, true);
+  std::vector<char> taken(static_cast<size_t>(num_groups) << log_warps);
   for (int32_t block = 0; block < num_blocks; ++block) {
     for (int32_t warp = 0; warp < plan.block_warps(); ++warp) {
-      const Team team(plan, block, num_blocks, warp, log_warps, by_block);
-      if (team.index < num_teams) ++taken.at((size_t(team.index) << log_warps) + team.warp);
+      const WarpGroup warp_group(plan, block, num_blocks, warp, log_warps, by_block);
+      if (warp_group.index < num_groups) ++taken.at((size_t(warp_group.index) << log_warps) + warp_group.warp);
     }
   }
   EXPECT_EQ(static_cast<size_t>(std::count(taken.begin(), taken.end(), 1)), taken.size());
@@ -36,11 +36,11 @@ void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps,
 void expect_sound(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
   const int32_t most_sms = num_sms == 0 || num_sms > device_sms ? device_sms : num_sms;
   EXPECT_EQ(plan.num_blocks <= most_sms * kMaxBlockWarps / plan.block_warps(), true);
-  EXPECT_EQ(plan.block_threads() <= most_threads(plan.form), true);
+  EXPECT_EQ(plan.block_threads() <= most_threads(plan.variant), true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
-  // In those forms a receiver's control warp notes where rows go in the memory in which a sender's others count.
-  if (has_control_warp(plan.form)) EXPECT_EQ(plan.first_receiver >= plan.num_senders, true);
+  // In those variants a receiver's control warp notes where rows go in the memory in which a sender's others count.
+  if (has_control_warp(plan.variant)) EXPECT_EQ(plan.first_receiver >= plan.num_senders, true);
   std::set<int32_t> senders, receivers;
   for (int32_t block = 0; block < plan.num_senders; ++block) senders.insert(plan.row_sender(block));
   for (int32_t block = plan.first_receiver; block < plan.num_blocks; ++block) {
@@ -60,15 +60,15 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
       for (int32_t num_sms : choices_of_num_sms) {
         for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
           for (int32_t top_k : {1, 8}) {
-            for (bool team_in_block : {false, true}) {
-              const LaunchPlan plan = plan_scatter(tokens, ranks, top_k, chunks, num_sms, device_sms, team_in_block);
+            for (bool group_in_block : {false, true}) {
+              const LaunchPlan plan = plan_dispatch(tokens, ranks, top_k, chunks, num_sms, device_sms, group_in_block);
               expect_sound(plan, num_sms, device_sms);
-              if (!team_in_block && has_few_rows(plan.form)) continue;
+              if (!group_in_block && is_low_latency(plan.variant)) continue;
               EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
             }
           }
           for (int32_t top_k : {0, 1, 2, 8}) {
-            const LaunchPlan plan = plan_gather(tokens, ranks, top_k, chunks, num_sms, device_sms);
+            const LaunchPlan plan = plan_combine(tokens, ranks, top_k, chunks, num_sms, device_sms);
             expect_sound(plan, num_sms, device_sms);
           }
         }
@@ -84,11 +84,11 @@ void test_plans_on_few_sms() {
       for (int32_t ranks = 1; ranks <= kMaxRanks; ++ranks) {
         for (int32_t top_k = 0; top_k <= kMaxTopK; ++top_k) {
           for (int32_t num_sms : {0, 3}) {
-            for (bool team_in_block : {false, true}) {
-              expect_sound(plan_scatter(tokens, ranks, top_k, 3, num_sms, device_sms, team_in_block), num_sms,
+            for (bool group_in_block : {false, true}) {
+              expect_sound(plan_dispatch(tokens, ranks, top_k, 3, num_sms, device_sms, group_in_block), num_sms,
                            device_sms);
             }
-            expect_sound(plan_gather(tokens, ranks, top_k, 28, num_sms, device_sms), num_sms, device_sms);
+            expect_sound(plan_combine(tokens, ranks, top_k, 28, num_sms, device_sms), num_sms, device_sms);
           }
         }
       }
@@ -98,10 +98,10 @@ void test_plans_on_few_sms() {
 
 // A launch never takes more SMs than the device has, whatever the user asks for.
 void test_num_sms_is_at_most_the_devices() {
-  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 1000, 78, false).num_blocks, 78);
-  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 1000, 78).num_blocks, 78);
-  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, 148, false).num_blocks, 148);
-  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 0, 148).num_blocks, 148);
+  EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 1000, 78, false).num_blocks, 78);
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 1000, 78).num_blocks, 78);
+  EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 0, 148, false).num_blocks, 148);
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 0, 148).num_blocks, 148);
 }
 
 // A done leaves half of the device's SMs to other kernels.
@@ -117,63 +117,88 @@ void test_sms_beside_others() {
 
 // The plans for 132 SMs, on which every choice in plan.h was measured. Whoever changes a plan measures it again.
 std::vector<int32_t> numbers(const LaunchPlan& plan) {
-  return {static_cast<int32_t>(plan.form), plan.num_senders, plan.num_blocks, plan.log_block_warps, plan.log_send_warps,
+  return {static_cast<int32_t>(plan.variant),
+          plan.num_senders,
+          plan.num_blocks,
+          plan.log_block_warps,
+          plan.log_send_warps,
           plan.log_receive_warps};
 }
 void test_plans_on_132_sms() {
-  constexpr int32_t kFew = 0, kUsual = 1, kMany = 2;  // enum Form
+  constexpr int32_t kIsLowLatency = 0, kBalanced = 1, kMany = 2;  // enum Variant
   const struct {
     int32_t tokens, ranks, top_k, chunks, num_sms;
-    bool team_in_block;
+    bool group_in_block;
     std::vector<int32_t> expected;
-  } scatters[] = {
-      {1, 4, 8, 28, 0, false, {kFew, 3, 20, 3, 4, 5}},       {8, 2, 8, 28, 0, false, {kFew, 17, 82, 3, 4, 5}},
-      {8, 4, 8, 28, 0, false, {kFew, 17, 82, 3, 4, 4}},      {32, 4, 8, 14, 0, false, {kFew, 33, 162, 3, 3, 3}},
-      {32, 8, 8, 28, 0, true, {kFew, 33, 264, 3, 3, 3}},   {64, 2, 8, 14, 0, false, {kUsual, 65, 130, 4, 4, 3}},
-      {128, 4, 8, 4, 0, false, {kUsual, 33, 98, 4, 2, 1}},   {128, 4, 8, 14, 0, false, {kUsual, 44, 132, 4, 4, 2}},
-      {128, 4, 1, 14, 0, false, {kUsual, 65, 132, 4, 3, 2}}, {128, 8, 8, 28, 0, true, {kMany, 65, 132, 4, 3, 2}},
-      {256, 8, 8, 28, 0, false, {kUsual, 44, 132, 4, 4, 2}}, {512, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 2}},
-      {4096, 2, 8, 14, 0, false, {kMany, 52, 132, 4, 2, 2}}, {4096, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 1}},
-      {4096, 4, 8, 28, 0, false, {kMany, 67, 132, 4, 2, 2}}, {4096, 32, 8, 14, 0, true, {kMany, 66, 132, 4, 2, 2}},
-      {32, 4, 8, 28, 24, false, {kMany, 9, 18, 4, 2, 0}},    {128, 4, 8, 28, 24, false, {kMany, 9, 24, 4, 0, 0}},
-      {4096, 8, 8, 28, 24, true, {kMany, 12, 24, 4, 0, 0}},  {4096, 4, 8, 28, 2, false, {kMany, 1, 2, 4, 0, 0}},
+  } dispatches[] = {
+      {1, 4, 8, 28, 0, false, {kIsLowLatency, 3, 20, 3, 4, 5}},
+      {8, 2, 8, 28, 0, false, {kIsLowLatency, 17, 82, 3, 4, 5}},
+      {8, 4, 8, 28, 0, false, {kIsLowLatency, 17, 82, 3, 4, 4}},
+      {32, 4, 8, 14, 0, false, {kIsLowLatency, 33, 162, 3, 3, 3}},
+      {32, 8, 8, 28, 0, true, {kIsLowLatency, 33, 264, 3, 3, 3}},
+      {64, 2, 8, 14, 0, false, {kBalanced, 65, 130, 4, 4, 3}},
+      {128, 4, 8, 4, 0, false, {kBalanced, 33, 98, 4, 2, 1}},
+      {128, 4, 8, 14, 0, false, {kBalanced, 44, 132, 4, 4, 2}},
+      {128, 4, 1, 14, 0, false, {kBalanced, 65, 132, 4, 3, 2}},
+      {128, 8, 8, 28, 0, true, {kMany, 65, 132, 4, 3, 2}},
+      {256, 8, 8, 28, 0, false, {kBalanced, 44, 132, 4, 4, 2}},
+      {512, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 2}},
+      {4096, 2, 8, 14, 0, false, {kMany, 52, 132, 4, 2, 2}},
+      {4096, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 1}},
+      {4096, 4, 8, 28, 0, false, {kMany, 67, 132, 4, 2, 2}},
+      {4096, 32, 8, 14, 0, true, {kMany, 66, 132, 4, 2, 2}},
+      {32, 4, 8, 28, 24, false, {kMany, 9, 18, 4, 2, 0}},
+      {128, 4, 8, 28, 24, false, {kMany, 9, 24, 4, 0, 0}},
+      {4096, 8, 8, 28, 24, true, {kMany, 12, 24, 4, 0, 0}},
+      {4096, 4, 8, 28, 2, false, {kMany, 1, 2, 4, 0, 0}},
       {4096, 4, 8, 28, 1, false, {kMany, 1, 1, 4, 0, 0}},
   };
-  for (const auto& call : scatters) {
+  for (const auto& call : dispatches) {
     const LaunchPlan plan =
-        plan_scatter(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms, call.team_in_block);
+        plan_dispatch(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms, call.group_in_block);
     EXPECT_EQ(numbers(plan), call.expected);
   }
   const struct {
     int32_t tokens, ranks, top_k, chunks, num_sms;
     bool sums_own;
     std::vector<int32_t> expected;
-  } gathers[] = {
-      {1, 4, 8, 28, 0, false, {kFew, 17, 26, 2, 4, 5}},      {8, 4, 8, 28, 0, false, {kFew, 65, 98, 3, 4, 5}},
-      {32, 4, 8, 28, 0, false, {kFew, 135, 264, 3, 4, 5}}, {32, 8, 0, 14, 0, false, {kFew, 199, 264, 3, 3, 4}},
-      {64, 2, 8, 28, 0, false, {kUsual, 67, 132, 4, 4, 5}},  {128, 1, 8, 28, 0, true, {kUsual, 45, 132, 4, 4, 5}},
-      {128, 2, 8, 16, 0, false, {kUsual, 67, 132, 4, 3, 4}}, {128, 4, 1, 28, 0, true, {kUsual, 67, 132, 4, 2, 3}},
-      {128, 4, 8, 16, 0, false, {kUsual, 67, 132, 4, 3, 4}}, {128, 4, 8, 28, 0, true, {kUsual, 45, 132, 4, 4, 5}},
-      {128, 4, 16, 28, 0, true, {kUsual, 67, 132, 4, 4, 5}}, {128, 8, 0, 28, 0, false, {kUsual, 67, 132, 4, 4, 5}},
-      {512, 4, 8, 4, 0, true, {kMany, 97, 130, 4, 0, 0}},    {1024, 2, 8, 28, 0, true, {kMany, 65, 130, 4, 0, 0}},
-      {1024, 4, 8, 28, 0, true, {kUsual, 67, 132, 4, 4, 5}}, {4096, 2, 8, 28, 0, true, {kMany, 45, 132, 4, 0, 0}},
-      {4096, 4, 8, 28, 0, true, {kMany, 67, 132, 4, 0, 0}},  {4096, 32, 8, 28, 0, true, {kMany, 67, 132, 4, 0, 0}},
-      {32, 2, 8, 28, 24, true, {kMany, 15, 24, 4, 3, 3}},    {4096, 4, 8, 28, 24, true, {kMany, 12, 24, 4, 0, 0}},
-      {4096, 4, 8, 28, 2, true, {kMany, 1, 2, 4, 0, 0}},     {4096, 4, 8, 28, 1, true, {kMany, 1, 1, 4, 0, 0}},
+  } combines[] = {
+      {1, 4, 8, 28, 0, false, {kIsLowLatency, 17, 26, 2, 4, 5}},
+      {8, 4, 8, 28, 0, false, {kIsLowLatency, 65, 98, 3, 4, 5}},
+      {32, 4, 8, 28, 0, false, {kIsLowLatency, 135, 264, 3, 4, 5}},
+      {32, 8, 0, 14, 0, false, {kIsLowLatency, 199, 264, 3, 3, 4}},
+      {64, 2, 8, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
+      {128, 1, 8, 28, 0, true, {kBalanced, 45, 132, 4, 4, 5}},
+      {128, 2, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
+      {128, 4, 1, 28, 0, true, {kBalanced, 67, 132, 4, 2, 3}},
+      {128, 4, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
+      {128, 4, 8, 28, 0, true, {kBalanced, 45, 132, 4, 4, 5}},
+      {128, 4, 16, 28, 0, true, {kBalanced, 67, 132, 4, 4, 5}},
+      {128, 8, 0, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
+      {512, 4, 8, 4, 0, true, {kMany, 97, 130, 4, 0, 0}},
+      {1024, 2, 8, 28, 0, true, {kMany, 65, 130, 4, 0, 0}},
+      {1024, 4, 8, 28, 0, true, {kBalanced, 67, 132, 4, 4, 5}},
+      {4096, 2, 8, 28, 0, true, {kMany, 45, 132, 4, 0, 0}},
+      {4096, 4, 8, 28, 0, true, {kMany, 67, 132, 4, 0, 0}},
+      {4096, 32, 8, 28, 0, true, {kMany, 67, 132, 4, 0, 0}},
+      {32, 2, 8, 28, 24, true, {kMany, 15, 24, 4, 3, 3}},
+      {4096, 4, 8, 28, 24, true, {kMany, 12, 24, 4, 0, 0}},
+      {4096, 4, 8, 28, 2, true, {kMany, 1, 2, 4, 0, 0}},
+      {4096, 4, 8, 28, 1, true, {kMany, 1, 1, 4, 0, 0}},
   };
-  for (const auto& call : gathers) {
-    const LaunchPlan plan = plan_gather(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms);
+  for (const auto& call : combines) {
+    const LaunchPlan plan = plan_combine(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms);
     EXPECT_EQ(numbers(plan), call.expected);
     EXPECT_EQ(plan.sums_own, call.sums_own);
   }
 }
 
-// By node: every block has its part, those that pass rows on lie between the others, and teams are of one block.
+// By node: every block has its part, those that pass rows on lie between the others, and warp groups are of one block.
 void test_blocks_that_pass_on() {
   for (int64_t tokens : {33, 128, 4096}) {
     for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132}) {
       for (const LaunchPlan& best :
-           {plan_scatter(tokens, 8, 8, 28, num_sms, false), plan_gather(tokens, 8, 8, 28, num_sms)}) {
+           {plan_dispatch(tokens, 8, 8, 28, num_sms, false), plan_combine(tokens, 8, 8, 28, num_sms)}) {
         const LaunchPlan plan = over_network(best, true);
         int32_t forwarders = 0;
         for (int32_t block = 0; block < plan.num_blocks; ++block) forwarders += plan.forwards(block);
@@ -189,129 +214,130 @@ void test_blocks_that_pass_on() {
   }
 }
 
-// All operations of a route go by node, or none, whatever the form of their kernels.
+// All operations of a route go by node, or none, whatever the variant of their kernels.
 void test_few_rows_go_straight() {
   for (int64_t tokens = 1; tokens <= 64; ++tokens) {
-    EXPECT_EQ(has_few_rows(form_for(tokens, 0)), are_few(tokens));
+    EXPECT_EQ(is_low_latency(variant_for(tokens, 0)), are_few(tokens));
   }
 }
 
 void test_few_tokens_take_few_blocks() {
   // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
-  EXPECT_EQ(plan_scatter(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
-  EXPECT_EQ(plan_scatter(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // no chunk waits for another
-  EXPECT_EQ(plan_scatter(8, 4, 8, 28, 0, false).log_receive_warps, 4);
-  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, false).num_blocks, kDeviceSms);
-  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_blocks, 24);
+  EXPECT_EQ(plan_dispatch(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
+  EXPECT_EQ(plan_dispatch(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // no chunk waits for another
+  EXPECT_EQ(plan_dispatch(8, 4, 8, 28, 0, false).log_receive_warps, 4);
+  EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 0, false).num_blocks, kDeviceSms);
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 24).num_blocks, 24);
 }
 
-// No team has a row more than most of the others, where there are few for each.
+// No warp group has a row more than most of the others, where there are few for each.
 void test_turns_are_even() {
   const auto turns = [](int64_t rows, int32_t blocks, int32_t block_warps, int32_t log_warps) {
     return divide_up(rows, blocks * block_warps >> log_warps);
   };
   for (int32_t ranks : {2, 4}) {
-    const LaunchPlan dispatch = plan_scatter(128, ranks, 8, 14, 0, false), combine = plan_gather(128, ranks, 8, 28, 0);
+    const LaunchPlan dispatch = plan_dispatch(128, ranks, 8, 14, 0, false),
+                     combine = plan_combine(128, ranks, 8, 28, 0);
     EXPECT_EQ(turns(128, dispatch.row_senders(), 16, dispatch.log_send_warps), ranks == 2 ? 1 : 3);
     EXPECT_EQ(turns(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
     EXPECT_EQ(turns(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 1 : 3);
     EXPECT_EQ(turns((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 1 : 9);
   }
-  EXPECT_EQ(turns(3 * 128, plan_gather(128, 4, 16, 28, 0).row_senders(), 16, 4), 6);  // each row is a sum of more
-  const LaunchPlan few = plan_gather(32, 4, 8, 28, 0);
+  EXPECT_EQ(turns(3 * 128, plan_combine(128, 4, 16, 28, 0).row_senders(), 16, 4), 6);  // each row is a sum of more
+  const LaunchPlan few = plan_combine(32, 4, 8, 28, 0);
   EXPECT_EQ(turns(4 * 32, few.row_senders(), 8, few.log_send_warps), 2);
   EXPECT_EQ(turns(32, few.row_receivers(), 8, few.log_receive_warps), 1);
 }
 
 // Where there is much to read, senders leave own rows to who receives; else all rows are sent at once.
 void test_own_rows_are_sent_where_that_is_little() {
-  EXPECT_EQ(plan_gather(32, 4, 8, 28, 0).sums_own, false);
-  EXPECT_EQ(plan_gather(128, 4, 8, 28, 0).sums_own, true);
-  EXPECT_EQ(plan_gather(128, 4, 8, 16, 0).sums_own, false);
-  EXPECT_EQ(plan_gather(128, 4, 1, 28, 0).sums_own, true);  // a token has one row
-  EXPECT_EQ(plan_gather(4096, 4, 1, 4, 0).sums_own, true);
-  EXPECT_EQ(plan_gather(32, 4, 8, 28, 24).sums_own, true);
-  for (int64_t tokens : {32, 128, 4096}) EXPECT_EQ(plan_gather(tokens, 4, 0, 28, 0).sums_own, false);  // not summed
+  EXPECT_EQ(plan_combine(32, 4, 8, 28, 0).sums_own, false);
+  EXPECT_EQ(plan_combine(128, 4, 8, 28, 0).sums_own, true);
+  EXPECT_EQ(plan_combine(128, 4, 8, 16, 0).sums_own, false);
+  EXPECT_EQ(plan_combine(128, 4, 1, 28, 0).sums_own, true);  // a token has one row
+  EXPECT_EQ(plan_combine(4096, 4, 1, 4, 0).sums_own, true);
+  EXPECT_EQ(plan_combine(32, 4, 8, 28, 24).sums_own, true);
+  for (int64_t tokens : {32, 128, 4096}) EXPECT_EQ(plan_combine(tokens, 4, 0, 28, 0).sums_own, false);  // not summed
 }
 
-// Where y comes ahead, a warp that sums takes four chunks at once: a team has a warp for each part of four that a row
-// has, as a power of two, or one for all of a row, if there are many rows.
+// Where y comes ahead, a warp that sums takes four chunks at once: a warp group has a warp for each part of four that a
+// row has, as a power of two, or one for all of a row, if there are many rows.
 void test_teams_of_rings_are_busy() {
-  EXPECT_EQ(plan_gather(32, 2, 8, 8, 32).log_send_warps, 1);
-  EXPECT_EQ(plan_gather(32, 2, 8, 28, 24).log_send_warps, 3);  // seven parts
-  EXPECT_EQ(plan_gather(128, 2, 8, 28, 24).log_send_warps, 3);
-  EXPECT_EQ(plan_gather(512, 2, 8, 28, 24).log_send_warps, 0);
-  EXPECT_EQ(plan_gather(512, 2, 8, 28, 0).log_send_warps, 3);
-  EXPECT_EQ(plan_gather(1024, 2, 8, 28, 0).log_send_warps, 0);  // one turn of all warps
+  EXPECT_EQ(plan_combine(32, 2, 8, 8, 32).log_send_warps, 1);
+  EXPECT_EQ(plan_combine(32, 2, 8, 28, 24).log_send_warps, 3);  // seven parts
+  EXPECT_EQ(plan_combine(128, 2, 8, 28, 24).log_send_warps, 3);
+  EXPECT_EQ(plan_combine(512, 2, 8, 28, 24).log_send_warps, 0);
+  EXPECT_EQ(plan_combine(512, 2, 8, 28, 0).log_send_warps, 3);
+  EXPECT_EQ(plan_combine(1024, 2, 8, 28, 0).log_send_warps, 0);  // one turn of all warps
 }
 
 // Many rows for an expert's rank, and long ones: the first tokens are sent before the others, and what no sender needs
 // receives.
 void test_rows_that_come_one_after_the_other() {
-  const LaunchPlan usual = plan_scatter(128, 4, 8, 14, 0, false), thin = plan_scatter(128, 4, 1, 14, 0, false);
+  const LaunchPlan usual = plan_dispatch(128, 4, 8, 14, 0, false), thin = plan_dispatch(128, 4, 1, 14, 0, false);
   EXPECT_EQ(usual.log_send_warps, 4);
   EXPECT_EQ(usual.num_senders, 1 + 43);  // three turns
   EXPECT_EQ(usual.num_blocks, kDeviceSms);
   EXPECT_EQ(thin.log_send_warps, 3);
-  EXPECT_EQ(plan_scatter(128, 4, 8, 8, 0, false).log_send_warps, 3);
-  EXPECT_EQ(plan_scatter(128, 2, 8, 14, 0, false).log_send_warps, 3);
+  EXPECT_EQ(plan_dispatch(128, 4, 8, 8, 0, false).log_send_warps, 3);
+  EXPECT_EQ(plan_dispatch(128, 2, 8, 14, 0, false).log_send_warps, 3);
 }
 
 // Of more than two ranks, up to 1024 tokens; of two, if they are little.
 void test_long_teams_sum_rows_of_many_ranks() {
-  EXPECT_EQ(plan_gather(1024, 4, 8, 28, 0).form == Form::kUsual, true);
-  EXPECT_EQ(plan_gather(2048, 4, 8, 28, 0).form == Form::kManyRows, true);
-  EXPECT_EQ(plan_gather(128, 2, 8, 28, 0).form == Form::kManyRows, true);
-  EXPECT_EQ(plan_gather(128, 2, 8, 16, 0).form == Form::kUsual, true);    // short rows
-  EXPECT_EQ(plan_gather(512, 4, 8, 4, 0).form == Form::kManyRows, true);  // short rows
+  EXPECT_EQ(plan_combine(1024, 4, 8, 28, 0).variant == Variant::kBalanced, true);
+  EXPECT_EQ(plan_combine(2048, 4, 8, 28, 0).variant == Variant::kThroughput, true);
+  EXPECT_EQ(plan_combine(128, 2, 8, 28, 0).variant == Variant::kThroughput, true);
+  EXPECT_EQ(plan_combine(128, 2, 8, 16, 0).variant == Variant::kBalanced, true);   // short rows
+  EXPECT_EQ(plan_combine(512, 4, 8, 4, 0).variant == Variant::kThroughput, true);  // short rows
 }
 
 // Of two ranks, each sends half of all rows, if own ones stay: of many rows, most blocks receive.
 void test_two_ranks_send_little() {
-  const LaunchPlan dispatch = plan_scatter(4096, 2, 8, 28, 0, false);
+  const LaunchPlan dispatch = plan_dispatch(4096, 2, 8, 28, 0, false);
   EXPECT_EQ(dispatch.num_senders, 45);
   EXPECT_EQ(dispatch.log_receive_warps, 1);  // many long rows
-  EXPECT_EQ(plan_scatter(1024, 2, 8, 28, 0, false).log_receive_warps, 2);
-  EXPECT_EQ(plan_scatter(4096, 2, 8, 14, 0, false).log_receive_warps, 2);
-  EXPECT_EQ(plan_scatter(4096, 2, 8, 14, 0, false).num_senders, 52);
-  EXPECT_EQ(plan_scatter(4096, 4, 8, 28, 0, false).num_senders, 67);
-  EXPECT_EQ(plan_gather(4096, 2, 8, 28, 0).num_senders, 45);
-  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 0).num_senders, 67);
-  EXPECT_EQ(plan_gather(4096, 2, 8, 28, 24).num_senders, 9);
-  EXPECT_EQ(plan_gather(4096, 4, 8, 28, 24).num_senders, 12);
+  EXPECT_EQ(plan_dispatch(1024, 2, 8, 28, 0, false).log_receive_warps, 2);
+  EXPECT_EQ(plan_dispatch(4096, 2, 8, 14, 0, false).log_receive_warps, 2);
+  EXPECT_EQ(plan_dispatch(4096, 2, 8, 14, 0, false).num_senders, 52);
+  EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 0, false).num_senders, 67);
+  EXPECT_EQ(plan_combine(4096, 2, 8, 28, 0).num_senders, 45);
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 0).num_senders, 67);
+  EXPECT_EQ(plan_combine(4096, 2, 8, 28, 24).num_senders, 9);
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 24).num_senders, 12);
 }
 
 // Where a token has a row or two, all come back in one turn.
 void test_thin_rows_take_small_teams() {
-  const LaunchPlan plan = plan_gather(128, 4, 1, 28, 0);
+  const LaunchPlan plan = plan_combine(128, 4, 1, 28, 0);
   EXPECT_EQ(plan.log_send_warps, 2);
   EXPECT_EQ(plan.row_receivers() * 16 >> plan.log_receive_warps, 128);
 }
 
 // Of each rank's possible rows the first ones are there; no block has more than one more of them than another.
 void test_first_rows_are_of_all_blocks() {
-  const LaunchPlan plan = plan_gather(128, 4, 1, 28, 0);
+  const LaunchPlan plan = plan_combine(128, 4, 1, 28, 0);
   const int32_t num_blocks = plan.row_senders(), num_rows = 3 * 32;
   int32_t fewest = num_rows, most = 0;
   for (int32_t block = 1; block <= num_blocks; ++block) {
     int32_t rows = 0;
     for (int32_t warp = 0; warp < plan.block_warps(); warp += 1 << plan.log_send_warps) {
-      rows += Team::of_senders(plan, block, warp).index < num_rows;
+      rows += WarpGroup::of_senders(plan, block, warp).index < num_rows;
     }
     fewest = std::min(fewest, rows), most = std::max(most, rows);
   }
-  EXPECT_EQ(num_blocks > num_rows / 4, true);  // a block has four teams
+  EXPECT_EQ(num_blocks > num_rows / 4, true);  // a block has four warp groups
   EXPECT_EQ(most - fewest <= 1, true);
-  EXPECT_EQ(Team::of_senders(plan, 1, 0, true).index + 1, Team::of_senders(plan, 1, 4, true).index);
+  EXPECT_EQ(WarpGroup::of_senders(plan, 1, 0, true).index + 1, WarpGroup::of_senders(plan, 1, 4, true).index);
 }
 
 // Rows of 4 chunks keep as many warps busy as rows of 16.
 void test_small_rows_take_small_teams() {
-  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 0, false).log_send_warps, 2);
-  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 0, false).num_senders, 1 + 128 / 4);
-  EXPECT_EQ(plan_scatter(64, 2, 8, 14, 0, false).log_receive_warps, 3);
-  EXPECT_EQ(plan_scatter(128, 4, 8, 4, 24, false).num_blocks, 24);
-  EXPECT_EQ(plan_gather(128, 4, 8, 8, 0).log_send_warps, 2);
+  EXPECT_EQ(plan_dispatch(128, 4, 8, 4, 0, false).log_send_warps, 2);
+  EXPECT_EQ(plan_dispatch(128, 4, 8, 4, 0, false).num_senders, 1 + 128 / 4);
+  EXPECT_EQ(plan_dispatch(64, 2, 8, 14, 0, false).log_receive_warps, 3);
+  EXPECT_EQ(plan_dispatch(128, 4, 8, 4, 24, false).num_blocks, 24);
+  EXPECT_EQ(plan_combine(128, 4, 8, 8, 0).log_send_warps, 2);
 }
 
 void test_arena() {
@@ -321,7 +347,8 @@ void test_arena() {
   EXPECT_EQ(large.num_slots, 2);
   EXPECT_EQ(large.bytes <= int64_t{1} << 30, true);
   EXPECT_EQ(small.row_offset(1) % 128, 0);
-  EXPECT_EQ(small.marks_offset(small.row_number(3, 7, 127)) + small.marks_per_row * 8 <= small.bytes, true);
+  EXPECT_EQ(small.escape_masks_offset(small.row_number(3, 7, 127)) + small.escape_masks_per_row * 8 <= small.bytes,
+            true);
 }
 
 void test_divisor() {

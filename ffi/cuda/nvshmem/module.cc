@@ -1,4 +1,4 @@
-// The extension module jax_ep._nvshmem: NVSHMEM's start and end, and what _cuda needs for groups with far ranks.
+// The extension module jax_ep._nvshmem: NVSHMEM's start and end, and what _cuda needs for groups with remote ranks.
 #include <nanobind/nanobind.h>
 #include <nvshmem_host.h>
 

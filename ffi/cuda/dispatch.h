@@ -1,4 +1,4 @@
-// Scatter: from tokens to the rows of their experts, once per destination rank. Serves dispatch, dispatch_like, the
+// Dispatch: from tokens to the rows of their experts, once per destination rank. Serves dispatch, dispatch_like, the
 // backward pass of combine, and all_to_all.
 #pragma once
 
@@ -19,7 +19,7 @@ enum class Arrival : int32_t {
   kCombineBack,  // combine's cotangents: weight * row, and the dot product of the row and y
 };
 
-struct ScatterArgs : Call {
+struct DispatchArgs : Call {
   // Source side: num_tokens rows.
   const void* x;          // [T, row_bytes]
   const float* x_scales;  // [T, num_scales], of rows that are fp8 already, or null
@@ -32,13 +32,13 @@ struct ScatterArgs : Call {
   const int32_t* known_place;  // [T, R]: an old route's `place`
   const int32_t* splits;       // [E] for all_to_all: the rows for each expert, beside known_place
   // [T, R] out: index among the rows sent to a rank (to this one: the token), -1 if none is; for a new route. Over a
-  // network, behind it another one, of rows passed on: of token t of this rank's counterpart in the node of rank r, at
+  // network, behind it another one, of rows forwarded: of token t of this rank's rail_peer in the node of rank r, at
   // the rank here of r's number.
   int32_t* place;
 
   // Experts' side: num_rows rows of the result.
   Arrival arrival;
-  bool blocks;  // all_to_all: row `index` of rank r is row r * num_tokens + index
+  bool is_all_to_all;  // all_to_all: row `index` of rank r is row r * num_tokens + index
   Layout layout;
   bool zero_pad;
   int64_t num_rows, capacity, alignment;
@@ -61,16 +61,16 @@ struct ScatterArgs : Call {
 // Shared memory that the kernels have besides their own: where rows go, of each source and expert, or what a sender has
 // counted. It limits the number of experts. A multiple of 16 bytes.
 inline constexpr int64_t kMaxScratch = 96 * 1024;
-constexpr int64_t scatter_scratch_bytes(int32_t num_ranks, int32_t experts_per_rank) {
+constexpr int64_t dispatch_scratch_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   const int64_t num_experts = int64_t{num_ranks} * experts_per_rank;
   return align_up(4 * std::max(num_experts + num_ranks, num_experts + 3 * experts_per_rank), 16);
 }
 
 // Enqueues one kernel.
-cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& plan,
-                           cudaStream_t stream);
+cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,
+                            cudaStream_t stream);
 
 // Loads the kernels on the current device: a kernel loaded while a peer waits can deadlock.
-cudaError_t load_scatter();
+cudaError_t load_dispatch();
 
 }  // namespace jax_ep

@@ -1,5 +1,5 @@
-// Operations in halves: a start takes its turn on XLA's stream; all else, the body, runs on a stream beside that, from
-// there on, and XLA's stream waits for it at the done.
+// Operations as split-phase calls: a start takes its turn on XLA's stream; all else, the body, runs on a stream beside
+// that, from there on, and XLA's stream waits for it at the done.
 //
 // It is launched when the done is enqueued, which is soon: XLA enqueues far ahead. What it reads and writes is XLA's to
 // use again, but for the done, which has all of it as operands: without one, whatever the reason, it must not run.
@@ -21,8 +21,8 @@ namespace jax_ep {
 // The addresses of all that an operation reads and writes, and last that of its ticket.
 using Buffers = std::vector<const void*>;
 
-// The halves of one group on one device. XLA may call from any thread, in the order in which it enqueues.
-class Halves {
+// The split-phase calls of one group on one device. XLA may call from any thread, in the order in which it enqueues.
+class SplitPhaseCalls {
  public:
   struct Body {
     std::function<cudaError_t(cudaStream_t)> launch;
@@ -31,7 +31,7 @@ class Halves {
   using LaunchStart = decltype(&jax_ep::launch_start);
   using LaunchHold = decltype(&jax_ep::launch_hold);
   // On the current device, which `peers` are of. All functions throw std::runtime_error if CUDA fails.
-  Halves(const Peers& peers, LaunchStart launch_start, LaunchHold launch_hold);
+  SplitPhaseCalls(const Peers& peers, LaunchStart launch_start, LaunchHold launch_hold);
   // Behind all that has been launched.
   void close();
 

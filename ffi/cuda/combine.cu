@@ -1,32 +1,32 @@
-#include "ffi/cuda/gather.h"
+#include "ffi/cuda/combine.h"
 #include "ffi/cuda/launch.cuh"
 #include "ffi/cuda/node_sum.cuh"
 
 namespace jax_ep {
 namespace {
 
-template <typename X, Form kForm>
-__global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm))
-    gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherArgs args,
-                  const __grid_constant__ LaunchPlan plan) {
+template <typename X, Variant kVariant>
+__global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kVariant))
+    combine_kernel(const __grid_constant__ Peers peers, const __grid_constant__ CombineArgs args,
+                   const __grid_constant__ LaunchPlan plan) {
   JAX_EP_SHARED(State, state);
-  RingOfY ring;
+  PrefetchRingOfY ring;
   Pieces to_come = {};
-  if constexpr (has_ring(kForm)) {
+  if constexpr (has_prefetch_ring(kVariant)) {
     JAX_EP_DYNAMIC_SHARED(128, pieces);
-    JAX_EP_SHARED(RingOfY::LandedOfWarps, landed);
+    JAX_EP_SHARED(PrefetchRingOfY::LandedOfWarps, landed);
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
   const void* result = args.out ? args.out : args.topk_weights;
-  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
-  using Combine = NodeSum<CombineConfig<X, kForm>>;  // the last layer
+  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
+  using Combine = NodeSum<CombineConfig<X, kVariant>>;  // the last layer
   const Combine combine = {peers, args, plan, {peers, args, result, state, num_workers}, ring, to_come};
   if (!combine.op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);
   }
   wait_for_dependencies();
-  combine.op.stamp(0);
+  combine.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t ticket) { return combine.by_node() && plan.forwards(ticket); };
   if (combine.op.is_control_warp()) {
     combine.op.enter([&](int32_t ticket) { return ticket < plan.num_senders || forwards(ticket); });
@@ -34,11 +34,12 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   __syncthreads();  // the block has entered
   const int32_t ticket = state.ticket;
   if (combine.op.is_worker()) {
-    if (ticket == 0) combine.announce();
+    if (ticket == 0) combine.notify();
     if (plan.sends_rows(ticket)) combine.send();
     if (forwards(ticket)) {
-      if (plan.sends_rows(ticket)) combine.op.sync_workers();  // the teams' barriers are those of the teams that send
-      combine.pass_on();
+      if (plan.sends_rows(ticket))
+        combine.op.sync_workers();  // the warp groups' barriers are those of the warp groups that send
+      combine.forward();
     }
     if (ticket >= plan.first_receiver) combine.receive();
   }
@@ -46,36 +47,36 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
 }
 
 template <typename X>
-auto kernel_of(Form form) {
-  switch (form) {
-    case Form::kFewRows:
-      return gather_kernel<X, Form::kFewRows>;
-    case Form::kUsual:
-      return gather_kernel<X, Form::kUsual>;
+auto kernel_of(Variant variant) {
+  switch (variant) {
+    case Variant::kLowLatency:
+      return combine_kernel<X, Variant::kLowLatency>;
+    case Variant::kBalanced:
+      return combine_kernel<X, Variant::kBalanced>;
     default:
-      return gather_kernel<X, Form::kManyRows>;
+      return combine_kernel<X, Variant::kThroughput>;
   }
 }
 
 }  // namespace
 
-cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& best,
-                          cudaStream_t stream) {
+cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& best,
+                           cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
   return with_element_type(type, [&](auto element) {
-    const auto kernel = kernel_of<decltype(element)>(plan.form);
-    const int32_t scratch = plan.block_warps() * ring_bytes(plan.form);
+    const auto kernel = kernel_of<decltype(element)>(plan.variant);
+    const int32_t scratch = plan.block_warps() * ring_bytes(plan.variant);
     return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
   });
 }
 
-cudaError_t load_gather() {
+cudaError_t load_combine() {
   cudaError_t status = cudaSuccess;
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     with_element_type(type, [&](auto element) {
-      for (Form form : kForms) {
+      for (Variant variant : kVariants) {
         if (status != cudaSuccess) return;
-        status = load_kernel(kernel_of<decltype(element)>(form), kMaxBlockWarps * ring_bytes(form));
+        status = load_kernel(kernel_of<decltype(element)>(variant), kMaxBlockWarps * ring_bytes(variant));
       }
     });
   }

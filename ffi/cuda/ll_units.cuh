@@ -5,8 +5,8 @@
 // the next operation. No flag, and so no fence behind the data: what has arrived can be used while the rest is on its
 // way.
 //
-// Data may look like "empty". A sender that meets such a unit sends a stand-in, and a mark for the chunk (a word with
-// the epoch) that says which stand-ins are in truth empty units; the receiver of a stand-in waits for the mark. Both
+// Data may look like "empty". A sender that meets such a unit sends a escape, and a mark for the chunk (a word with
+// the epoch) that says which escapes are in truth empty units; the receiver of a escape waits for the mark. Both
 // sides' code for it is never on the way of other data.
 //
 // Headers need no such care: they hold their epoch.
@@ -16,17 +16,21 @@
 
 namespace jax_ep {
 
-inline constexpr uint32_t kEmptyWord = kEmptyByte * 0x01010101u;
+inline constexpr uint32_t kSentinelWord = kSentinelByte * 0x01010101u;
 
-__device__ __forceinline__ uint4 empty_unit() { return make_uint4(kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord); }
-__device__ __forceinline__ bool is_empty_but_last(uint4 u) {
-  return u.x == kEmptyWord && u.y == kEmptyWord && u.z == kEmptyWord;
+__device__ __forceinline__ uint4 sentinel_unit() {
+  return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord);
 }
-__device__ __forceinline__ bool is_empty(uint4 u) { return is_empty_but_last(u) && u.w == kEmptyWord; }
-__device__ __forceinline__ bool is_stand_in(uint4 u) { return is_empty_but_last(u) && u.w == (kEmptyWord ^ 1); }
-__device__ __forceinline__ uint4 stand_in() { return make_uint4(kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord ^ 1); }
+__device__ __forceinline__ bool is_sentinel_but_last(uint4 u) {
+  return u.x == kSentinelWord && u.y == kSentinelWord && u.z == kSentinelWord;
+}
+__device__ __forceinline__ bool is_sentinel(uint4 u) { return is_sentinel_but_last(u) && u.w == kSentinelWord; }
+__device__ __forceinline__ bool is_escape(uint4 u) { return is_sentinel_but_last(u) && u.w == (kSentinelWord ^ 1); }
+__device__ __forceinline__ uint4 escape() {
+  return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord ^ 1);
+}
 
-// Where a row for a far rank waits to be put. It is free when the row's place at that rank is.
+// Where a row for a remote rank waits to be put. It is free when the row's place at that rank is.
 __device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer, int32_t index) {
   const NetworkLayout network(op.peers.layout, op.peers.num_ranks);
   return op.state.table.arena[op.peers.rank] + network.staged_row(op.state.slot, peer, index);
@@ -35,25 +39,27 @@ __device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer
 // A row in the memory of rank `at`; for a far one, `row` is where it is staged.
 struct RowPlace {
   uint8_t* row;
-  unsigned long long* marks;  // one per chunk of the payload, then one per unit of scales
+  unsigned long long* escape_masks;  // one per chunk of the payload, then one per unit of scales
 
   RowPlace() = default;
   __device__ __forceinline__ RowPlace(const Operation& op, int32_t at, int32_t from, int32_t index) {
     const ArenaLayout& layout = op.peers.layout;
     const int32_t number = layout.row_number(op.state.slot, from, index);
     uint8_t* arena = op.state.table.arena[at];
-    row = is_far(op.peers, at) ? staged_row(op, at, index) : arena + layout.row_offset(number);
-    marks = reinterpret_cast<unsigned long long*>(arena + layout.marks_offset(number));
+    row = is_remote(op.peers, at) ? staged_row(op, at, index) : arena + layout.row_offset(number);
+    escape_masks = reinterpret_cast<unsigned long long*>(arena + layout.escape_masks_offset(number));
   }
   // One that arrives here, by its number.
   __device__ __forceinline__ RowPlace(const Operation& op, int32_t number) {
     uint8_t* const arena = op.state.table.arena[op.peers.rank];
     row = arena + op.peers.layout.row_offset(number);
-    marks = reinterpret_cast<unsigned long long*>(arena + op.peers.layout.marks_offset(number));
+    escape_masks = reinterpret_cast<unsigned long long*>(arena + op.peers.layout.escape_masks_offset(number));
   }
   // What another lane of the warp has.
   __device__ __forceinline__ uint8_t* row_of_lane(int32_t lane) const { return of_lane(row, lane); }
-  __device__ __forceinline__ unsigned long long* marks_of_lane(int32_t lane) const { return of_lane(marks, lane); }
+  __device__ __forceinline__ unsigned long long* escape_masks_of_lane(int32_t lane) const {
+    return of_lane(escape_masks, lane);
+  }
   template <typename T>
   __device__ __forceinline__ static T* of_lane(T* mine, int32_t lane) {
     return reinterpret_cast<T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), lane));
@@ -72,36 +78,36 @@ struct RowPlace {
 // What a warp sends at once: a unit of each lane, or of some.
 struct Chunk {
   uint4 unit;
-  uint32_t empties;  // of a marked chunk, the lanes whose unit is empty
-  bool marked;
+  uint32_t sentinels;  // of a marked chunk, the lanes whose unit is empty
+  bool has_escapes;
 
   __device__ __forceinline__ static Chunk of(uint4 unit, bool present) {
-    if (__any_sync(kAllLanes, present && unit.x == kEmptyWord)) return with_mark(unit, present);
+    if (__any_sync(kAllLanes, present && unit.x == kSentinelWord)) return with_escape_mask(unit, present);
     return {unit, 0, false};
   }
 
   // mark() gives where its mark goes. With a whole warp.
   template <typename Mark>
-  __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* place, Mark mark,
+  __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* place, Mark escape_mask,
                                        bool present) const {
     if (present) store_unit(place, unit);
-    if (!marked) return;
-    unsigned long long* const word = mark();
-    if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, empties));
+    if (!has_escapes) return;
+    unsigned long long* const word = escape_mask();
+    if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels));
   }
 
  private:
-  __device__ __noinline__ static Chunk with_mark(uint4 unit, bool present) {
-    const bool empty = present && is_empty(unit);
-    const bool ambiguous = empty || (present && is_stand_in(unit));
-    return {ambiguous ? stand_in() : unit, __ballot_sync(kAllLanes, empty), __any_sync(kAllLanes, ambiguous) != 0};
+  __device__ __noinline__ static Chunk with_escape_mask(uint4 unit, bool present) {
+    const bool empty = present && is_sentinel(unit);
+    const bool ambiguous = empty || (present && is_escape(unit));
+    return {ambiguous ? escape() : unit, __ballot_sync(kAllLanes, empty), __any_sync(kAllLanes, ambiguous) != 0};
   }
 };
 
-// What a stand-in that lane `bit` has sent stands for.
-__device__ __noinline__ static uint4 true_unit(Operation op, int32_t peer, const unsigned long long* mark,
+// What a escape that lane `bit` has sent stands for.
+__device__ __noinline__ static uint4 true_unit(Operation op, int32_t peer, const unsigned long long* escape_mask,
                                                int32_t bit) {
-  return op.expect_word(peer, mark) >> bit & 1 ? empty_unit() : stand_in();
+  return op.expect_word(peer, escape_mask) >> bit & 1 ? sentinel_unit() : escape();
 }
 
 // Looks whether `N` units of this lane have arrived, where place.has(i), at place.at(i); the others are zero.
@@ -114,7 +120,7 @@ __device__ __forceinline__ void look_at_units(uint4 (&units)[N], const Place& pl
   }
 }
 
-// Waits for those that had not, from peer(i), and takes all. resolve(i) gives the true_unit of a stand-in. also() looks
+// Waits for those that had not, from peer(i), and takes all. resolve(i) gives the true_unit of a escape. also() looks
 // for what else has to arrive, and says whether it has.
 //
 // A receiver has hundreds of warps, and most of what they do is here: where all has arrived, it must take few
@@ -125,7 +131,7 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
   const auto any_is_odd = [&] {  // or may be
     bool any = false;
 #pragma unroll
-    for (int i = 0; i < N; ++i) any |= units[i].x == kEmptyWord;
+    for (int i = 0; i < N; ++i) any |= units[i].x == kSentinelWord;
     return any;
   };
   if (!also() || any_is_odd()) {
@@ -134,7 +140,7 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
       bool missing = !also();
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (!is_empty(units[i])) continue;
+        if (!is_sentinel(units[i])) continue;
         units[i] = load_unit(place.at(i));
         missing = true;
         awaited = i;
@@ -145,12 +151,12 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (place.has(i)) store_unit(place.at(i), empty_unit());
+    if (place.has(i)) store_unit(place.at(i), sentinel_unit());
   }
   if (!any_is_odd()) return;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (place.has(i) && is_stand_in(units[i])) units[i] = resolve(i);
+    if (place.has(i) && is_escape(units[i])) units[i] = resolve(i);
   }
 }
 
@@ -172,7 +178,7 @@ __device__ __forceinline__ bool look_at_header(const Operation& op, const RowHea
   return false;
 }
 
-// The rest is for far ranks only.
+// The rest is for remote ranks only.
 
 inline constexpr uint32_t kNoRow = 1;  // beside the epoch, in a signal that comes alone
 
@@ -183,7 +189,7 @@ __device__ __forceinline__ unsigned long long* signal_of(const Operation& op, in
   return reinterpret_cast<unsigned long long*>(signals) + layout.row_number(op.state.slot, from, index);
 }
 
-// Sends `bytes` of a staged row, from `begin` on, to a far rank, where it is row `index` of source `from`. With one
+// Sends `bytes` of a staged row, from `begin` on, to a remote rank, where it is row `index` of source `from`. With one
 // warp, when the whole row is staged.
 __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32_t from, int32_t index, int32_t begin,
                                         int32_t bytes) {
@@ -194,8 +200,8 @@ __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32
                   op.state.epoch, pe_of(op.peers, peer));
   if (lane_id() != 0) return;
   auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout, op.peers.num_ranks).traffic_begin);
-  add(&traffic->rows, 1);
-  add(&traffic->bytes, bytes);
+  red_add_relaxed_gpu(&traffic->rows, 1);
+  red_add_relaxed_gpu(&traffic->bytes, bytes);
 }
 
 // Instead: there is none.
@@ -204,9 +210,9 @@ __device__ __forceinline__ void put_no_row(const Operation& op, int32_t peer, in
 }
 
 // Waits for row `index` of source `from`, which `peer` sends. False if there is none, or the operation fails. One of a
-// near rank shows by itself that it has arrived.
+// local rank shows by itself that it has arrived.
 __device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, int32_t from, int32_t index) {
-  if (!is_far(op.peers, peer)) return true;
+  if (!is_remote(op.peers, peer)) return true;
   unsigned long long* const signal = signal_of(op, from, index);
   bool is_there = false;
   op.wait_until(peer, [&] {

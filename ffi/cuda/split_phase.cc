@@ -1,4 +1,4 @@
-#include "ffi/cuda/halves.h"
+#include "ffi/cuda/split_phase.h"
 
 #include <stdexcept>
 #include <utility>
@@ -6,9 +6,11 @@
 #include "ffi/cuda/runtime.h"
 
 namespace jax_ep {
-Halves::Event::Event() { check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }
+SplitPhaseCalls::Event::Event() {
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+}
 
-Halves::Halves(const Peers& peers, LaunchStart launch_start, LaunchHold launch_hold)
+SplitPhaseCalls::SplitPhaseCalls(const Peers& peers, LaunchStart launch_start, LaunchHold launch_hold)
     : peers_(peers), launch_start_(launch_start), launch_hold_(launch_hold) {
   int lowest = 0, highest = 0;
   check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
@@ -16,7 +18,7 @@ Halves::Halves(const Peers& peers, LaunchStart launch_start, LaunchHold launch_h
   check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
 }
 
-void Halves::close() {
+void SplitPhaseCalls::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ == nullptr) return;
   started_.clear();
@@ -24,27 +26,27 @@ void Halves::close() {
   stream_ = nullptr;
 }
 
-void Halves::expect_open() const {
+void SplitPhaseCalls::expect_open() const {
   if (stream_ == nullptr)
     throw std::invalid_argument("its group is closed; make a new Group and trace the function again");
 }
 
-void Halves::start(Call call, Buffers buffers, Body body, cudaStream_t stream) {
+void SplitPhaseCalls::start(Call call, Buffers buffers, Body body, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   expect_open();
-  call.half = Half::kStart;
+  call.phase = Phase::kStart;
   check(launch_start_(peers_, call, stream), "the kernel was not launched");
   auto turn_taken = std::make_unique<Event>();
   check(cudaEventRecord(turn_taken->event, stream), "cudaEventRecord");
   // If there are others, their bodies may come first. (A start that is never done costs the later ones their hold.)
   started_.erase(buffers.back());
   if (started_.empty())
-    check(launch_hold_(peers_, call.ticket, body.num_blocks, stream), "the kernel was not launched");
+    check(launch_hold_(peers_, call.pending, body.num_blocks, stream), "the kernel was not launched");
   const void* const ticket = buffers.back();
   started_.insert_or_assign(ticket, Started{std::move(turn_taken), std::move(buffers), std::move(body)});
 }
 
-void Halves::done(const Buffers& buffers, cudaStream_t stream) {
+void SplitPhaseCalls::done(const Buffers& buffers, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   expect_open();
   const auto found = started_.find(buffers.back());

@@ -1,4 +1,4 @@
-// Gather: from the rows of experts back to their tokens, one partial sum per token and rank. Serves combine, the
+// Combine: from the rows of experts back to their tokens, one partial sum per token and rank. Serves combine, the
 // backward passes of dispatch and dispatch_like, and all_to_all_back.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace jax_ep {
 
-struct GatherArgs : Call {
+struct CombineArgs : Call {
   // Experts' side.
   const void* y;                 // [num_rows, row_bytes]
   int64_t row_bytes;             // 0 if only weights go back
@@ -19,7 +19,7 @@ struct GatherArgs : Call {
   const int32_t* num_arrived;    // [R] of the route; all_to_all_back: null, the sources say it
 
   // Source side.
-  const int32_t* place;     // of the route: as in ScatterArgs
+  const int32_t* place;     // of the route: as in DispatchArgs
   const int32_t* num_sent;  // [R] for all_to_all_back: rows that this rank has at each other; else null
   void* out;                // [T, elements of row_bytes], or null
   ElementType out_type;
@@ -27,8 +27,8 @@ struct GatherArgs : Call {
 };
 
 // Enqueues one kernel. `type` is that of y.
-cudaError_t launch_gather(const Peers& peers, const GatherArgs& args, ElementType type, const LaunchPlan& plan,
-                          cudaStream_t stream);
-cudaError_t load_gather();
+cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,
+                           cudaStream_t stream);
+cudaError_t load_combine();
 
 }  // namespace jax_ep

@@ -1,20 +1,20 @@
 #include <algorithm>
 
+#include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/launch.cuh"
 #include "ffi/cuda/node_forward.cuh"
-#include "ffi/cuda/scatter.h"
 
 namespace jax_ep {
 namespace {
 
-template <typename X, bool kCasts, Arrival kArrival, Form kForm>
-__global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm))
-    scatter_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ScatterArgs args,
-                   const __grid_constant__ LaunchPlan plan) {
+template <typename X, bool kCasts, Arrival kArrival, Variant kVariant>
+__global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kVariant))
+    dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
+                    const __grid_constant__ LaunchPlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(DispatchShared, shared);
-  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kForm) ? 32 : 0);
-  using Dispatch = NodeForward<DispatchConfig<X, kCasts, kArrival, kForm>>;  // the last layer
+  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
+  using Dispatch = NodeForward<DispatchConfig<X, kCasts, kArrival, kVariant>>;  // the last layer
   const Dispatch dispatch = {
       peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_of(args)};
   if (!dispatch.op.is_control_warp()) {
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
     fetch_arguments(args);
   }
   wait_for_dependencies();
-  dispatch.op.stamp(0);
+  dispatch.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t ticket) { return dispatch.by_node() && plan.forwards(ticket); };
   if (dispatch.op.is_control_warp()) {
     if (lane_id() == 0) shared.gives_up = 0;
@@ -31,16 +31,16 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   __syncthreads();  // the block has entered
   const int32_t ticket = shared.state.ticket;
   if (dispatch.op.is_worker()) {
-    if (ticket == 0) dispatch.announce();
+    if (ticket == 0) dispatch.notify();
     if (ticket == 0 && plan.sends_rows(0)) dispatch.op.sync_workers();  // the scratch memory is free again
     if (plan.sends_rows(ticket)) dispatch.send();
     if constexpr (kHasNetwork) {
-      if (forwards(ticket)) dispatch.pass_on();
+      if (forwards(ticket)) dispatch.forward();
     }
     if (ticket >= plan.first_receiver) {
       if (ticket < plan.num_senders) dispatch.op.sync_workers();  // and again
       dispatch.receive();
-    } else if constexpr (Dispatch::kShares) {
+    } else if constexpr (Dispatch::kStealsRows) {
       dispatch.help();
     }
   } else if (ticket >= plan.first_receiver) {
@@ -49,59 +49,59 @@ __global__ void __launch_bounds__(most_threads(kForm), least_blocks_per_sm(kForm
   dispatch.op.end([&] { dispatch.poison(); });
 }
 
-using Kernel = void (*)(Peers, ScatterArgs, LaunchPlan);
+using Kernel = void (*)(Peers, DispatchArgs, LaunchPlan);
 
 // A kernel of its own for whatever is done to the elements of a row: each is small, and an instruction costs a kernel
 // of a few microseconds most when it is fetched.
-template <Form kForm>
+template <Variant kVariant>
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
-  Kernel kernel = scatter_kernel<float, false, Arrival::kCopy, kForm>;  // of any element
+  Kernel kernel = dispatch_kernel<float, false, Arrival::kCopy, kVariant>;  // of any element
   if (!casts && arrival == Arrival::kCopy) return kernel;
   with_element_type(type, [&](auto element) {
     using X = decltype(element);
     if (arrival == Arrival::kCombineBack) {
-      kernel = scatter_kernel<X, false, Arrival::kCombineBack, kForm>;
+      kernel = dispatch_kernel<X, false, Arrival::kCombineBack, kVariant>;
     } else if (arrival == Arrival::kCopy) {
-      kernel = scatter_kernel<X, true, Arrival::kCopy, kForm>;
+      kernel = dispatch_kernel<X, true, Arrival::kCopy, kVariant>;
     } else {
-      kernel = casts ? scatter_kernel<X, true, Arrival::kDequantize, kForm>
-                     : scatter_kernel<X, false, Arrival::kDequantize, kForm>;
+      kernel = casts ? dispatch_kernel<X, true, Arrival::kDequantize, kVariant>
+                     : dispatch_kernel<X, false, Arrival::kDequantize, kVariant>;
     }
   });
   return kernel;
 }
 
-Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Form form) {
-  switch (form) {
-    case Form::kFewRows:
-      return kernel_of<Form::kFewRows>(type, casts, arrival);
-    case Form::kUsual:
-      return kernel_of<Form::kUsual>(type, casts, arrival);
+Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Variant variant) {
+  switch (variant) {
+    case Variant::kLowLatency:
+      return kernel_of<Variant::kLowLatency>(type, casts, arrival);
+    case Variant::kBalanced:
+      return kernel_of<Variant::kBalanced>(type, casts, arrival);
     default:
-      return kernel_of<Form::kManyRows>(type, casts, arrival);
+      return kernel_of<Variant::kThroughput>(type, casts, arrival);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_scatter(const Peers& peers, const ScatterArgs& args, ElementType type, const LaunchPlan& best,
-                           cudaStream_t stream) {
+cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& best,
+                            cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
-  const int64_t scratch = scatter_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
-                          int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.form);
-  const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.form);
+  const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
+                          int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.variant);
+  const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.variant);
   return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
 }
 
-cudaError_t load_scatter() {
+cudaError_t load_dispatch() {
   cudaError_t status = cudaSuccess;
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     for (Arrival arrival : {Arrival::kCopy, Arrival::kDequantize, Arrival::kCombineBack}) {
       for (bool casts : {false, true}) {
-        for (Form form : kForms) {
+        for (Variant variant : kVariants) {
           if (status != cudaSuccess) return status;
-          status =
-              load_kernel(kernel_of(type, casts, arrival, form), kMaxScratch + kMaxBlockWarps * y_bytes(arrival, form));
+          status = load_kernel(kernel_of(type, casts, arrival, variant),
+                               kMaxScratch + kMaxBlockWarps * y_bytes(arrival, variant));
         }
       }
     }
