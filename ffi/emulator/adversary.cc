@@ -33,7 +33,6 @@ Adversary adversary_of(uint64_t seed, const std::string& settings) {
     made.delays_launches = choice.happens(0.5);
     constexpr int kResident[] = {0, 0, 1, 2, 3, 5};
     made.resident_blocks = kResident[choice.below(6)];
-    // Kernels rely on one of the two: blocks start in order, or all blocks of a launch fit on an idle device.
     constexpr double kChoices[] = {0.005, 0.05, 0.3};
     made.settle_share = kChoices[choice.below(3)];
     made.switch_share = kChoices[choice.below(3)];

@@ -315,7 +315,8 @@ struct Blocks {
   bool sums_own = true, has_one_warp = false;
 
   LaunchPlan adjust(LaunchPlan plan) const {
-    if (number == 0 && !has_one_warp) return plan;
+    // plan.h gives no variant for few rows to an operation of more tokens, whose rows may go by node.
+    if (number == 0 && (!has_one_warp || !are_few(num_tokens))) return plan;
     plan.variant = variant;
     plan.sums_own &= sums_own;
     if (has_one_warp) plan.log_send_warps = plan.log_receive_warps = 0;

@@ -139,6 +139,8 @@ void run_overlap(Session& session, std::mt19937& random) {
   if (session.num_ranks() == 1) return;
   const auto missing = static_cast<int32_t>(random() % session.num_ranks());
   const Failing operation(session, random);
+  session.wait();
+  emulator::set_num_sms(2 * kMostBlocks);                // room for both launches
   operation.launch(session, missing, [](auto&&...) {});  // waits for the missing rank
   session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); }, -1, 1);
   session.wait();
@@ -402,13 +404,41 @@ class Settings {
   emulator::Adversary former_;
 };
 
-// The results that run_whole() has beside those of dispatch and dispatch_like.
+// The results that run_whole() has beside those of dispatch.
 void run_way_back(Session& session) {
   session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
   session.whole([](Rank& rank) { return rank.combine_back(); });
   session.whole([](Rank& rank) { return rank.combine(); });
   session.whole([](Rank& rank) { return rank.dispatch_back(); });
   session.check_results();
+}
+
+// dispatch_like of other rows than x: of those in x_cotangent, to the place of the cotangent.
+DispatchArgs dispatch_others(Rank& rank) {
+  DispatchArgs args = rank.along_route(OpKind::kDispatchLike, rank.cotangent);
+  args.x = rank.x_cotangent.device;
+  return args;
+}
+void check_others(Session& session) {
+  session.wait();
+  session.expect_no_failure();
+  for (auto& rank : session.ranks()) rank->place.download(), rank->rows.download(), rank->cotangent.download();
+  const size_t num_ranks = session.ranks().size();
+  for (size_t s = 0; s < num_ranks && check::failures == 0; ++s) {
+    const Rank& source = *session.ranks()[s];
+    for (int32_t token = 0; token < num_tokens; ++token) {
+      for (int32_t k = 0; k < top_k; ++k) {
+        const int32_t expert = source.ids.host[token * top_k + k];
+        if (!is_expert(expert, source.experts)) continue;
+        const int32_t rank = rank_of_expert(expert, experts_per_rank);
+        const Rank& target = *session.ranks()[rank];
+        const int32_t row =
+            target.rows.host[(s * num_tokens + source.place.host[token * num_ranks + rank]) * top_k + k];
+        EXPECT_EQ(same_bits(&target.cotangent.host[int64_t{row} * kHidden], &source.x_cotangent.host[token * kHidden]),
+                  true);
+      }
+    }
+  }
 }
 
 // A done hands its slot to an operation that already waits for the slot, on all ranks. The operation that is launched
@@ -420,7 +450,9 @@ void run_way_back(Session& session) {
 //  forever.
 //    The stores may be those of the last block (release of `finished`; the fence before it, over a network), or those
 //    of the other blocks (`atomic_add_acq_rel_gpu`).
-//  - This rank reads the old rows again, as if they were the new ones (release of its own `finished`).
+//  - This rank reads the old rows again, as if they were the new ones (release of its own `finished`). The new rows
+//  must
+//    be other ones, or nobody sees the difference.
 // The end of the done's kernel makes all its stores visible. So the kernel must end late, and some stores must be held.
 //
 // Then some whole operations run, after which nobody asks for "finished", and a start and its done, which do ask. Over
@@ -432,18 +464,31 @@ void run_slots_handed_over(Session& session, std::mt19937& random) {
   emulator::Adversary& adversary = emulator::adversary;
   adversary.delays_stores = adversary.delays_launches = true;
   adversary.resident_blocks = kAllBlocks;
-  adversary.late_share = 0.6;
+  adversary.late_share = 0.8;
   adversary.settle_share = pick(random, std::vector{0.05, 0.3});
   adversary.held_share = pick(random, std::vector{0.003, 0.02});
   adversary.held_blocks_share = pick(random, std::vector{0.0, 0.0, 0.3});
   const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(session.cast()); };
   const int32_t num_slots = session.group().members()[0].peers.layout.num_slots;
+  const auto launch_one = [&] {
+    if (random() % 2) {
+      session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    } else {
+      session.whole([](Rank& rank) { return rank.combine(); });
+    }
+  };
+  for (auto& rank : session.ranks()) {
+    for (float& value : rank->x_cotangent.host) value = std::uniform_real_distribution<float>(2, 3)(random);
+    rank->x_cotangent.upload();
+  }
   session.whole([&](Rank& rank) { return rank.dispatch(session.cast()); });
-  for (int32_t round = 0; round < 3; ++round) {
+  for (int32_t round = 0; round < 3 && check::failures == 0; ++round) {
     session.start(dispatch);
-    for (int32_t i = 0; i < num_slots; ++i) launch_any(session, random);
+    for (int32_t i = 1; i < num_slots; ++i) launch_one();
+    session.whole(dispatch_others);
     session.done(dispatch);
-    for (auto left = random() % (2 * num_slots); left > 0; --left) launch_any(session, random);
+    for (auto left = random() % (2 * num_slots); left > 0; --left) launch_one();
+    check_others(session);
   }
   run_way_back(session);
 }
@@ -475,10 +520,10 @@ std::string run_rare_orders(uint64_t seed) {
   num_tokens = pick<int32_t>(random, {2, 4, 8}), top_k = pick<int32_t>(random, {1, 2});
   const Blocks blocks = pick<Blocks>(random, {{0, Variant::kLowLatency},
                                               {2, Variant::kBalanced},
-                                              {2, Variant::kThroughput},
-                                              {3, Variant::kBalanced},
+                                              {5, Variant::kBalanced},
+                                              {6, Variant::kBalanced},
                                               {6, Variant::kThroughput}});
-  const int32_t max_tokens = num_ranks <= 3 ? 4000 / num_ranks : num_tokens;
+  const int32_t max_tokens = 4000 / num_ranks;  // so many that the arena has two slots
   emulator::set_num_sms(pick<int32_t>(random, {2, 3, 6}));
   Session session(num_ranks, cast, blocks, kTimeout, 0, max_tokens, {}, node_size);
   session.randomize(random);
