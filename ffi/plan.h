@@ -27,7 +27,7 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 }
 
 // The variants of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/protocol.cuh). Usual:
+// next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/epoch.cuh). Usual:
 // large blocks, one on an SM. For many rows: likewise, and dispatch's blocks that have sent take rows, too, while
 // combine has y come ahead (ffi/cuda/ring.cuh).
 enum class Variant : int32_t { kLowLatency, kBalanced, kThroughput };

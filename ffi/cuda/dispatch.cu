@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kV
       if (ticket < plan.num_senders) dispatch.op.sync_workers();  // and again
       dispatch.receive();
     } else if constexpr (Dispatch::kStealsRows) {
-      dispatch.help();
+      dispatch.steal_rows();
     }
   } else if (ticket >= plan.first_receiver) {
     dispatch.learn_places();

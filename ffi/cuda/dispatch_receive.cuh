@@ -67,7 +67,7 @@ struct DispatchReceiver : CombineBackward<Config> {
 
   // What a sender does then: it takes rows, and padding, that no receiver has come to. Not where blocks are yet to
   // begin: they may be those that send what it would wait for.
-  __device__ void help() const {
+  __device__ void steal_rows() const {
     const bool judges = op.is_control_warp() && lane_id() == 0;  // which has begun, if nobody else has waited for that
     if (named_barrier_or(kWorkersBarrier, op.num_workers, judges && !op.all_have_begun())) return;
     const Places places(scratch, peers.num_ranks, experts_per_rank());

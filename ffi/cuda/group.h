@@ -94,7 +94,7 @@ class Group {
   void close();
   void free_arenas();
 
-  // Has all ranks of the member's line give up, as a kernel does that fails (Operation::fail in protocol.cuh). Waits
+  // Has all ranks of the member's line give up, as a kernel does that fails (Waiting::fail in wait.cuh). Waits
   // for no kernel.
   void fail(const Member& member, const FailureRecord& why) const;
 

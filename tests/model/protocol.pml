@@ -1,4 +1,4 @@
-/* How the ranks of a group share the slots of their arenas (ffi/cuda/protocol.cuh; docs/design.md section 5), for spin.
+/* How the ranks of a group share the slots of their arenas (ffi/cuda/epoch.cuh; docs/design.md section 5), for spin.
  *
  * All ranks run the same program: OPS operations, each whole or in halves, dones in any order, of which none needs a
  * slot whose start is done only later. Dones run on a stream of their own, any time behind their start, and the other
