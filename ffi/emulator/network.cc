@@ -205,13 +205,12 @@ bool deliver_some(double share) {
 }
 
 bool deliver_held() {
-  if (under_way.empty()) return false;
-  // One that may arrive, from a random one on: what nobody waits for stays under way for long.
-  const auto count = static_cast<uint32_t>(under_way.size());
-  size_t index = adversary.random.below(count);
-  while (!may_arrive(under_way[index])) index = (index + 1) % count;
-  deliver_part(index, UINT32_MAX);
-  return true;
+  const bool any = !under_way.empty();
+  for (size_t i = under_way.size(); i-- > 0;) {
+    if (adversary.random.happens(0.5) || i >= under_way.size()) continue;
+    if (may_arrive(under_way[i])) deliver_part(i, UINT32_MAX);
+  }
+  return any;
 }
 
 }  // namespace emulator

@@ -37,7 +37,7 @@ void fence_puts();
 bool has_puts();  // under way
 // Delivers a part of about `share` of the puts that are not held. Returns whether there was one.
 bool deliver_some(double share);
-// Delivers a part of one put, which may be held. Returns whether there was one.
+// Delivers parts of about half of all puts, also of those that are held. Returns whether there was one.
 bool deliver_held();
 
 }  // namespace emulator
