@@ -18,7 +18,7 @@ from jax_ep.bench.cases import ROUTINGS, Case, make_inputs
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
 from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, over_network, rows_between_ranks
 from jax_ep.bench.report import LiveReport
-from jax_ep.bench.timeline import Event, TimeLine, events_of_gpus, operations_of, time_line
+from jax_ep.bench.timeline import KINDS, Event, TimeLine, events_of_gpus, operations_of, time_line
 from jax_ep.bench.timing import _expect_operations, _expect_room, time_backward, time_forward
 
 
@@ -106,14 +106,19 @@ def test_wrong_gradients_are_found(case, exchange, right, backend):
     assert timing.right is right
 
 
-SCATTER, GATHER = "void jax_ep::scatter_kernel<4>(jax_ep::Peers)", "void jax_ep::gather_kernel<4>(jax_ep::Peers)"
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_have_the_names_that_the_bench_looks_for(kind):
+    assert f" {kind}_kernel(" in (TESTS.parent / "ffi" / "cuda" / f"{kind}.cu").read_text()
+
+
+DISPATCH, COMBINE = "void jax_ep::dispatch_kernel<4>(jax_ep::Peers)", "void jax_ep::combine_kernel<4>(jax_ep::Peers)"
 
 
 def chain_of_events(pairs, period, begin=0):
-    """Scatters of 30 ns and gathers of 40 ns, a pair every `period` ns."""
+    """Dispatches of 30 ns and combines of 40 ns, a pair every `period` ns."""
     events = []
     for start in range(begin, begin + pairs * period, period):
-        events += [Event(SCATTER, start, 30), Event(GATHER, start + 35, 40)]
+        events += [Event(DISPATCH, start, 30), Event(COMBINE, start + 35, 40)]
     return events
 
 
@@ -134,8 +139,8 @@ def test_time_line_of_executions_on_several_gpus():
             pair_us_slowest_rank=3.0,
             pair_us_median=2.5,
             pair_us_p95=3.0,
-            scatter_us=0.03,
-            gather_us=0.04,
+            dispatch_kernel_us=0.03,
+            combine_kernel_us=0.04,
         )
     )
 
@@ -153,7 +158,7 @@ def test_a_slow_pair_in_a_chain():
 
 def test_the_first_pair_does_not_count():
     """In it, a GPU that was started before the others waits for them."""
-    waits = [Event(SCATTER, -500_000, 500_030)] + chain_of_events(4, 2000)[1:]
+    waits = [Event(DISPATCH, -500_000, 500_030)] + chain_of_events(4, 2000)[1:]
     assert times(waits, chain_of_events(4, 2000), pairs=4).pair_us_slowest_rank == 2.0
 
 
@@ -163,16 +168,16 @@ def test_all_work_counts():
     for start in range(0, 3000, 1000):
         events += [
             Event("loop_convert_fusion", start + 90, 7),
-            Event(SCATTER, start, 30),
+            Event(DISPATCH, start, 30),
             Event("Memset", start + 10, 5),
-            Event(SCATTER, start + 32, 2),  # of the same operation
-            Event(GATHER, start + 80, 40),
+            Event(DISPATCH, start + 32, 2),  # of the same operation
+            Event(COMBINE, start + 80, 40),
             Event("gather_fusion", start + 130, 1),
         ]
     line = times(events, pairs=3)
     assert line.pair_us == 1.0
-    assert line.scatter_us == pytest.approx(0.037)
-    assert line.gather_us == pytest.approx(0.048)
+    assert line.dispatch_kernel_us == pytest.approx(0.037)
+    assert line.combine_kernel_us == pytest.approx(0.048)
 
 
 def test_no_time_line_without_the_kernels():
@@ -208,7 +213,7 @@ def test_gpus_of_other_processes_do_not_count():
 def test_events_are_those_of_the_streams_of_gpus():
     def plane(name, line):
         return (
-            f'planes {{ name: "{name}" event_metadata {{ key: 1 value {{ id: 1 name: "{SCATTER}" }} }} lines {{ '
+            f'planes {{ name: "{name}" event_metadata {{ key: 1 value {{ id: 1 name: "{DISPATCH}" }} }} lines {{ '
             f'name: "{line}" timestamp_ns: 1000 events {{ metadata_id: 1 offset_ps: 2000000 duration_ps: 3000 }} }} }}'
         )
 
@@ -219,7 +224,7 @@ def test_events_are_those_of_the_streams_of_gpus():
     ]
     data = jax.profiler.ProfileData
     profile = data.from_serialized_xspace(data.text_proto_to_serialized_xspace(" ".join(text)))
-    assert events_of_gpus(profile) == [[Event(SCATTER, 3000, 3)], []]
+    assert events_of_gpus(profile) == [[Event(DISPATCH, 3000, 3)], []]
 
 
 def test_rows_cross_the_link_once_per_rank():

@@ -62,13 +62,13 @@ def chain_of_events(executions, steps, *kernels):
 
 
 def test_times_and_shares():
-    kernels = [("start_kernel", 0, 0), ("void scatter_kernel<1>", 0, 30), ("scatter_kernel", 30, 10)]
-    kernels += [("gather_kernel", 50, 20)]
+    kernels = [("start_kernel", 0, 0), ("void dispatch_kernel<1>", 0, 30), ("dispatch_kernel", 30, 10)]
+    kernels += [("combine_kernel", 50, 20)]
     gemms = [("gemm", 15, 20), ("wrapped_add", 65, 10)]
     gpus = [chain_of_events(overlap.EXECUTIONS, overlap.STEPS, *kernels, *gemms)] * 2
     assert overlap.step_us(gpus) == pytest.approx(100)
-    assert overlap.kind_us(gpus, "scatter") == pytest.approx(40)
-    assert overlap.kind_us(gpus, "gather") == pytest.approx(20)
+    assert overlap.kind_us(gpus, "dispatch") == pytest.approx(40)
+    assert overlap.kind_us(gpus, "combine") == pytest.approx(20)
     assert overlap.beside_gemms(gpus) == pytest.approx((15 + 5 + 5) / 60)
     assert overlap.compute_us(gpus) == pytest.approx(overlap.STEPS * 30)
 
@@ -94,7 +94,7 @@ def test_the_recipe_is_differentiable(make_group, mesh):
 
 
 def test_a_trace_with_a_gap_is_no_measurement():
-    events = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 1))
+    events = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("dispatch_kernel", 0, 1))
     with pytest.raises(SystemExit, match="not a multiple of"):
         overlap.step_us([events[1:]])
 
@@ -119,11 +119,11 @@ def test_impossible_options_are_named(capsys, options, message):
 
 def test_measured_lengths_set_the_work(monkeypatch):
     """As many GEMMs as take the time of a dispatch and of a combine, and what hides is taken from the steps' times."""
-    alone = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 40), ("gather_kernel", 50, 61))
+    alone = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("dispatch_kernel", 0, 40), ("combine_kernel", 50, 61))
     gemms = [Event("gemm", 0.0, 20e3)] * overlap.EXECUTIONS * overlap.GEMMS_TIMED
-    one_by_one = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 40), ("gemm", 40, 60))
+    one_by_one = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("dispatch_kernel", 0, 40), ("gemm", 40, 60))
     one_by_one = [event._replace(start_ns=event.start_ns * 2) for event in one_by_one]
-    both = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("scatter_kernel", 0, 40), ("gemm", 0, 75))
+    both = chain_of_events(overlap.EXECUTIONS, overlap.STEPS, ("dispatch_kernel", 0, 40), ("gemm", 0, 75))
     traces = iter([[alone], [gemms], [one_by_one], [both]])
     chosen = []
     monkeypatch.setattr(overlap, "events_of", lambda run: next(traces))

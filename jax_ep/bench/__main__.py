@@ -53,8 +53,8 @@ def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: b
     timings = [timing, backward, padded, ragged]
     return (
         row
-        | _times(timing, scatter="dispatch_us", gather="combine_us")
-        | _times(backward, prefix="grad_", scatter="combine_us", gather="dispatch_us")
+        | _times(timing, dispatch_kernel="dispatch_us", combine_kernel="combine_us")
+        | _times(backward, prefix="grad_", dispatch_kernel="combine_us", combine_kernel="dispatch_us")
         | {
             "floor_dispatch_us": floor and floor.dispatch_us,
             "floor_combine_us": floor and floor.combine_us,
@@ -83,8 +83,10 @@ def _transport(group: ep.Group, case: Case, topk_idx: np.ndarray) -> dict[str, s
     }
 
 
-def _times(timing: Timing | None, *, prefix: str = "", scatter: str, gather: str) -> dict[str, float | None]:
-    """The part of a row that tells of one chain; `scatter` and `gather` name what ran the two kernels."""
+def _times(
+    timing: Timing | None, *, prefix: str = "", dispatch_kernel: str, combine_kernel: str
+) -> dict[str, float | None]:
+    """The part of a row for one chain. The last two arguments name the operations that ran the two kernels."""
     line = timing and timing.time_line
     times = {
         "pair_us": line and line.pair_us,
@@ -92,8 +94,8 @@ def _times(timing: Timing | None, *, prefix: str = "", scatter: str, gather: str
         "pair_us_slowest_rank": line and line.pair_us_slowest_rank,
         "pair_us_median": line and line.pair_us_median,
         "pair_us_p95": line and line.pair_us_p95,
-        scatter: line and line.scatter_us,
-        gather: line and line.gather_us,
+        dispatch_kernel: line and line.dispatch_kernel_us,
+        combine_kernel: line and line.combine_kernel_us,
         "wall_pair_us": timing and timing.wall.pair_us,
         "wall_waiting_pair_us": timing and timing.wall.waiting_pair_us,
     }

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import jax
 
-# Dispatch runs scatter_kernel and combine gather_kernel; the backward pass of each runs the other's.
-KINDS = ("scatter", "gather")
+# Kernels of ffi/cuda: dispatch_kernel and combine_kernel. The backward pass of dispatch runs combine_kernel, and the
+# backward pass of combine runs dispatch_kernel.
+KINDS = ("dispatch", "combine")
 TRACE_OPTIONS = {
     "xla_enable_command_buffers_during_profiling": True
 }  # or else XLA runs no CUDA graphs under a profiler
@@ -35,8 +36,8 @@ class TimeLine(NamedTuple):
     pair_us_slowest_rank: float
     pair_us_median: float
     pair_us_p95: float
-    scatter_us: float
-    gather_us: float
+    dispatch_kernel_us: float
+    combine_kernel_us: float
 
 
 class Operation(NamedTuple):
@@ -102,8 +103,8 @@ def time_line(gpus: Sequence[Sequence[Operation]], pairs: int, num_ranks: int) -
         pair_us_slowest_rank=max(of_rank),
         pair_us_median=statistics.median(single),
         pair_us_p95=single[len(single) * 95 // 100],
-        scatter_us=work_us["scatter"],
-        gather_us=work_us["gather"],
+        dispatch_kernel_us=work_us["dispatch"],
+        combine_kernel_us=work_us["combine"],
     )
 
 
