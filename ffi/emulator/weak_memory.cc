@@ -54,6 +54,13 @@ void forget_if_empty(uintptr_t granule) {
   if (found != granules.end() && found->second.stores.empty() && found->second.releases.empty()) granules.erase(found);
 }
 
+// Whether every store has settled, so that no release orders anything any more.
+bool all_is_settled() {
+  if (!all_pending.empty()) return false;
+  granules.clear();
+  return true;
+}
+
 // Takes a store out of a list, in which it has this index.
 void take_out(std::vector<PendingStore*>& from, size_t PendingStore::* index, const PendingStore* store) {
   PendingStore* const last = from.back();
@@ -157,7 +164,7 @@ void store_bytes(void* p, const void* value, uint32_t bytes, Order order) {
   may_switch();
   if (current->word_read_last == p) may_stall_before_writing_back();
   scheduler().note_progress();
-  if (!adversary.delays_stores && granules.empty()) {
+  if (!adversary.delays_stores && all_is_settled()) {
     if (!adversary.tears_units || bytes < kGranuleBytes) {
       std::memcpy(p, value, bytes);
       return;
@@ -232,7 +239,7 @@ void begin_atomic(void* p, uint32_t bytes, Order order) {
 
 void end_atomic(void* p, Order order, bool changed) {
   if (changed) scheduler().note_progress();
-  if (!adversary.delays_stores && granules.empty()) return;
+  if (!adversary.delays_stores && all_is_settled()) return;
   const std::shared_ptr<Release> release = release_of(order);
   if (release && !release->is_settled()) granules[granule_of(p)].releases.push_back(release);
 }
@@ -250,10 +257,7 @@ void fence() {
 }
 
 bool settle_some(double share) {
-  if (all_pending.empty()) {
-    while (!granules.empty()) granules.erase(granules.begin());  // releases that order nothing any more
-    return false;
-  }
+  if (all_is_settled()) return false;
   const double wanted = share * static_cast<double>(all_pending.size());
   auto count = static_cast<size_t>(wanted);
   if (adversary.random.happens(wanted - static_cast<double>(count))) ++count;
