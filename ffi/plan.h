@@ -81,8 +81,9 @@ struct LaunchPlan {
   constexpr int32_t row_receiver(int32_t block) const { return block - first_receiver - (num_receivers() > 1); }
 };
 
-// The warp group of a warp within its role, and the warp's index in the warp group. Warp group g processes items g, g +
-// num_groups, ... An item is a row that may exist; of each rank's possible rows, only the first ones exist.
+// The warp group of a warp within its role, and the warp's index in the warp group. Warp group `index` processes every
+// num_groups-th item, from item `index` on. An item is a row that may exist; of each rank's possible rows, only the
+// first ones exist.
 struct WarpGroup {
   int32_t index, num_groups;
   int32_t warp, num_warps;  // in the warp group
@@ -118,16 +119,17 @@ struct Shape {
   Variant variant;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
   int32_t receive_16ths;  // sixteenths of the blocks that receive at most; more if senders leave blocks unused
-  // True: as few blocks send as do not need more rounds for it, and all other blocks receive. False: as few blocks
-  // receive, and the other blocks send.
+  // True: the number of sending blocks is the smallest that keeps the rounds at a minimum, and all other blocks
+  // receive. False: the same with sending and receiving exchanged.
   bool rest_receives = false;
 };
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
 // Plans blocks for `sends` and `receives` rows on at most `num_sms` SMs. A warp group processes one row per round, and
-// the launch lasts until the warp groups with the most rounds are done. So as few blocks receive as do not need more
-// rounds, and the other blocks may send. With rest_receives, it is the other way round.
+// the launch lasts until the warp groups with the most rounds are done. So the number of receiving blocks is the
+// smallest that keeps the rounds at a minimum, and the other blocks may send. With rest_receives, the two roles are
+// exchanged.
 constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, int32_t num_sms) {
   const int32_t log_block = shape.log_block_warps;
   const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // + 1: the first block moves no rows
@@ -177,8 +179,7 @@ constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
   plan.log_send_warps = std::min(plan.log_send_warps, plan.log_block_warps);
   if (!by_node) return plan;
   plan.log_receive_warps = std::min(plan.log_receive_warps, plan.log_block_warps);
-  if (plan.num_blocks == 2)
-    plan.num_senders = plan.num_blocks = 1, plan.first_receiver = 0;  // this block has all roles
+  if (plan.num_blocks == 2) plan.num_senders = plan.num_blocks = 1, plan.first_receiver = 0;  // it has all roles
   if (plan.first_receiver == 0) return plan;
   if (plan.num_receivers() == 1) {
     --plan.num_senders;
@@ -246,12 +247,10 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
       // a receiver has to write.
       const bool is_long = num_chunks > 16,
                  is_many = variant == Variant::kThroughput && !group_in_block && num_ranks == 2;
-      const int32_t log_parts = variant == Variant::kThroughput
-                                    ? std::max(log_chunks - 1, 0)
-                                    : log_chunks;  // a part: the chunks that a warp sends at once
+      const int32_t log_parts =
+          variant == Variant::kThroughput ? std::max(log_chunks - 1, 0) : log_chunks;  // the parts of a row
       shape = {variant, 4, std::min(log_parts, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
-      if (is_many && is_long && num_tokens >= 2048)
-        shape.log_receive_warps = 1;  // measured: two warps per row are faster than four
+      if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;  // measured: faster than four warps
       // Many long rows, for which receivers need several rounds, should not all arrive at the end. So few blocks send
       // the tokens one after another; they keep the link equally busy.
       const int64_t most_rows = num_tokens * std::min(top_k, num_ranks);
@@ -269,11 +268,11 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   return plan_launch(num_tokens, num_rows, shape, sms);
 }
 
-// Plans a combine. Senders sum the experts' rows for each token of another rank, and send the sum: it has top_k /
-// num_ranks rows if routing is uniform. Receivers sum the rows of this rank's own tokens, and add the sums that arrive.
-// If all of this is little work, own rows go through the arena like a peer's, so that all rows are summed at once. If a
-// token has one or two rows, few warps process it, so that one round is enough for all tokens. top_k == 0 means
-// all_to_all_back: rows are not summed, and own rows go back like a peer's.
+// Plans a combine. Senders sum the experts' rows for each token of another rank, and send the sum. If routing is
+// uniform, a sum has top_k / num_ranks rows. Receivers sum the rows of this rank's own tokens, and add the sums that
+// arrive. If all of this is little work, own rows go through the arena like a peer's, so that all rows are summed at
+// once. If a token has one or two rows, few warps process it, so that one round is enough for all tokens. top_k == 0
+// means all_to_all_back: rows are not summed, and own rows go back like a peer's.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t num_sms, int32_t device_sms) {
   const int32_t sms = usable_sms(num_sms, device_sms);
@@ -305,8 +304,9 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
       break;
     }
     case Variant::kThroughput: {
-      // A warp sums a part, which is four chunks, at once. A row gets one warp, which takes fewer rounds of all parts;
-      // or one warp per part, which takes more rounds of one part, if that is clearly less work.
+      // A warp sums a part, which is four chunks, at once. By default, a row gets one warp, which sums all parts of the
+      // row in each round. If it is clearly faster, a row gets one warp per part: there are more rounds, of one part
+      // each.
       const int32_t warps = std::max(sms / 2 - 1, 1) * kMaxBlockWarps;
       const int64_t parts = divide_up(num_chunks, 4), most_rows = std::max(num_rows, num_tokens);
       const int32_t log_parts = log2_ceil(static_cast<int32_t>(parts));

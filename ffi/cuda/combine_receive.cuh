@@ -1,4 +1,4 @@
-// Receivers of a combine, on the tokens' side: they wait for the ranks' partial sums and add them in the order of
+// Receivers of a combine, on the tokens' side. They wait for the ranks' partial sums, and add them in the order of
 // ranks.
 #pragma once
 

@@ -83,7 +83,7 @@ struct CombineSender : CombineSums<Config> {
   };
 
   // By node, a sum for a remote rank goes to that rank's rail peer in this node. There, its source is this rank's rail
-  // peer in the other node, which never sends rows of its own to that rank.
+  // peer in the other node. The own sums of the latter never arrive under this source: they come by node.
   __device__ Hop next_hop(int32_t peer) const {
     if (!by_node() || !is_remote(peers, peer)) return {peer, peers.rank};
     const Nodes& nodes = nodes_of(peers);

@@ -10,8 +10,7 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kPlacesBarrier = kFirstBarrier,
-                         kWarpGroupsBarrier = kFirstBarrier + 1;  // and the ids after it
+inline constexpr int32_t kPlacesBarrier = kFirstBarrier, kWarpGroupsBarrier = kFirstBarrier + 1;  // and up
 
 struct DispatchShared {
   State state;
@@ -96,7 +95,8 @@ struct DispatchOperands {
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
   static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
   static constexpr int kReceiveBatch = receive_batch(kArrival, kVariant);
-  static constexpr bool kStealsRows = kVariant == Variant::kThroughput;  // work stealing: blocks claim rows
+  static constexpr bool kStealsRows =
+      kVariant == Variant::kThroughput;  // work stealing: blocks claim rows instead of a fixed share
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // units of x for one unit that is sent
 

@@ -38,8 +38,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_arrived(source); });
     if (kStealsRows && lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
     if (!kIsLowLatency) learn_places();
-    if (kIsLowLatency && arriving.comes)
-      await_row(arriving, warp_group);  // few rows: all arrive at about the same time
+    if (kIsLowLatency && arriving.comes) await_row(arriving, warp_group);  // all rows arrive at about the same time
     op.stamp(Stamp::kLooked);
     if (!places_are_known()) return;
     op.stamp(Stamp::kPlaced);
@@ -218,8 +217,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(Stamp::kMoved);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
-    const int32_t end =
-        arriving.is_own && !targets ? 0 : chunks();  // without targets, an arrived row is taken all the same
+    const int32_t end = arriving.is_own && !targets ? 0 : chunks();  // arrived rows are always taken
 #pragma unroll 1
     for (int32_t first = warp_group.warp; first < end; first += kReceiveBatch * warp_group.num_warps) {
       if (first != warp_group.warp) {

@@ -96,8 +96,8 @@ struct Epoch : Waiting {
       return fail_overlap();
     }
     if (state.ticket != 0) return;
-    // The former launch and the next launch use the other index: the former must have left; then the count is reset for
-    // the next.
+    // The former launch and the next launch use the other index. All blocks of the former launch must have left. Then
+    // its count is reset for the next launch.
     const bool has_former_left = epoch & 1 ? launches.x == launches.z : launches.y == launches.w;
     if (!has_former_left && !state.failed) fail_overlap();
     store_relaxed(&own().num_left[~epoch & 1], 0);
@@ -137,15 +137,14 @@ struct Epoch : Waiting {
   // slot. One warp calls it.
   __device__ __noinline__ static void claim_slots(Epoch op) {
     const int32_t peer = lane_id();
-    if (peer == op.peers.rank)
-      await_own_slot(op);  // if this slot is not free, the peers' slots will not become free, either
+    if (peer == op.peers.rank) await_own_slot(op);  // first: while it is taken, peers' slots are, too
     __syncwarp();
     if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
   }
 
   // epoch_before: the former operation of the slot. newest_known: the newest operation of the slot whose rows `peer`
-  // has read, but not newer than epoch_before. (The peer may have read the rows of this operation already, when a block
-  // asks that sends it none.)
+  // has read, but not newer than epoch_before. (If this block sends the peer no rows, the peer may have read the rows
+  // of this operation already.)
   __device__ uint32_t epoch_before() const { return state.epoch - peers.layout.num_slots; }
   __device__ uint32_t newest_known(int32_t peer) const {
     const uint32_t finished = load_acquire(&own().finished[state.slot][peer]);
@@ -173,8 +172,8 @@ struct Epoch : Waiting {
     return static_cast<uint32_t>(atomic_add_relaxed_gpu(&own().claimed[state.slot], 1ull));
   }
 
-  // True if all blocks of the launch have begun. Then a sender may wait for rows: the SM that it occupies is not needed
-  // by a block that has yet to begin.
+  // True if all blocks of the launch have begun. Then a sender may wait for rows: no block of this launch needs the
+  // sender's SM to begin.
   __device__ __forceinline__ bool all_have_begun() const {
     if (!takes_epoch()) return load_relaxed(&call.pending->blocks_begun) >= gridDim.x;
     const EntryWord entry = EntryWord::unpack(load_relaxed(&own().entry));
@@ -219,8 +218,8 @@ struct Epoch : Waiting {
   __device__ void await_others() const {
     const bool is_done = call.phase == Phase::kDone;
     const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left[state.epoch & 1];
-    // The other blocks leave soon, because they see the failure, too. But if blocks of another launch have entered, not
-    // all of the blocks are counted, so the wait is bounded.
+    // The other blocks leave soon, because they see the failure, too. But if blocks of another launch have entered, the
+    // count never becomes complete, so the wait is bounded.
     constexpr uint64_t kSoonNs = 1'000'000'000;
     const uint64_t begun = globaltimer_ns();
     while (load_acquire_gpu(left) != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {

@@ -1,4 +1,4 @@
-// Rows of a dispatch's result that hold no token.
+// Padding: the rows of a dispatch's result that hold no token.
 #pragma once
 
 #include "ffi/cuda/dispatch_send.cuh"

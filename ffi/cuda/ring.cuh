@@ -48,7 +48,7 @@ class PrefetchRing {
     return pieces_ + place * kPieceBytes;
   }
   __device__ __forceinline__ void drop() {
-    __syncwarp();  // all lanes have read it
+    __syncwarp();  // all lanes have read the piece
     ++num_taken_;
   }
 

@@ -130,8 +130,7 @@ struct Waiting {
     constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
     if (!state.entered) return now + peers.timeout_ns;
     unsigned long long* const word = &own().first_wait[call.phase == Phase::kDone][state.slot];
-    const uint32_t tick =
-        static_cast<uint32_t>(now >> kLogTickNs) | 1;  // never 0: a word of 0 means no wait, also in epoch 0
+    const uint32_t tick = static_cast<uint32_t>(now >> kLogTickNs) | 1;  // never 0: a word of 0 means no wait
     unsigned long long first = load_relaxed(word);
     if (first >> 32 != state.epoch || first == 0) {
       const unsigned long long before = atomic_cas_relaxed_gpu(word, first, tagged(state.epoch, tick));
