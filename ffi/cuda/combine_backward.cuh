@@ -67,9 +67,9 @@ struct CombineBackward : Padding<Config> {
     __syncwarp();
   }
 
-  // Prefetches the first kRowsAhead rows of y, before the row arrives with which they are multiplied. The others follow
-  // when these have been used. They go to shared memory, where only this lane writes and reads its units. (A
-  // PrefetchRing has pieces of contiguous chunks. Here, the chunks of a warp are num_warps apart.)
+  // Prefetches the first kRowsAhead rows of y, before the row arrives with which they are multiplied. The other rows of
+  // y follow when these have been used. The copies go to shared memory, in which each lane writes and reads only its
+  // own units. (A PrefetchRing has pieces of contiguous chunks. Here, the chunks of a warp are num_warps apart.)
   __device__ void prefetch_y(int32_t row, int32_t first, const WarpGroup& warp_group) const {
     uint32_t left = args.y ? __ballot_sync(kAllLanes, row >= 0) : 0;
 #pragma unroll 1

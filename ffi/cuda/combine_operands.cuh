@@ -100,8 +100,8 @@ struct CombineOperands {
 
   using Sums = UnitSums<kSumsAtOnce>;
 
-  // Starts a sum at zero. all_to_all_back moves one row unchanged. If there is a row, its sum starts at -0, because 0 +
-  // -0 is not -0.
+  // Starts a sum at zero. all_to_all_back moves one row unchanged. If there is a row, its sum starts at -0: zero plus
+  // -0 would not give -0.
   __device__ void start_sum(float (&total)[kSize], bool any = true) const {
 #pragma unroll
     for (int e = 0; e < kSize; ++e) total[e] = is_all_to_all() && any ? -0.0f : 0.0f;

@@ -23,8 +23,8 @@ struct CombineSums : CombineOperands<Config> {
   }
 
   // Loads the metadata of a row, and does not use it yet; resolved() makes it usable. If kAsksAhead, resolved() also
-  // finds out whether the row is present: a compare here would wait for the loads. Otherwise it is found out here,
-  // which takes less time.
+  // computes `present`: a compare here would wait for the loads. Otherwise `present` is computed here, which takes less
+  // time.
   __device__ SourceRow ask_for_row(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);

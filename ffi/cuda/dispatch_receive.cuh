@@ -239,7 +239,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, warp_group);
   }
 
-  // Copies a batch to each expert's row.
+  // Copies a batch unchanged to each expert's row.
   __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
                        const WarpGroup& warp_group) const {
     const auto own = reinterpret_cast<unsigned long long>(out_row(row));

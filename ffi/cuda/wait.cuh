@@ -104,10 +104,10 @@ struct Waiting {
     return peer();
   }
 
-  // A waiting thread calls this from time to time. Fails the operation once its deadline has passed. Returns the
-  // `deadline_ns` for the next call: 0 at the first call; then the end of a short wait, an even number; then the
-  // deadline that the blocks share, an odd number. Most waits are short: they do not touch the word that the blocks
-  // share.
+  // A waiting thread calls this from time to time. Fails the operation once its deadline has passed. `deadline_ns` is 0
+  // at the first call, then the value that the former call returned: the end of a short wait, an even number; after
+  // that, the deadline that the blocks share, an odd number. Most waits are short: they do not touch the word that the
+  // blocks share.
   __device__ __noinline__ static uint64_t check_deadline(Waiting op, uint64_t deadline_ns, FailureReason reason,
                                                          int32_t peer, uint32_t expected, uint32_t seen) {
     constexpr uint64_t kShortWaitNs = 1'000'000;
@@ -124,7 +124,7 @@ struct Waiting {
     return deadline_ns;
   }
 
-  // The deadline that all blocks of the operation share: the begin of its first long wait, plus the time-out. So a peer
+  // The deadline that all blocks of the operation share: the time of its first long wait, plus the time-out. So a peer
   // that is late several times cannot extend it. A block that has not entered yet has a deadline of its own.
   __device__ __forceinline__ uint64_t deadline(uint64_t now) const {
     constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
