@@ -1,6 +1,5 @@
-// Where things lie in a rank's symmetric memory: the arena, which holds rows under way, and the control memory, which
-// holds epochs, counts and acknowledgements. Every rank of a group has the same layout, so that an offset names the
-// same thing on all of them.
+// The layout of a rank's symmetric memory. The arena holds rows in transit. The control memory holds epochs, counts and
+// acknowledgements. The layout is the same on every rank of a group, so an offset names the same object on all of them.
 #pragma once
 
 #include <cstdint>
@@ -10,36 +9,38 @@
 
 namespace jax_ep {
 
-// Operations of a group take turns in its slots, by their epoch. Two are enough for whole operations; a small arena has
-// four, for as many split-phase calls under way.
+// An operation uses slot epoch % num_slots. Two slots are enough for whole operations. A small arena has four, so that
+// four split-phase calls can be in flight.
 inline constexpr int kMaxSlots = 4;
 inline constexpr int64_t kSmallArena = int64_t{64} << 20;  // bytes
 
-// Rows travel in units of 16 bytes, which arrive whole, 32 of them (a chunk) moved by a warp at once.
+// A row travels in units of 16 bytes. A unit arrives whole: the receiver never sees a part of it. A warp moves 32 units
+// at once, which are a chunk.
 //
-// A row under way is a header, one unit per k; the payload; and, if that is fp8, a unit of four scales per chunk of it.
-// ffi/cuda/ll_units.cuh tells how the receiver sees that a unit has arrived, and what the escape masks are for.
+// A row in transit is a header of one unit per k; the payload; and, if the payload is fp8, one unit of four scales per
+// chunk of it. ffi/cuda/ll_units.cuh explains how the receiver detects that a unit has arrived, and what the escape
+// masks are for.
 inline constexpr int kUnitBytes = 16;
 inline constexpr int kChunkUnits = 32;
 inline constexpr int kChunkBytes = kUnitBytes * kChunkUnits;
-inline constexpr uint8_t kSentinelByte = 0xfd;  // 16 of them: a unit that has not arrived
+inline constexpr uint8_t kSentinelByte = 0xfd;  // a unit of 16 sentinel bytes has not arrived
 
-// What travels with a row for one k. A dispatch fills all; the way back uses `weight`, for the cotangents of the
-// router's weights.
+// The header of a row for one k. A dispatch fills all fields. A combine fills only `weight`, for the cotangents of the
+// router's weights, and `epoch`.
 struct alignas(kUnitBytes) RowHeader {
-  int32_t expert;    // local expert on the receiving rank, or -1 where this k goes to another rank
-  int32_t position;  // among the rows of the same source for the same expert
+  int32_t expert;    // local expert on the receiving rank, or -1 if this k has none there
+  int32_t position;  // the row's number among the rows of the same source for the same expert
   float weight;
-  uint32_t epoch;  // of the operation: the header has arrived
+  uint32_t epoch;  // the operation's epoch: it shows that the header has arrived
 };
 
 constexpr int32_t num_chunks(int32_t row_bytes) {
-  return static_cast<int32_t>((static_cast<uint32_t>(row_bytes) + kChunkBytes - 1) / kChunkBytes);  // a shift
+  return static_cast<int32_t>((static_cast<uint32_t>(row_bytes) + kChunkBytes - 1) / kChunkBytes);  // unsigned: a shift
 }
 
 struct ArenaLayout {
-  int32_t num_sources = 0, top_k = 0, max_tokens = 0;  // sources: ranks and, over a network, behind them nodes
-  int32_t max_payload = 0;  // bytes, a multiple of 16; scales of an fp8 row fit in what fp8 saves
+  int32_t num_sources = 0, top_k = 0, max_tokens = 0;  // sources: the ranks and, over a network, then the nodes
+  int32_t max_payload = 0;  // bytes, a multiple of 16; the scales of an fp8 row fit in the bytes that fp8 saves
   int32_t num_slots = 0;    // a power of two, so that epochs may wrap
   int32_t header_bytes = 0, row_stride = 0;
   int32_t escape_masks_per_row = 0;  // one per chunk of the payload, and one per unit of scales
@@ -59,18 +60,18 @@ struct ArenaLayout {
         escape_masks_begin(num_rows() * row_stride),
         bytes(align_up(escape_masks_begin + num_rows() * escape_masks_per_row * 8, 256)) {}
 
-  // As many slots as fit in a small arena, and at least two.
+  // Chooses kMaxSlots slots if they fit in a small arena, else two.
   static constexpr ArenaLayout fitting(int32_t num_sources, int32_t top_k, int32_t max_tokens, int32_t max_payload) {
     const ArenaLayout most(num_sources, top_k, max_tokens, max_payload, kMaxSlots);
     return most.bytes <= kSmallArena ? most : ArenaLayout(num_sources, top_k, max_tokens, max_payload, 2);
   }
 
   constexpr int64_t num_rows() const { return int64_t{num_slots} * num_sources * max_tokens; }
-  // Row `index` of what `source` sends in the operations of `slot`.
+  // The number of row `index` from `source` in slot `slot`.
   constexpr int32_t row_number(int32_t slot, int32_t source, int32_t index) const {
     return (slot * num_sources + source) * max_tokens + index;
   }
-  constexpr int64_t row_offset(int32_t number) const {  // one instruction
+  constexpr int64_t row_offset(int32_t number) const {  // unsigned: one instruction
     return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(number)} * static_cast<uint32_t>(row_stride));
   }
   constexpr int64_t escape_masks_offset(int32_t number) const {
@@ -88,20 +89,20 @@ enum class OpKind : uint32_t {
   kAllToAllBack
 };
 inline constexpr int kNumOpKinds = 7;
-// As messages and Group.stats name them.
+// The names of operations in messages and in Group.stats.
 inline constexpr const char* kOpNames[kNumOpKinds] = {
     "dispatch",           "dispatch_like", "dispatch (backward)", "combine",
     "combine (backward)", "all_to_all",    "all_to_all_back",
 };
 
-// What a rank has done since its group was opened, for the host to look at. The experts' side of an operation knows how
-// many rows there are, where the tokens' side would have to count; so it counts for both.
+// Counters of a rank since its group was opened; the host reads them. The rank with the experts knows how many rows it
+// receives; the rank with the tokens would have to count its rows. So the rank with the experts counts both directions.
 struct RowCounters {
   unsigned long long rows, bytes;
 };
 struct PeerCounters {
-  RowCounters arrived, returned;  // rows from the peer to experts here, and back
-  unsigned long long waited_ns;   // for the peer to begin what this rank had begun
+  RowCounters arrived, returned;  // rows from the peer to the experts here, and rows that went back
+  unsigned long long waited_ns;   // time that this rank has waited for the peer's notifications
 };
 struct Counters {
   unsigned long long operations[kNumOpKinds], dropped;
@@ -110,16 +111,17 @@ struct Counters {
 
 inline constexpr int kNumRowsCopies = 8;
 
-// The word by which the blocks of a launch enter a new operation. Each block adds its launch's step() with one atomic
+// The word with which the blocks of a launch enter a new operation. Each block adds its launch's step() with one atomic
 // addition. The old value tells the block the epoch, and how many blocks of the launch have entered before it. The
 // block that enters last writes the word for the next launch, when it leaves.
 //
-// Launches that enter operations of one group must not overlap on a device. The sum of the tags shows a block of
-// another launch that has entered before: without one, the sum is as many tags of this launch as blocks have entered.
+// Launches that enter operations of one group must not overlap on a device. A block detects a block of another launch
+// by the sum of the tags: if only blocks of its own launch have entered, the sum is num_entered times the launch's tag.
 struct EntryWord {
   uint32_t num_entered;
-  // The slots whose newest operation was a whole one, as bits, and kNewestIsWhole. When a whole operation has ended,
-  // all peers had notified it, and so had ended the whole operations before it: nobody has to ask.
+  // Bit s: the newest operation of slot s was a whole operation. kNewestIsWhole: the newest operation of the group was
+  // one. A whole operation ends only after every peer has notified it, and a peer does so only after it has ended all
+  // earlier whole operations. So a launch that finds both bits set knows that its slot is free on all ranks.
   uint32_t whole_slots;
   uint32_t newest_epoch;
   uint32_t tags;
@@ -132,11 +134,12 @@ struct EntryWord {
     return {low & ((1u << kCountBits) - 1), low >> kCountBits & ((1u << kSlotBits) - 1),
             static_cast<uint32_t>(word >> (kCountBits + kSlotBits)), static_cast<uint32_t>(word >> (64 - kTagBits))};
   }
-  // Of a word that no block of the next launch has changed.
+  // The word before any block of the next launch has entered.
   static constexpr unsigned long long pack(uint32_t newest_epoch, uint32_t whole_slots) {
     return static_cast<unsigned long long>(newest_epoch) << (kCountBits + kSlotBits) | whole_slots << kCountBits;
   }
-  // Two launches on a device at the same time never write to the same buffer: the address of a result tells them apart.
+  // The tag is a hash of a result's address. Two launches that run at the same time write to different buffers, so
+  // their tags differ unless the hashes collide.
   static constexpr uint32_t tag(unsigned long long result) {
     return (static_cast<uint32_t>(result >> 8) ^ static_cast<uint32_t>(result >> 20)) % (1u << kTagBits) | 1;
   }
@@ -148,32 +151,36 @@ struct EntryWord {
   }
 };
 
-// Control memory of one rank; the counts of arriving rows follow it. It outlives the group, so that an executable that
-// still runs after close() finds `failed` set and ends. Every word that a peer writes carries the epoch it belongs to.
+// The control memory of one rank. The counts of arriving rows follow it (counts_offset). It outlives the group: an
+// executable that still runs after close() finds `failed` set and ends. Every word that a peer writes carries its
+// epoch, except `failed`.
 struct Control {
   alignas(16) unsigned long long entry;  // an EntryWord
-  uint32_t failed;  // written by peers, too: 0, or 1 + the rank that failed first; kClosed after close()
-  // One unit. Of the two newest launches that took an epoch, by the epoch's last bit: blocks that have left, and all
-  // blocks, which is written when all have entered.
+  uint32_t failed;  // 0; or 1 + the rank that failed first; or kClosed after close(). Peers write it, too.
+  // num_left and num_blocks are one unit: one load reads both. They describe the two newest launches that took an
+  // epoch, at index epoch % 2. num_left counts the blocks that have left. The block that enters last writes the number
+  // of all blocks to num_blocks, when it leaves.
   alignas(16) uint32_t num_left[2];
   uint32_t num_blocks[2];
-  uint32_t done_left[kMaxSlots];          // blocks of each slot's done that have left
-  uint32_t poisons[2][kMaxSlots];         // 1 while a block poisons the results of a launch, of a done, in each slot
-  unsigned long long claimed[kMaxSlots];  // {epoch, rows that blocks have claimed} in each slot
+  uint32_t done_left[kMaxSlots];          // blocks that have left the done of each slot
+  uint32_t poisons[2][kMaxSlots];         // 1 while a block poisons the results in each slot; indexed like first_wait
+  unsigned long long claimed[kMaxSlots];  // {epoch, number of claimed rows} in each slot
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.
   unsigned long long first_wait[2][kMaxSlots];
-  // The epoch whose rows each rank has read last in its own memory.
+  // [slot][rank]: the newest operation of the slot whose rows the rank has read in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];
   unsigned long long op[kMaxSlots][kMaxRanks];  // {epoch, hash of the call} of each rank
-  // {epoch, rows that each rank sends here}. A thousand warps look for it again and again, each block at one of some
-  // copies: what a peer writes to a word at which all of them look comes microseconds late.
+  // {epoch, number of rows that each rank sends here}. A thousand warps poll it. If all of them polled one word, the
+  // peer's store to it would arrive microseconds late. So the peer writes several copies, and each block polls one of
+  // them.
   unsigned long long num_rows[kMaxSlots][kNumRowsCopies][kMaxRanks];
   Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
 
-// Of a group that has had operations up to `newest_epoch`, and has none under way. Operation n may begin when all have
-// finished n - num_slots: the next ones find that of their slot.
+// The control memory of a group whose newest operation is `newest_epoch` and which has no operation in flight.
+// Operation n may begin when all ranks have finished operation n - num_slots. So `finished` of each slot begins with
+// that epoch, for the slot's next operation.
 inline Control initial_control(int32_t num_slots, uint32_t newest_epoch = 0) {
   Control initial = {};
   initial.entry = EntryWord::pack(newest_epoch, 0);
@@ -184,7 +191,8 @@ inline Control initial_control(int32_t num_slots, uint32_t newest_epoch = 0) {
   return initial;
 }
 
-// Each source's begin at a unit: counts are loaded two by two.
+// The offset of the counts from `peer`. Each source's counts begin at a whole unit, because a lane loads two counts at
+// once.
 constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, int32_t experts_per_rank) {
   return static_cast<int64_t>(sizeof(Control)) +
          (int64_t{slot} * num_ranks + peer) * align_up(experts_per_rank * 8, kUnitBytes);
@@ -193,7 +201,7 @@ constexpr int64_t control_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   return counts_offset(kMaxSlots, 0, num_ranks, experts_per_rank);
 }
 
-// What a kernel that gave up, or the host, leaves in pinned host memory.
+// The failure record, in pinned host memory. A kernel that gives up, or the host, writes it.
 struct FailureRecord {
   uint32_t valid;
   uint32_t reason;  // FailureReason
@@ -203,22 +211,24 @@ struct FailureRecord {
   uint32_t expected, seen;
 };
 
-// An operation runs in one launch, or in two: a start, which takes its turn, and a done, beside whatever comes then.
+// An operation is one launch (whole) or two (split-phase): a start, which takes the epoch, and a done, which may run
+// concurrently with later launches.
 enum class Phase : int32_t { kWhole, kStart, kDone };
 
-// Whether many rows go once to a node, and on from there: not where each rank is one.
+// True if the group has several nodes of several ranks. Then large operations send a row once to each node, and a rank
+// there forwards it.
 constexpr bool has_levels(int32_t node_size, int32_t num_ranks) { return 1 < node_size && node_size < num_ranks; }
 
-// The kernel ABI: all that a kernel knows of its peers. Who fills it (ffi/cuda/group.cc) decides the transport. Kernels
-// for groups over a network (ffi/cuda/network.h) find a NetworkTable in its place.
+// PeerTable and Peers are the kernel ABI: all that a kernel knows about its peers. ffi/cuda/group.cc fills them, and so
+// decides the transport. For groups over a network, `table` points to a NetworkTable (ffi/cuda/network.h).
 struct PeerTable {
   uint8_t* arena[kMaxRanks];
   Control* control[kMaxRanks];
 };
 struct Peers {
   int32_t rank, num_ranks, experts_per_rank;
-  int32_t node_size;                                  // so many ranks in a row map each other's memory
-  Divisor by_ranks, by_others, by_experts, by_top_k;  // others: ranks but this; experts: of a rank
+  int32_t node_size;  // ranks per node: they have consecutive numbers and map each other's memory
+  Divisor by_ranks, by_others, by_experts, by_top_k;  // others: all ranks but this one; experts: those of one rank
   ArenaLayout layout;
   uint64_t timeout_ns;
   FailureRecord* failure;  // pinned host memory

@@ -1,4 +1,4 @@
-// The shape of a launch, from the shape of the call. The one place to tune it.
+// Derives the shape of a launch from the shape of the call. All tuning of launches is in this file.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,10 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kMaxBlockWarps = 16;  // one such block on a streaming multiprocessor (SM)
+inline constexpr int32_t kMaxBlockWarps = 16;  // a streaming multiprocessor (SM) runs one block of this size
 // The most shared memory, static and dynamic, that a block of any kernel needs. dispatch.cu and combine.cu assert it.
 inline constexpr int64_t kMaxBlockSharedBytes = 204 * 1024;
-inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: the other SMs are for what runs beside it
+inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: concurrent kernels use the other SMs
 inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The SMs that a launch may take. `num_sms` is the user's choice, or 0 for all SMs of the device.
@@ -19,17 +19,23 @@ constexpr int32_t usable_sms(int32_t num_sms, int32_t device_sms) {
   return num_sms > 0 ? std::min(num_sms, device_sms) : device_sms;
 }
 
-// The SMs that a done may take: at most half of the device's. A whole operation that took turns with the done on
-// another rank needs a free SM here; without one, each of the two would wait for the other's peer.
+// The SMs that a done may take: at most half of the device's. Two ranks may run a done and a whole operation in
+// different orders. If the done took all SMs here, the whole operation could not start here, and each of the two would
+// wait for a peer that is in the other one.
 constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) {
   const int32_t most = std::min(kMostSmsBesideOthers, std::max(device_sms / 2, 1));
   return std::min(num_sms > 0 ? num_sms : kDefaultSmsBesideOthers, most);
 }
 
-// The variants of a kernel. For few rows: small blocks, on many SMs, and little code, since what counts is how soon the
-// next instruction is there; and a warp that moves no rows, but enters the operation (ffi/cuda/epoch.cuh). Usual:
-// large blocks, one on an SM. For many rows: likewise, and dispatch's blocks that have sent take rows, too, while
-// combine has y come ahead (ffi/cuda/ring.cuh).
+// The variants of a kernel.
+//
+// kLowLatency, for few rows: small blocks on many SMs, and little code, because latency depends on instruction fetch.
+// An extra warp, the control warp, moves no rows: it enters the operation (ffi/cuda/epoch.cuh).
+//
+// kBalanced: large blocks, one per SM.
+//
+// kThroughput, for many rows: large blocks, one per SM. In a dispatch, sender blocks that have sent their tokens steal
+// rows. A combine prefetches y (ffi/cuda/ring.cuh).
 enum class Variant : int32_t { kLowLatency, kBalanced, kThroughput };
 inline constexpr Variant kVariants[] = {Variant::kLowLatency, Variant::kBalanced, Variant::kThroughput};
 constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLowLatency; }
@@ -40,12 +46,12 @@ constexpr int32_t most_threads(Variant variant) {
 }
 constexpr int32_t least_blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
-// A thread block sends, or receives; or, where rows are shared, sends and then receives. Senders come first, as blocks
-// are started in their order, and wait for no peer's rows: what a receiver waits for is always on its way. In a launch
-// of one block it does both, one after the other, in any variant.
+// A thread block is a sender or a receiver. With work stealing, a sender also receives, after it has sent. Blocks get
+// their roles in the order in which they enter: senders come first, and wait for no peer's rows. So the rows that a
+// receiver waits for are always sent. In a launch of one block, the block sends and then receives, in any variant.
 //
-// If there are others, the first sender sends no rows: it tells the peers which call this is, and how many rows come.
-// And the first receiver begins with none: it writes the small results, and pads.
+// If there are several senders, the first sends no rows: it notifies the peers of the call and of the number of rows.
+// If there are several receivers, the first starts without a row: it writes the small results, and pads.
 struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
@@ -53,19 +59,21 @@ struct LaunchPlan {
   Variant variant;
   int32_t log_block_warps;
   int32_t log_send_warps,
-      log_receive_warps;  // of the warps that share a row, a warp group, which need not be of one block
-  bool sums_own = false;  // combine: who receives sums the rows of this rank's own tokens, and they are not sent
+      log_receive_warps;  // log2 of the warps in a warp group, which share a row; they may be in several blocks
+  bool sums_own = false;  // combine: receivers sum the rows of this rank's own tokens; senders do not send them
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(variant)); }
 
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
-  // By node, the blocks between senders and receivers forward what other nodes send; one that is alone does it, too.
+  // By node, the blocks between the senders and the receivers forward the rows of other nodes. In a launch of one
+  // block, that block forwards them.
   constexpr int32_t num_forwarders() const { return std::max(first_receiver - num_senders, 1); }
   constexpr bool forwards(int32_t block) const {
     return first_receiver == 0 || (block >= num_senders && block < first_receiver);
   }
-  // Blocks that move rows, and a block's number among them; negative if it does other things.
+  // row_senders, row_receivers: the number of blocks that move rows. row_sender, row_receiver: a block's index among
+  // them, negative for a block that moves no rows.
   constexpr int32_t row_senders() const { return std::max(num_senders - 1, 1); }
   constexpr int32_t row_sender(int32_t block) const { return num_senders > 1 ? block - 1 : block; }
   constexpr bool sends_rows(int32_t block) const { return block < num_senders && row_sender(block) >= 0; }
@@ -73,15 +81,17 @@ struct LaunchPlan {
   constexpr int32_t row_receiver(int32_t block) const { return block - first_receiver - (num_receivers() > 1); }
 };
 
-// A warp's place among those of a role. Items are dealt to warp groups by their numbers, and of each rank's possible
-// rows the first ones are there.
+// The warp group of a warp within its role, and the warp's index in the warp group. Warp group `index` processes every
+// num_groups-th item, from item `index` on. An item is a row that may exist; of each rank's possible rows, only the
+// first ones exist.
 struct WarpGroup {
   int32_t index, num_groups;
   int32_t warp, num_warps;  // in the warp group
 
-  // Neighbours are of one block, if `by_block` says so, if there are few rows, or if a block has no more than one. Else
-  // they are of different blocks, which then have equally many of the rows that are there; and a block's have even and
-  // odd numbers by turns, as such items may differ.
+  // Warp groups with consecutive indices are in one block if `by_block` is true, in the low-latency variant, and if a
+  // block has at most one warp group. Otherwise they are in different blocks, so that all blocks get equally many of
+  // the rows that exist. The indices of a block's warp groups are then even and odd alternately, because even and odd
+  // items may differ.
   constexpr WarpGroup(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block,
                       int32_t log_warps, bool by_block = false)
       : index(((block << plan.log_block_warps) + warp_of_block) >> log_warps),
@@ -104,23 +114,25 @@ struct WarpGroup {
   }
 };
 
-// What a launch would like to be.
+// The preferred shape of a launch, before plan_launch fits it to the SMs.
 struct Shape {
   Variant variant;
   int32_t log_block_warps, log_send_warps, log_receive_warps;
-  int32_t receive_16ths;  // of the blocks receive at most; or more, if they are not needed to send
-  // Whether as few blocks send as have no more turns for it, and all others receive. If not, it is the other way round.
+  int32_t receive_16ths;  // sixteenths of the blocks that receive at most; more if senders leave blocks unused
+  // True: the number of sending blocks is the smallest that keeps the rounds at a minimum, and all other blocks
+  // receive. False: the same with sending and receiving exchanged.
   bool rest_receives = false;
 };
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
-// Blocks for `sends` and `receives` rows, on at most `num_sms` SMs. No more receive than it takes for as few turns: all
-// wait for a warp group that has one row more than the others, and the rest may send. Or no more send than that takes,
-// and the rest receives.
+// Plans blocks for `sends` and `receives` rows on at most `num_sms` SMs. A warp group processes one row per round, and
+// the launch lasts until the warp groups with the most rounds are done. So the number of receiving blocks is the
+// smallest that keeps the rounds at a minimum, and the other blocks may send. With rest_receives, the two roles are
+// exchanged.
 constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, int32_t num_sms) {
   const int32_t log_block = shape.log_block_warps;
-  const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // one of which has no rows
+  const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // + 1: the first block moves no rows
     return divide_up(rows << log_warps, 1 << log_block) + 1;
   };
   const auto even = [=](int64_t rows, int64_t most, int32_t log_warps) {
@@ -145,7 +157,7 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
                                                : std::min(blocks_for(sends, shape.log_send_warps),
                                                           blocks - even(receives, share, shape.log_receive_warps)));
   const auto receivers = static_cast<int32_t>(std::min(could_receive, int64_t{blocks - senders}));
-  // A warp group must not be larger than all that there are.
+  // A warp group must not have more warps than all blocks of its role together.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
     while (log_warps > log_block && row_blocks << log_block >> log_warps == 0) --log_warps;
     return log_warps;
@@ -159,14 +171,15 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
           fitting(shape.log_receive_warps, std::max(receivers - 1, 1))};
 }
 
-// The same over a network, where the warps of a warp group that sends wait for one another, and so are of one block. By
-// node, some blocks pass rows on, with such warp groups, too: half of those that would receive, or, if but one does,
-// one that would send. Of two blocks, one does it all.
+// Adapts a plan to a network. The warps of a sending warp group wait for one another, so they must be in one block. By
+// node, some blocks forward rows, also with warp groups within one block. They are half of the blocks that would
+// receive or, if only one receives, one block that would send. A plan of two blocks becomes a plan of one block, which
+// has all roles.
 constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
   plan.log_send_warps = std::min(plan.log_send_warps, plan.log_block_warps);
   if (!by_node) return plan;
   plan.log_receive_warps = std::min(plan.log_receive_warps, plan.log_block_warps);
-  if (plan.num_blocks == 2) plan.num_senders = plan.num_blocks = 1, plan.first_receiver = 0;  // which does it all
+  if (plan.num_blocks == 2) plan.num_senders = plan.num_blocks = 1, plan.first_receiver = 0;  // it has all roles
   if (plan.first_receiver == 0) return plan;
   if (plan.num_receivers() == 1) {
     --plan.num_senders;
@@ -176,7 +189,8 @@ constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
   return plan;
 }
 
-// Over a network, their rows go straight, in all operations of a route; those of more tokens go by node.
+// True if a call has few tokens. Over a network, the rows of few tokens go directly to their ranks, in all operations
+// of a route. The rows of more tokens go by node.
 constexpr bool are_few(int64_t num_tokens) { return num_tokens <= 32; }
 
 constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
@@ -190,17 +204,19 @@ constexpr int32_t log2_ceil(int32_t n) {
   return log;
 }
 
-// Few rows: many warps on one, for its latency. Many: more of them under way. The warps on a row with which `warps` are
-// busy with `rows`, but no more than 2^most with one; as a power of two.
+// Returns log2 of the warps per row: the largest power of two, but at most 2^most, with which `rows` rows occupy at
+// most `warps` warps. Few rows get many warps each, for latency. Many rows get few warps each, so that more rows are in
+// flight.
 constexpr int32_t log_warp_group(int64_t rows, int32_t warps, int32_t most) {
   int32_t log = 0;
   while (log < most && rows << (log + 1) <= warps) ++log;
   return log;
 }
 
-// Tokens go out, each read once by one warp group; rows of all ranks come in, and are written once per expert. What a
-// block spends on finding out where its warp groups' next tokens go, it spends once for all of them. The warps of a
-// warp group that receives, with `group_in_block`, are of one block. `num_chunks` is of a row under way.
+// Plans a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving warp group
+// writes a row once per expert. A block computes the destinations of its warp groups' next tokens together, at the cost
+// of one. `group_in_block`: the warps of a receiving warp group are in one block. `num_chunks`: the chunks of a row in
+// transit.
 constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                    int32_t num_sms, int32_t device_sms, bool group_in_block) {
   const int32_t log_chunks = log2_ceil(num_chunks);
@@ -208,7 +224,7 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   const int64_t num_rows = num_tokens * num_ranks;
   Variant variant = variant_for(num_tokens, num_sms);
   if (group_in_block && variant == Variant::kBalanced)
-    variant = Variant::kThroughput;  // combine's cotangents: there is padding to share
+    variant = Variant::kThroughput;  // backward pass of combine: blocks share the padding
   Shape shape = {};
   switch (variant) {
     case Variant::kLowLatency: {
@@ -227,15 +243,16 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
       const int32_t log_send = std::max(log_warp_group(num_tokens, warps, 4), 2);
       const int32_t log_receive =
           std::max(log_warp_group(num_rows, warps, log_chunks), std::clamp(log_chunks - 2, 0, 2));
-      // Of two ranks, who sends has little to do: a row to one other, and the longer it is, the more there is to write.
+      // With two ranks, a sender has little to do: it sends each row to one other rank. The longer the row is, the more
+      // a receiver has to write.
       const bool is_long = num_chunks > 16,
                  is_many = variant == Variant::kThroughput && !group_in_block && num_ranks == 2;
       const int32_t log_parts =
-          variant == Variant::kThroughput ? std::max(log_chunks - 1, 0) : log_chunks;  // sent at once
+          variant == Variant::kThroughput ? std::max(log_chunks - 1, 0) : log_chunks;  // the parts of a row
       shape = {variant, 4, std::min(log_parts, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
-      if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;  // measured: quicker than 4 on a row
-      // Many long rows, for which receivers take several turns, should not all come at the end: tokens are sent one
-      // after the other, by few blocks, which keep the link as busy.
+      if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;  // measured: faster than four warps
+      // Many long rows, for which receivers need several rounds, should not all arrive at the end. So few blocks send
+      // the tokens one after another; they keep the link equally busy.
       const int64_t most_rows = num_tokens * std::min(top_k, num_ranks);
       if (variant == Variant::kBalanced && num_ranks > 2 && num_chunks > 8 && most_rows >= 512) {
         shape.log_send_warps = 4;
@@ -245,16 +262,17 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
       break;
     }
   }
-  if (group_in_block || !is_low_latency(variant)) {  // where rows are claimed, a warp group's warps tell one another
+  if (group_in_block || !is_low_latency(variant)) {  // the warps of a warp group share data in the block's memory
     shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
   }
   return plan_launch(num_tokens, num_rows, shape, sms);
 }
 
-// The rows of the other ranks' tokens are summed and go back, top_k / num_ranks rows of the experts for one, if routing
-// is uniform; tokens come in, and their own rows are summed. Where all of that is little, own rows go back, too: all
-// are summed at once. Where a token has a row or two, few warps on each, so that all come in one turn. A top_k of 0:
-// rows are not summed, and own ones go back like a peer's (all_to_all_back).
+// Plans a combine. Senders sum the experts' rows for each token of another rank, and send the sum. If routing is
+// uniform, a sum has top_k / num_ranks rows. Receivers sum the rows of this rank's own tokens, and add the sums that
+// arrive. If all of this is little work, own rows go through the arena like a peer's, so that all rows are summed at
+// once. If a token has one or two rows, few warps process it, so that one round is enough for all tokens. top_k == 0
+// means all_to_all_back: rows are not summed, and own rows go back like a peer's.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t num_sms, int32_t device_sms) {
   const int32_t sms = usable_sms(num_sms, device_sms);
@@ -262,8 +280,8 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   Variant variant = variant_for(num_tokens, num_sms);
   const bool is_thin = top_k > 0 && top_k <= 2, is_much = num_tokens * top_k * num_chunks >= 24 * 1024;
   if (num_sms == 0 && !are_few(num_tokens)) {
-    // With much to read, y comes ahead; but of one rank, and of more than two, of more tokens only (measured when rings
-    // took more instructions).
+    // With much to read, y is prefetched (kThroughput). With one rank, or more than two, this pays only for more tokens
+    // (measured when the ring took more instructions).
     const int32_t most_usual = num_ranks == 1 || !is_much ? 256 : num_ranks == 2 ? 0 : 1024;
     variant = num_tokens <= most_usual ? Variant::kBalanced : Variant::kThroughput;
   }
@@ -279,14 +297,16 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
         shape = {variant, 4, std::min(2, most), log_warp_group(num_tokens, sms * kMaxBlockWarps / 2, 5), 8};
         break;
       }
-      // Where senders read most, of many tokens or for each row, half of the blocks send.
+      // If senders read most of the data, because there are many tokens or many rows per token, half of the blocks
+      // send.
       const bool reads_most = num_ranks > 2 && (num_tokens > 256 || top_k > 2 * num_ranks);
       shape = {variant, 4, std::min(4, most), 5, !sums_own || reads_most ? 8 : 12};
       break;
     }
     case Variant::kThroughput: {
-      // A warp sums four chunks at once, a part. Each row has a warp, or one for each of its parts, where that takes
-      // clearly less: fewer turns of all parts, or more of one.
+      // A warp sums a part, which is four chunks, at once. By default, a row gets one warp, which sums all parts of the
+      // row in each round. If it is clearly faster, a row gets one warp per part: there are more rounds, of one part
+      // each.
       const int32_t warps = std::max(sms / 2 - 1, 1) * kMaxBlockWarps;
       const int64_t parts = divide_up(num_chunks, 4), most_rows = std::max(num_rows, num_tokens);
       const int32_t log_parts = log2_ceil(static_cast<int32_t>(parts));

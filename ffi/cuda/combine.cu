@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kV
     if (plan.sends_rows(ticket)) combine.send();
     if (forwards(ticket)) {
       if (plan.sends_rows(ticket))
-        combine.op.sync_workers();  // the warp groups' barriers are those of the warp groups that send
+        combine.op.sync_workers();  // forward() uses the same ids of named barriers as send() has used
       combine.forward();
     }
     if (ticket >= plan.first_receiver) combine.receive();

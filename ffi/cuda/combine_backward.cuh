@@ -1,5 +1,5 @@
-// Rows that arrive at a receiver; and what the backward pass of combine does with one: weight * row for each expert's
-// row, and the products of the row and the rows of y.
+// Rows that arrive at a receiver, and the backward pass of combine. For a row, it computes weight * row for each
+// expert's row, and the products of the row with the rows of y.
 #pragma once
 
 #include "ffi/cuda/padding.cuh"
@@ -14,28 +14,28 @@ struct CombineBackward : Padding<Config> {
       Base::sync_warp_group;
   using typename Base::X;
 
-  // A unit of this lane in each of some chunks and, last, but for cotangents, the scales of the one with this lane's
-  // number.
+  // The units of a batch that a lane takes: one in each chunk and, except in the backward pass of combine, a last one,
+  // which is the scales of the chunk with this lane's number.
   static constexpr int kUnitsTaken = kReceiveBatch + (kArrival != Arrival::kCombineBack);
   struct Taken {
     uint4 units[kUnitsTaken];
   };
 
-  // A row that may come.
+  // A row that may arrive.
   struct Arriving {
     int32_t source, index;
-    bool is_own;  // and so is there, but for its header
+    bool is_own;  // only its header must arrive: the row is in x
     bool comes;
     RowPlace place;
     RowHeader header;  // of a new route, for k = lane
-    int32_t row;       // of an old one, for k = lane
-    float weight;      // of that, for combine's cotangents
+    int32_t row;       // of a known route, for k = lane
+    float weight;      // of that row, for the backward pass of combine
     Taken first;       // this warp's first batch
   };
 
-  // Where a batch arrives.
+  // The addresses at which a batch arrives.
   struct BatchPlace {
-    uint8_t *units, *scales;  // this lane's of the first chunk, and of the one with its number
+    uint8_t *units, *scales;  // this lane's unit of the first chunk; the scales of the chunk with its number
     int32_t step;             // between chunks, in bytes
     int32_t bytes_left;       // of the payload, from the first unit on
     bool has_scales;
@@ -67,16 +67,17 @@ struct CombineBackward : Padding<Config> {
     __syncwarp();
   }
 
-  // y is asked for before the row is there that it is multiplied with: it comes to shared memory, where a lane's units
-  // have places of their own, which it alone fills and reads. (Not by a PrefetchRing, whose pieces lie side by side:
-  // here a warp's chunks are of its warp group's rounds.) The first of y's rows; the others follow as these are used.
+  // Prefetches the first kRowsAhead rows of y, before the row arrives with which they are multiplied. The other rows of
+  // y follow when these have been used. The copies go to shared memory, in which each lane writes and reads only its
+  // own units. (A PrefetchRing has pieces of contiguous chunks. Here, the chunks of a warp are num_warps apart.)
   __device__ void prefetch_y(int32_t row, int32_t first, const WarpGroup& warp_group) const {
     uint32_t left = args.y ? __ballot_sync(kAllLanes, row >= 0) : 0;
 #pragma unroll 1
     for (int32_t slot = 0; slot < kRowsAhead; ++slot) left = prefetch_row_of_y(left, slot, row, first, warp_group);
   }
 
-  // The first that is left; gives the others. Where none is, something ends all the same: they are counted.
+  // Issues cp.async for the lowest row in `left`, and returns `left` without it. Commits a group even if it is empty,
+  // so that wait_group counts stay aligned.
   __device__ uint32_t prefetch_row_of_y(uint32_t left, int32_t slot, int32_t row, int32_t first,
                                         const WarpGroup& warp_group) const {
     if (left) {
@@ -113,10 +114,10 @@ struct CombineBackward : Padding<Config> {
     return product;
   }
 
-  // combine's cotangents: weight * row to each expert's row, and the row's product with y.
+  // Writes cotangents of combine: weight * row to each expert's row. Adds up the row's products with y.
   __device__ void combine_back(const Arriving& arriving, int32_t first, uint32_t targets,
                                const WarpGroup& warp_group) const {
-    uint32_t ahead = targets;  // rows of y that were not asked for
+    uint32_t ahead = targets;  // rows of y that have yet to be prefetched
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) ahead &= ahead - 1;
     int32_t slot = 0;
@@ -138,12 +139,12 @@ struct CombineBackward : Padding<Config> {
       if (!args.y) continue;
       product = warp_sum(product);
       if (lane_id() == 0) shared.products[warp_id()][k] += product;
-      ahead = prefetch_row_of_y(ahead, slot, arriving.row, first, warp_group);  // has been used
+      ahead = prefetch_row_of_y(ahead, slot, arriving.row, first, warp_group);  // the slot's row of y has been used
       slot = slot + 1 == kRowsAhead ? 0 : slot + 1;
     }
   }
 
-  // Adds what the warps that share a row, all of one block, have of its products, in their order.
+  // Adds the products of the warps that share a row, in the order of warps. They are in one block.
   __device__ void sum_products(int32_t row, const WarpGroup& warp_group) const {
     if (!args.y) return;
     sync_warp_group(warp_group);

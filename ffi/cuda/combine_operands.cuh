@@ -29,15 +29,16 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
   }
 }
 
-// Whether, over a network, a node's ranks add up what they have of another node's token, and send the sum. (For
-// all_to_all_back, one has it all.)
+// True if a node's ranks add up their partial sums of another node's token, and one of them sends the total over the
+// network. (For all_to_all_back, one rank has the whole row.)
 constexpr bool goes_by_node(const Peers& peers, const CombineArgs& args) {
   return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && args.rows != nullptr &&
          !are_few(args.num_tokens);
 }
 
-// Whether y comes ahead, by a ring of each warp: where latency does not count, but what is under way, and how many
-// instructions it takes. Chunks of a row that a warp sums at once, a part; a piece in the ring is one of a row of y.
+// True if y is prefetched into a per-warp ring in shared memory. Used where throughput matters more than latency: it
+// keeps more bytes in flight and takes fewer instructions. A part is the sums_at_once() chunks of a row that a warp
+// sums at once. A piece in the ring is a part of a row of y.
 constexpr bool has_prefetch_ring(Variant variant) { return variant == Variant::kThroughput; }
 constexpr int sums_at_once(Variant variant) { return has_prefetch_ring(variant) ? 4 : 2; }
 constexpr int32_t kPartBytes = sums_at_once(Variant::kThroughput) * kChunkBytes;
@@ -47,22 +48,22 @@ constexpr int32_t ring_bytes(Variant variant) { return has_prefetch_ring(variant
 static_assert(kMaxBlockWarps * (ring_bytes(Variant::kThroughput) + sizeof(PrefetchRingOfY::Landed)) + sizeof(State) <=
               kMaxBlockSharedBytes);
 
-// The pieces that a lane asks for: those of one row, but for the parts of the warp group's other warps.
+// The pieces that a lane prefetches: the parts of one row of y that this warp sums.
 struct Pieces {
-  int32_t number;      // of the next one in the ring
-  int32_t bytes_left;  // of the row, from there on
+  int32_t number;      // the number of the next piece in the ring
+  int32_t bytes_left;  // bytes of the row from the next piece on
   const uint8_t* from;
 };
 
-// What a combine kernel is compiled for. Rows are of X.
+// The compile-time parameters of a combine kernel. X is the element type of rows.
 template <typename X_, Variant kVariant_>
 struct CombineConfig {
   using X = X_;
   static constexpr Variant kVariant = kVariant_;
 };
 
-// This lane's units of N chunks of a sum over a token's rows here, in the order of k, each rounded once. What a lane
-// without a unit sums, nobody stores.
+// This lane's units of N chunks of a partial sum. A partial sum adds a token's rows on this rank in the order of k, and
+// is rounded once. A lane without a unit in a chunk sums garbage, which is not stored.
 template <int N>
 struct UnitSums {
   uint4 unit[N];
@@ -74,14 +75,14 @@ struct CombineOperands {
   static constexpr Variant kVariant = Config::kVariant;
   static constexpr bool kHasRing = has_prefetch_ring(kVariant);
   static constexpr int kSumsAtOnce = sums_at_once(kVariant);
-  // Whether a warp group asks what there is of its next row while it sends one: few rows take one turn, mostly, and of
-  // many, other warps use the time.
+  // True if a warp group loads the metadata of its next row while it sends a row. Few rows usually take one round, and
+  // with many rows other warps hide the latency.
   static constexpr bool kAsksAhead = kVariant == Variant::kBalanced;
-  static constexpr int kRanksAtOnce = 4;  // whose sums a lane awaits at once, mostly
+  static constexpr int kRanksAtOnce = 4;  // the ranks whose sums a lane usually awaits at once
   static constexpr int kSize = Vector<X>::kSize;
-  static constexpr int kRowsAtOnce = 4;  // of a token's rows here, that a lane loads before it adds them
-  // Where y does not fit into the L2 cache together with rows under way, it must not drive them out: it is read once.
-  // (The ring always reads so.)
+  static constexpr int kRowsAtOnce = 4;  // the rows of a token that a lane loads before it adds them
+  // True if the L2 cache evicts y first. y is read once; if it does not fit into the L2 cache together with rows in
+  // transit, it must not evict them. (The ring always reads y this way.)
   static constexpr bool kReadsOnce = kVariant == Variant::kBalanced;
 
   const Peers& peers;
@@ -99,7 +100,8 @@ struct CombineOperands {
 
   using Sums = UnitSums<kSumsAtOnce>;
 
-  // At zero; but all_to_all_back moves one row as it is, if there is one, and 0 + -0 would not be -0.
+  // Starts a sum at zero. all_to_all_back moves one row unchanged. If there is a row, its sum starts at -0: zero plus
+  // -0 would not give -0.
   __device__ void start_sum(float (&total)[kSize], bool any = true) const {
 #pragma unroll
     for (int e = 0; e < kSize; ++e) total[e] = is_all_to_all() && any ? -0.0f : 0.0f;
@@ -112,24 +114,25 @@ struct CombineOperands {
     return sum.bits;
   }
 
-  // A row that goes back: what this lane knows of it.
+  // The metadata of a row that goes back, as one lane holds it.
   struct SourceRow {
     int32_t peer, index;
-    int32_t seen;  // whether it is present: more than `index` rows from the peer; of an own one, a place that is not -1
+    // Decides `present`. For a peer's row: the number of rows from the peer, which must be more than `index`. For an
+    // own row: its index in args.place, which must not be -1.
+    int32_t seen;
     bool present;
-    uint32_t rows;  // the k that have a row here
-    int32_t row;    // here, for k = lane
+    uint32_t rows;  // bits of the k that have a row here
+    int32_t row;    // the row here, for k = lane
     float weight;
   };
 
-  // Whether own tokens' rows are summed by whoever adds the other ranks' sums. Else they go through the arena like a
-  // peer's.
+  // True if receivers sum the rows of own tokens. Otherwise own rows go through the arena like a peer's.
   __device__ bool sums_own() const { return !is_low_latency(kVariant) && plan.sums_own && !is_all_to_all(); }
   __device__ int32_t num_destinations() const { return peers.num_ranks - sums_own(); }
 
-  // What a warp sums of a row at once, a part: where pieces of y come ahead, chunks that lie side by side; else one of
-  // each of the warp group's rounds, so that all of its warps have a chunk if there are as many. Parts go from warp
-  // group.warp to end_of_parts(), in steps.
+  // A part is the chunks of a row that a warp sums at once. With a ring, they are contiguous. Without a ring, they are
+  // num_warps apart, so that all warps of the warp group have a chunk if there are as many. A warp's parts go from
+  // warp_group.warp to end_of_parts(), in steps of step().
   template <int N = kSumsAtOnce>
   __device__ int32_t end_of_parts() const {
     return kHasRing ? (chunks() + N - 1) / N : chunks();

@@ -1,4 +1,4 @@
-// Receivers of a combine, on the tokens' side: they wait for the ranks' partial sums and add them in the order of
+// Receivers of a combine, on the tokens' side. They wait for the ranks' partial sums, and add them in the order of
 // ranks.
 #pragma once
 
@@ -40,8 +40,8 @@ struct CombineReceiver : CombineSender<Config> {
 
   // A token whose sums come back.
   struct Returning {
-    int32_t index;  // of its row among those that this lane's rank got
-    SourceRow own;  // what it has here, to be resolved()
+    int32_t index;  // the index of its row among the rows that rank = lane got
+    SourceRow own;  // its rows here; call resolved() before use
   };
 
   __device__ Returning ask_for_token(int32_t token) const {
@@ -61,16 +61,16 @@ struct CombineReceiver : CombineSender<Config> {
       if (!nodes.is_own(rank)) source = nodes.source_of(rank / nodes.size);
     }
     if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
-    __syncwarp();                                   // all lanes read what some have waited for
-    const int32_t row = row_number(source, index);  // of this lane's rank
+    __syncwarp();                                   // some lanes have waited; now all lanes may read
+    const int32_t row = row_number(source, index);  // of rank = lane
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
-    if (args.topk_weights && warp_group.warp == warp_group.num_warps - 1) {  // which has least to do
+    if (args.topk_weights && warp_group.warp == warp_group.num_warps - 1) {  // this warp has least to do
       float weight = weight_of(row, sources & ~here);
       if (here && own.row >= 0) weight += __ldg(args.weights_to_send + own.row);
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
     if constexpr (kVariant == Variant::kBalanced) {
-      // What comes from few ranks leaves room for more chunks.
+      // If sums come from few ranks, registers are left for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
         return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, warp_group);
       }
@@ -82,8 +82,8 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // Where y comes ahead: own rows are summed first, and those sums wait in shared memory for their turn among all
-  // ranks'. Few instructions are what counts.
+  // Adds a token's sums, if y is prefetched. The own rows are summed first. Their sum waits in shared memory until it
+  // is added in the order of ranks. This takes few instructions, which matters most here.
   __device__ void add_parts_of_ring(int32_t token, int32_t row, uint32_t sources, uint32_t here, const SourceRow& own,
                                     const WarpGroup& warp_group) const {
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
@@ -117,7 +117,7 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // Chunks that lie side by side, as they arrive: this lane's units.
+  // The addresses of this lane's units in an arriving part, whose chunks are contiguous.
   struct PartPlace {
     uint8_t* units;
     int32_t bytes_left;
@@ -125,7 +125,7 @@ struct CombineReceiver : CombineSender<Config> {
     __device__ __forceinline__ uint8_t* at(int i) const { return units + i * kChunkBytes; }
   };
 
-  // A part of what `source` has summed.
+  // Waits for a part of the sum from `source`, and takes it.
   __device__ Sums take_sums(int32_t source, int32_t row, int32_t part) const {
     const RowPlace from(op, __shfl_sync(kAllLanes, row, source));
     const int32_t first = part * kSumsAtOnce;
@@ -151,8 +151,8 @@ struct CombineReceiver : CombineSender<Config> {
     with_out_type(store);
   }
 
-  // Parts of `kChunks` chunks, in which a lane awaits units of `kRanks` ranks at once. Own rows are summed while the
-  // other ranks' sums are on their way.
+  // Adds a token's sums, by parts of `kChunks` chunks. A lane awaits units of `kRanks` ranks at once. Own rows are
+  // summed while the other ranks' sums are in transit.
   template <int kChunks, int kRanks>
   __device__ __forceinline__ void add_parts(int32_t token, int32_t row, uint32_t sources, uint32_t here,
                                             const SourceRow& own, const WarpGroup& warp_group) const {
@@ -168,7 +168,7 @@ struct CombineReceiver : CombineSender<Config> {
       }
       add_all<kChunks, kRanks>(row, sources, here, chunk, total, [&](int i) {
         return Base::template partial_sums<1>(own, chunk[i], warp_group)
-            .unit[0];  // of one chunk, a part has the chunk's number
+            .unit[0];  // a part of one chunk has the chunk's number
       });
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
@@ -177,7 +177,7 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // For k = lane. Each (token, k) has its row on one rank at most; the others send zero.
+  // The weight for k = lane. Each (token, k) has its row on at most one rank; the other ranks send zero.
   __device__ float weight_of(int32_t row, uint32_t sources) const {
     float total = 0;
 #pragma unroll 1
@@ -193,7 +193,8 @@ struct CombineReceiver : CombineSender<Config> {
     return total;
   }
 
-  // Adds, for each of some chunks, a unit of all ranks' partial sums; own(i) gives that of the rank that is `here`.
+  // Adds the partial sums of all ranks: this lane's unit in each chunk of `chunk`. own(i) returns the unit of the rank
+  // in `here`.
   template <int N, int kRanks, typename Own>
   __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
                                           float (&total)[N][kSize], Own own) const {
@@ -201,11 +202,11 @@ struct CombineReceiver : CombineSender<Config> {
     while (sources) add_ranks<N, kRanks>(row, sources, here, chunk, total, own);
   }
 
-  // Where this lane's units of some chunks arrive from each of some ranks.
+  // The addresses of this lane's units in N chunks, from each of kRanks ranks.
   template <int N, int kRanks>
   struct UnitOfRanks {
     const ArenaLayout& layout;
-    uint8_t* of_first_row[N];  // of the arena
+    uint8_t* of_first_row[N];  // the address in the arena's first row
     int32_t row[kRanks];
     bool comes[kRanks], has_unit[N];
     __device__ __forceinline__ bool has(int i) const { return comes[i % kRanks] && has_unit[i / kRanks]; }
@@ -214,7 +215,7 @@ struct CombineReceiver : CombineSender<Config> {
     }
   };
 
-  // Adds those of the next few ranks, in the order of ranks.
+  // Adds the units of the next kRanks ranks, in the order of ranks.
   template <int N, int kRanks, typename Own>
   __device__ __forceinline__ void add_ranks(int32_t row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
                                             float (&total)[N][kSize], Own own) const {

@@ -1,4 +1,4 @@
-// Senders of a combine, on the experts' side: each token's partial sum, to the token's rank.
+// Senders of a combine, on the experts' side. They send each token's partial sum to the token's rank.
 #pragma once
 
 #include "ffi/cuda/combine_sums.cuh"
@@ -23,7 +23,8 @@ struct CombineSender : CombineSums<Config> {
     op.tell_former_finished();
   }
 
-  // The possible rows, interleaving the ranks they go to, beginning behind this rank.
+  // Sends rows. An item is a row that may exist. Consecutive items go to different ranks, beginning with the rank after
+  // this one.
   __device__ void send() const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.ticket, warp_id());
     const uint32_t num_candidates = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
@@ -39,7 +40,8 @@ struct CombineSender : CombineSums<Config> {
     if (item < num_candidates && !is_all_to_all()) sum_row(ask_for_row(item));
     op.stamp(Stamp::kEntered);
     bool gives_up = op.warp_has_failed();
-    // Warps that meet at a barrier for a remote rank's rows must agree: they go on to the end, or do not begin.
+    // The warps of a warp group meet at a barrier for each row to a remote rank. So they must agree: all of them go on
+    // to the end, or none begins.
     if (kHasNetwork) gives_up = any_of_warp_group(warp_group, kFirstBarrier, gives_up);
     if (gives_up) {
       if constexpr (kHasRing) drain_ring(row);
@@ -55,7 +57,7 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // `sums`: of the first chunks that this warp sends.
+  // Sends a partial sum. `sums` is this warp's first part of it.
   __device__ void send_row(const SourceRow& row, Sums sums, const WarpGroup& warp_group) const {
     const Hop to = next_hop(row.peer);
     const RowPlace place(op, to.rank, to.source, row.index);
@@ -75,20 +77,20 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // The rank that a sum for `peer` is sent to, and what it is kept as there.
+  // The rank to which a sum for `peer` is sent, and the source under which that rank keeps it.
   struct Hop {
     int32_t rank, source;
   };
 
-  // By node, the remote rank's rail_peer here, and as if from this rank's rail_peer there, whose own rows never come
-  // this way.
+  // By node, a sum for a remote rank goes to that rank's rail peer in this node. There, its source is this rank's rail
+  // peer in the other node. The own sums of the latter never arrive under this source: they come by node.
   __device__ Hop next_hop(int32_t peer) const {
     if (!by_node() || !is_remote(peers, peer)) return {peer, peers.rank};
     const Nodes& nodes = nodes_of(peers);
     return {nodes.rail_peer(peer, nodes.own), nodes.rail_peer(peers.rank, peer / nodes.size)};
   }
 
-  // When the warp group has staged a row for a remote rank, its first warp puts it.
+  // Puts a row to a remote rank, after the warp group has staged it. The first warp puts it.
   __device__ void put_staged(int32_t peer, int32_t source, int32_t index, bool present,
                              const WarpGroup& warp_group) const {
     if (any_of_warp_group(warp_group, kFirstBarrier, !present || op.state.failed) || warp_group.warp != 0) return;

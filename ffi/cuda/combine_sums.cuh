@@ -1,4 +1,4 @@
-// Partial sums: a token's rows on this rank, times their weights, in float32.
+// Partial sums: a token's rows on this rank, times their weights, added in float32.
 #pragma once
 
 #include "ffi/cuda/combine_operands.cuh"
@@ -14,7 +14,7 @@ struct CombineSums : CombineOperands<Config> {
   using typename Base::SourceRow;
   using typename Base::X;
 
-  // For all_to_all_back: calls, so that other operations need no registers for it.
+  // For all_to_all_back. They are not inlined, so that other operations need no registers for them.
   __device__ __noinline__ static void send_num_rows(Operation op, const int32_t* num_rows) {
     op.send_num_rows(num_rows);
   }
@@ -22,8 +22,9 @@ struct CombineSums : CombineOperands<Config> {
     return op.expect_num_rows(source);
   }
 
-  // Asks for what there is of it; use it when that is resolved(). Whether it is present is judged there if it is asked
-  // for ahead: a compare would wait for what was loaded. Else here, which takes less time.
+  // Loads the metadata of a row, and does not use it yet; resolved() makes it usable. If kAsksAhead, resolved() also
+  // computes `present`: a compare here would wait for the loads. Otherwise `present` is computed here, which takes less
+  // time.
   __device__ SourceRow ask_for_row(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
@@ -31,7 +32,7 @@ struct CombineSums : CombineOperands<Config> {
     return ask_for_row(peer, by_destinations.quotient(item));
   }
 
-  // An own token's row has the token's number.
+  // The index of an own token's row is the token's number.
   __device__ SourceRow ask_for_row(int32_t peer, int32_t index) const {
     SourceRow source = {};
     source.peer = peer;
@@ -65,8 +66,9 @@ struct CombineSums : CombineOperands<Config> {
     return source.peer != peers.rank || is_all_to_all() ? source.index < source.seen : source.seen >= 0;
   }
 
-  // Rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the peer's word, which
-  // leaves before any row. One lane does, so that all go on alike, whatever fails.)
+  // The number of rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the number,
+  // which the peer sends before any row. One lane waits, so that all lanes get the same number even if the operation
+  // fails.)
   __device__ int32_t num_rows_of(int32_t peer) const {
     if (!is_all_to_all()) return __ldg(args.num_arrived + peer);
     int32_t number = 0;
@@ -74,7 +76,8 @@ struct CombineSums : CombineOperands<Config> {
     return __shfl_sync(kAllLanes, number, 0);
   }
 
-  // Of a part; call it for all of a row's, in their order. Without a ring, N is 1 for who receives, of an own row.
+  // Sums a part. The caller must go through all parts of a row in their order. Without a ring, N is 1 for a receiver,
+  // which sums an own row.
   template <int N = kSumsAtOnce>
   __device__ UnitSums<N> partial_sums(const SourceRow& source, int32_t part, const WarpGroup& warp_group) const {
     float total[N][kSize];
@@ -93,8 +96,9 @@ struct CombineSums : CombineOperands<Config> {
     return sums;
   }
 
-  // A sender's warps wait for one another's instructions, more than for y: here each row takes few. What all have in
-  // common is worked out once, and kept; and a lane that has no unit of its chunk reads the row's last one.
+  // Sums a part for a sender. A sender's warps compete for instruction issue more than they wait for y. So each row
+  // takes few instructions: values that all rows have in common are computed once and kept, and a lane that has no unit
+  // in its chunk reads the row's last unit.
   template <int N>
   __device__ void add_rows(const SourceRow& source, int32_t part, const WarpGroup& warp_group,
                            float (&total)[N][kSize]) const {
@@ -122,7 +126,8 @@ struct CombineSums : CombineOperands<Config> {
           if (has_chunk[c]) y[i][c].bits = load_unit_of_y<kReadsOnce>(of_first_row[c] + uint64_t{row} * bytes);
         }
       }
-      // Only now, since the weights are asked for when the rows are known: y need not wait for them.
+      // The weights are first used here. Their loads depend on the row numbers, and the loads of y need not wait for
+      // them.
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         if (!weighted) break;
@@ -136,8 +141,9 @@ struct CombineSums : CombineOperands<Config> {
     }
   }
 
-  // The same for one chunk of an own row. Who receives has time until the peers' sums come, but their places take its
-  // registers: what is kept above is worked out again here, as ptxas would spill it, or load the rows one by one.
+  // Sums one chunk of an own row for a receiver. The receiver has time until the peers' sums come, but their addresses
+  // take its registers. So the values that add_rows keeps are computed again for each row: if they were kept, ptxas
+  // would spill them, or load the rows one by one.
   __device__ void add_own_rows(const SourceRow& source, int32_t chunk, float (&total)[kSize]) const {
 #pragma unroll 1
     for (uint32_t rows = source.rows; rows;) {
@@ -161,7 +167,7 @@ struct CombineSums : CombineOperands<Config> {
     }
   }
 
-  // The first of these `rows`.
+  // The address of the first row in `rows`.
   __device__ const uint8_t* row_of_y(const SourceRow& source, uint32_t rows) const {
     const auto row = static_cast<uint32_t>(__shfl_sync(kAllLanes, source.row, __ffs(rows) - 1));
     return static_cast<const uint8_t*>(args.y) + uint64_t{row} * static_cast<uint32_t>(row_bytes());
@@ -171,8 +177,9 @@ struct CombineSums : CombineOperands<Config> {
     return __shfl_sync(kAllLanes, source.weight, __ffs(rows) - 1);
   }
 
-  // The pieces of a part come one row after the other; each row's lane asks for its own, as far ahead as the ring has
-  // room. (What lies behind the end of a row's last piece is added, too, and nobody stores it.)
+  // Sums a part from the ring, in which the pieces of a part follow one another in the order of rows. Each row's lane
+  // prefetches the row's pieces, as far ahead as the ring has room. (Garbage behind the end of a row's last piece is
+  // added, too, and is not stored.)
   template <int N>
   __device__ void add_pieces(const SourceRow& source, int32_t part, const WarpGroup& warp_group,
                              float (&total)[N][kSize]) const {
@@ -209,7 +216,7 @@ struct CombineSums : CombineOperands<Config> {
     }
   }
 
-  // A block must not end before what it has asked for has come.
+  // Waits for all pieces that have been prefetched: a block must not end before its bulk copies.
   __device__ void drain_ring(const SourceRow& source) const {
     if (!source.rows) return;
     const int32_t end = __reduce_min_sync(kAllLanes, source.row >= 0 ? to_come.number : INT32_MAX);

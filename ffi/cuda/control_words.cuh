@@ -6,7 +6,7 @@
 namespace jax_ep {
 
 struct Operation : Epoch {
-  // Tells a peer which operation this rank is in.
+  // Notifies a peer: tells it which operation this rank is in.
   __device__ __forceinline__ void notify(int32_t peer) const {
     store_word(peers, peer, &control_of(peer).op[state.slot][peers.rank], tagged(state.epoch, call.hash));
   }
@@ -15,7 +15,8 @@ struct Operation : Epoch {
     store_word(peers, peer, word, tagged(state.epoch, static_cast<uint32_t>(number)));
   }
 
-  // Waits for a tagged word of a peer, of which one has been `seen`. 0 if the operation fails.
+  // Waits until a word from a peer has this operation's epoch, and returns its value; 0 if the operation fails. `seen`:
+  // the word as the caller has loaded it.
   __device__ __forceinline__ uint32_t expect_word(int32_t peer, const unsigned long long* word,
                                                   unsigned long long seen) const {
     if (static_cast<uint32_t>(seen >> 32) == state.epoch) return static_cast<uint32_t>(seen);
@@ -36,7 +37,7 @@ struct Operation : Epoch {
     return static_cast<int32_t>(expect_word(peer, word));
   }
 
-  // Tells each rank how many rows it gets, with a block.
+  // Sends each rank the number of rows that it gets. The workers of one block call it.
   __device__ __forceinline__ void send_num_rows(const int32_t* num_rows) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < peers.num_ranks * kNumRowsCopies; i += num_workers) {
@@ -45,19 +46,19 @@ struct Operation : Epoch {
       send_number(peer, &control_of(peer).num_rows[state.slot][copy][peers.rank], num_rows[peer]);
     }
   }
-  // How many come from a rank.
+  // Waits for the number of rows that come from a rank.
   __device__ __forceinline__ int32_t expect_num_rows(int32_t source) const {
     const int32_t copy = kHasNetwork && is_remote(peers, source) ? 0 : blockIdx.x % kNumRowsCopies;
     return expect_number(source, &own().num_rows[state.slot][copy][source]);
   }
 
-  // Whether this warp of the first receiver, which takes no rows if there are others, is to wait_peers(): the last but
-  // one, as the last one may be the control warp, which looks at other words meanwhile.
+  // True for the warp of the first receiver that calls wait_peers(): the last but one. The last warp may be the control
+  // warp, which polls other words meanwhile. (If there are several receivers, the first starts without a row.)
   __device__ __forceinline__ bool waits_for_peers() const { return warp_id() == max(num_workers / 32 - 2, 0); }
 
-  // Waits for the notification of all ranks, with a warp, a lane for each; a rank in another operation is an error.
-  // Counts the operation, how long each rank was waited for, and the rows that come from it (or go back to it), as many
-  // as `num_rows` says or, if it is null, the rank.
+  // Waits for the notifications of all ranks. One warp calls it, with a lane per rank. Fails the operation if a rank is
+  // in another operation. Adds to the counters: the operation, the time waited for each rank, and the rows that come
+  // from it (or go back to it). Their number is num_rows[rank]; if `num_rows` is null, the rank sends the number.
   __device__ __noinline__ static void wait_peers(Operation op, RowCounters PeerCounters::* direction,
                                                  const int32_t* num_rows, int32_t row_bytes) {
     const int32_t peer = lane_id();
@@ -65,7 +66,7 @@ struct Operation : Epoch {
     if (peer < op.peers.num_ranks) {
       const unsigned long long* const announced = &op.own().op[op.state.slot][peer];
       const uint64_t begun = globaltimer_ns();
-      uint64_t looked = begun;  // the time behind the loop would be that of the warp's last lane
+      uint64_t looked = begun;  // of this lane; after the loop, the clock shows the time of the warp's last lane
       unsigned long long seen = 0;
       const bool came = op.wait_for(peer, op.state.epoch, [&] {
         looked = globaltimer_ns();
@@ -87,11 +88,12 @@ struct Operation : Epoch {
   }
 };
 
-// A barrier of a warp group whose warps are of one block, that says whether the predicate holds for any thread. Warp
-// groups have the barriers from `first_barrier` on; there are not barriers for as many warp groups as have one warp.
+// A barrier of a warp group whose warps are in one block. Returns true if the predicate holds for any of its threads.
+// Warp groups use the barrier ids from `first_barrier` on. A warp group of one warp uses no named barrier, since a
+// block has fewer ids than it may have warps.
 __device__ __forceinline__ bool any_of_warp_group(const WarpGroup& warp_group, int32_t first_barrier, bool predicate) {
   if (warp_group.num_warps == 1) {
-    __syncwarp();  // which orders the lanes' memory accesses, as the vote does not
+    __syncwarp();  // orders the lanes' memory accesses; the vote does not
     return __any_sync(kAllLanes, predicate);
   }
   const int32_t number = warp_id() / warp_group.num_warps;

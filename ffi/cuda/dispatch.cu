@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kV
       if (forwards(ticket)) dispatch.forward();
     }
     if (ticket >= plan.first_receiver) {
-      if (ticket < plan.num_senders) dispatch.op.sync_workers();  // and again
+      if (ticket < plan.num_senders) dispatch.op.sync_workers();  // the scratch memory is free again
       dispatch.receive();
     } else if constexpr (Dispatch::kStealsRows) {
       dispatch.steal_rows();
@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kV
 
 using Kernel = void (*)(Peers, DispatchArgs, LaunchPlan);
 
-// A kernel of its own for whatever is done to the elements of a row: each is small, and an instruction costs a kernel
-// of a few microseconds most when it is fetched.
+// Each way to process the elements of a row has a kernel of its own. So each kernel is small: in a kernel of a few
+// microseconds, the main cost of an instruction is its fetch.
 template <Variant kVariant>
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
-  Kernel kernel = dispatch_kernel<float, false, Arrival::kCopy, kVariant>;  // of any element
+  Kernel kernel = dispatch_kernel<float, false, Arrival::kCopy, kVariant>;  // for elements of any type
   if (!casts && arrival == Arrival::kCopy) return kernel;
   with_element_type(type, [&](auto element) {
     using X = decltype(element);

@@ -10,14 +10,14 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kBlocksPerCluster = 8;
 
-// What one cluster of blocks counts: the tokens that name an expert of [first, first + size) and, for a rank, also the
-// rest of what there is to say about it.
+// The share of one cluster of blocks, for a rank or a node. The cluster counts the tokens that name an expert of
+// [first, first + size). For a rank, it also writes num_tokens_per_expert and is_token_in_rank.
 struct Share {
-  bool is_rank;  // or else a node
+  bool is_rank;  // false: a node
   int32_t first, size;
   int32_t* num_tokens;
-  int32_t* num_tokens_per_expert;  // [size], a rank's only
-  bool* is_token_in_rank;          // a column, a rank's only
+  int32_t* num_tokens_per_expert;  // [size], only for a rank
+  bool* is_token_in_rank;          // a column, only for a rank
 };
 
 // The first clusters take a rank each, the others a node.
@@ -37,11 +37,11 @@ __device__ Share share_of_cluster(const DispatchLayoutArgs& args, int32_t cluste
   return {false, node * size, size, args.num_tokens_per_node + node, nullptr, nullptr};
 }
 
-// Every cluster scans all ids and alone writes its share of the results. So it can zero them itself, no cluster waits
-// for another, and as what it adds up are integers, their order does not matter.
+// Every cluster scans all ids, and no other cluster writes its share of the results. So it can zero its results itself,
+// and no cluster waits for another. The order of the additions does not matter: they add integers.
 __global__ void __launch_bounds__(kThreads) dispatch_layout_kernel(const DispatchLayoutArgs args) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
-  // Of each expert of a rank; adding to global memory at once is far slower.
+  // The counts of a rank's experts. Adding to global memory directly is far slower.
   auto* const block_counts = reinterpret_cast<int32_t*>(scratch);
   const auto cluster = cooperative_groups::this_cluster();
   const Share share = share_of_cluster(args, blockIdx.x / kBlocksPerCluster);

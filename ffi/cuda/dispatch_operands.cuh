@@ -10,30 +10,30 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kPlacesBarrier = kFirstBarrier, kWarpGroupsBarrier = kFirstBarrier + 1;  // and those behind
+inline constexpr int32_t kPlacesBarrier = kFirstBarrier, kWarpGroupsBarrier = kFirstBarrier + 1;  // and up
 
 struct DispatchShared {
   State state;
   float products[kMaxBlockWarps][kMaxTopK];
-  // Of the tokens that a block's warp groups send at once, and of those that they sent before: the experts, top_k of
-  // each, and their ranks.
+  // The experts (top_k per token) and the ranks of the tokens that the block's warp groups send in this round, and of
+  // those that they sent in the round before.
   int32_t experts[2][kMaxBlockWarps * kMaxTopK];
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
-  int32_t arrived[kMaxRanks];  // from each source
-  int32_t gives_up;            // a warp knows that the operation has failed, before the block's warps meet
+  int32_t arrived[kMaxRanks];  // the number of rows from each source
+  int32_t gives_up;            // a warp has seen the failure before kPlacesBarrier
   uint32_t claimed[kMaxBlockWarps];
 };
 
-// What a sender has counted of the tokens before the one it sends; in dynamic shared memory.
+// A sender's counts over the tokens before the token that it sends; in dynamic shared memory.
 struct Lookup {
   int32_t* experts;  // [num_experts]: pairs (token, k) that name the expert
   int32_t* ranks;    // [num_ranks]: tokens with an expert on the rank
 };
 
-// Where arriving rows go; in dynamic shared memory.
+// The destinations of arriving rows; in dynamic shared memory.
 struct Places {
-  int32_t* first;        // [R, E_local]: the first place, within the expert's group, of each source's rows
+  int32_t* first;        // [R, E_local]: the position, in the expert's group, of each source's first row
   int32_t* first_row;    // [E_local]
   int32_t* counts;       // [E_local]
   int32_t* group_sizes;  // [E_local]
@@ -46,13 +46,13 @@ struct Places {
   }
 };
 
-// Chunks that a warp has under way of a row that arrives.
+// The chunks of an arriving row that a warp processes at once.
 constexpr int receive_batch(Arrival arrival, Variant variant) {
   if (is_low_latency(variant)) return 2;
   return arrival == Arrival::kDequantize ? 2 : 4;
 }
 
-// Rows of y that a warp has asked for, for combine's cotangents, and their bytes in shared memory.
+// Backward pass of combine: the rows of y that a warp prefetches, and their bytes in shared memory, per warp.
 constexpr int kRowsAhead = 3;
 constexpr int y_bytes(Arrival arrival, Variant variant) {
   return arrival == Arrival::kCombineBack ? kRowsAhead * receive_batch(arrival, variant) * kChunkBytes : 0;
@@ -62,20 +62,21 @@ static_assert(kMaxScratch + kMaxBlockWarps * y_bytes(Arrival::kCombineBack, Vari
                   sizeof(DispatchShared) <=
               kMaxBlockSharedBytes);
 
-// Whether, over a network, a row goes to another node once, and from there on to its ranks. (For all_to_all, once is
-// what it needs.)
+// True if a row crosses the network once per node, and a rank of the node forwards it. (A row of all_to_all has one
+// destination, and needs no forwarding.)
 constexpr bool goes_by_node(const Peers& peers, const DispatchArgs& args) {
   return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.is_all_to_all &&
          !are_few(args.num_tokens);
 }
 
-// Of a row under way, without its scales.
+// The payload bytes of a row in transit, without its scales.
 __device__ __forceinline__ int32_t payload_of(const DispatchArgs& args) {
   return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
                          : static_cast<int32_t>(args.row_bytes);
 }
 
-// What a dispatch kernel is compiled for. Rows are of X; the senders cast them to fp8, or not.
+// The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows to
+// fp8.
 template <typename X_, bool kCasts_, Arrival kArrival_, Variant kVariant_>
 struct DispatchConfig {
   using X = X_;
@@ -90,14 +91,14 @@ struct DispatchOperands {
   static constexpr bool kCasts = Config::kCasts;
   static constexpr Arrival kArrival = Config::kArrival;
   static constexpr Variant kVariant = Config::kVariant;
-  // Chunks that a warp has under way.
+  // The batches are the chunks that a warp processes at once.
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
   static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
   static constexpr int kReceiveBatch = receive_batch(kArrival, kVariant);
   static constexpr bool kStealsRows =
-      kVariant == Variant::kThroughput;  // blocks take rows and padding as they come to it
+      kVariant == Variant::kThroughput;  // work stealing: blocks claim rows instead of a fixed share
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
-  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // for one that is sent
+  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // units of x for one unit that is sent
 
   const Peers& peers;
   const DispatchArgs& args;
@@ -105,7 +106,7 @@ struct DispatchOperands {
   Operation op;
   DispatchShared& shared;
   void* scratch;          // dynamic shared memory
-  int32_t payload_bytes;  // of a row under way, without its scales
+  int32_t payload_bytes;  // of a row in transit, without its scales
 
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
@@ -113,14 +114,14 @@ struct DispatchOperands {
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   __device__ bool by_node() const { return !kIsLowLatency && goes_by_node(peers, args); }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes); }
-  // With its header and its scales.
+  // The bytes of a row in transit, with its header and its scales.
   __device__ int32_t bytes_under_way() const {
     return payload_bytes + kUnitBytes * ((new_route() ? args.top_k : 0) + (args.num_scales ? chunks() : 0));
   }
-  // Whether rows of a source are this rank's own, which are read where they lie, in x, and have their tokens' numbers.
-  // (all_to_all's, which are packed, go through the arena like a peer's.)
+  // True if rows of a source are this rank's own tokens. They are read from x, and a row's index is the number of its
+  // token. (Rows of all_to_all are packed: own rows go through the arena like a peer's.)
   __device__ bool is_own(int32_t source) const { return source == peers.rank && !args.is_all_to_all; }
-  // Whether this lane has a unit in a chunk.
+  // True if this lane has a unit in the chunk.
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
 
   __device__ uint4* out_row(int64_t row) const {
@@ -131,7 +132,7 @@ struct DispatchOperands {
     return first + i * warp_group.num_warps;
   }
 
-  // Of a row that arrives.
+  // The addresses of a row that arrives here.
   __device__ RowPlace place_here(int32_t source, int32_t index) const {
     return {op, peers.layout.row_number(op.state.slot, source, index)};
   }
@@ -142,16 +143,16 @@ struct DispatchOperands {
     return sends_numbers() ? op.expect_num_rows(source) : __ldg(args.known_num_arrived + source);
   }
 
-  // A warp group of one block.
+  // A barrier of a warp group whose warps are in one block.
   __device__ static void sync_warp_group(const WarpGroup& warp_group) {
     if (warp_group.num_warps == 1) {
-      __syncwarp();  // there are not barriers for as many warp groups
+      __syncwarp();  // a block has fewer barrier ids than it may have warps
     } else {
       named_barrier(kWarpGroupsBarrier + warp_id() / warp_group.num_warps, warp_group.num_warps * 32);
     }
   }
 
-  // The four scales of a chunk, which its lanes have, eight the same one.
+  // The unit of a chunk's four scales. Eight consecutive lanes pass the same scale.
   __device__ uint4 scales_unit(float scale) const {
     const uint32_t bits = __float_as_uint(scale);
     return make_uint4(__shfl_sync(kAllLanes, bits, 0), __shfl_sync(kAllLanes, bits, 8),
@@ -168,7 +169,7 @@ struct DispatchOperands {
     return units[0];
   }
 
-  // What this lane needs of x for its unit of a chunk, if it has one.
+  // Loads what this lane needs from x for its unit of a chunk. A lane without a unit loads nothing.
   __device__ void load_chunk(int32_t token, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
     if (!has_unit(chunk)) return;
     const auto* row = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(args.x) + token * args.row_bytes);

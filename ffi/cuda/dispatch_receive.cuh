@@ -1,4 +1,4 @@
-// Receivers of a dispatch: they wait for rows and write each to the rows of its experts.
+// Receivers of a dispatch. They wait for rows, and write each row to the rows of its experts.
 #pragma once
 
 #include "ffi/cuda/combine_backward.cuh"
@@ -20,8 +20,8 @@ struct DispatchReceiver : CombineBackward<Config> {
   using typename Base::Taken;
   using typename Base::X;
 
-  // Rows that may come, as find_candidate() deals them, a warp group of warps for each. The first row of a warp group
-  // is asked for while the block finds out where rows go.
+  // Receives rows. A warp group takes one candidate at a time, which is a row that may arrive, in the order of
+  // find_candidate(). It loads what has arrived of its first row while the block finds out where it writes rows.
   __device__ void receive() const {
     op.stamp(Stamp::kEntered);
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.ticket, warp_id());
@@ -34,11 +34,11 @@ struct DispatchReceiver : CombineBackward<Config> {
     const uint32_t end = takes_rows ? num_candidates() : 0;
     uint32_t item = warp_group.index;
     Arriving arriving = {};
-    const bool looks = !op.warp_has_failed() && item < end;  // after close(), there is no row
+    const bool looks = !op.warp_has_failed() && item < end;  // after close(), there are no rows
     if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_arrived(source); });
     if (kStealsRows && lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
     if (!kIsLowLatency) learn_places();
-    if (kIsLowLatency && arriving.comes) await_row(arriving, warp_group);  // all have come at about the same time
+    if (kIsLowLatency && arriving.comes) await_row(arriving, warp_group);  // all rows arrive at about the same time
     op.stamp(Stamp::kLooked);
     if (!places_are_known()) return;
     op.stamp(Stamp::kPlaced);
@@ -48,7 +48,7 @@ struct DispatchReceiver : CombineBackward<Config> {
       if (!takes_rows) item = claimed_row(claim_row(warp_group), warp_group);
       take_claimed_rows(item, arriving, looks, places, warp_group);
     } else {
-      // Where there are some rows, before them: they are on their way meanwhile.
+      // The balanced variant pads before it delivers rows, since they are still in transit.
       if (!kIsLowLatency && !args.is_all_to_all) pad(places);
 #pragma unroll 1
       while (item < end) {
@@ -65,10 +65,11 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // What a sender does then: it takes rows, and padding, that no receiver has come to. Not where blocks are yet to
-  // begin: they may be those that send what it would wait for.
+  // Work stealing. A sender block that has sent all its tokens claims rows that no receiver has claimed. It may do so
+  // only once every block of the launch has begun: a block that spins keeps its SM, and could starve the sender that it
+  // waits for.
   __device__ void steal_rows() const {
-    const bool judges = op.is_control_warp() && lane_id() == 0;  // which has begun, if nobody else has waited for that
+    const bool judges = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
     if (named_barrier_or(kWorkersBarrier, op.num_workers, judges && !op.all_have_begun())) return;
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     if (lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
@@ -80,12 +81,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   __device__ uint32_t num_candidates() const { return peers.num_ranks * args.num_tokens; }
-  // Those before are the receivers' first ones.
+  // The rows before it are the first rows of the receivers' warp groups.
   __device__ uint32_t first_claimable_row() const {
     return WarpGroup::of_receivers(plan, plan.num_blocks - 1, 0).num_groups;
   }
 
-  // The item, if it was looked for already, and those that the warp group claims then.
+  // Receives row `item`, and then the rows that the warp group claims. `looked`: look_for_row() has been called for
+  // `item`.
   __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Places& places,
                                     const WarpGroup& warp_group) const {
 #pragma unroll 1
@@ -93,39 +95,40 @@ struct DispatchReceiver : CombineBackward<Config> {
       if (!looked) arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.arrived[source]; });
       looked = false;
       if (arriving.comes) await_row(arriving, warp_group);
-      const uint32_t claimed = claim_row(warp_group);  // comes while this one is written
+      const uint32_t claimed = claim_row(warp_group);  // the claim's latency overlaps the writes of this row
       deliver_row(arriving, places, warp_group);
       item = claimed_row(claimed, warp_group);
     }
   }
 
-  // With the first thread of a warp group; then all of it know.
+  // The first thread of a warp group claims a row. claimed_row() returns it to all of the warp group's threads.
   __device__ uint32_t claim_row(const WarpGroup& warp_group) const {
     return warp_group.warp == 0 && lane_id() == 0 ? op.claim() : 0;
   }
   __device__ uint32_t claimed_row(uint32_t claimed, const WarpGroup& warp_group) const {
     if (warp_group.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);
     uint32_t& item = shared.claimed[warp_id() / warp_group.num_warps];
-    sync_warp_group(warp_group);  // all have read what it was before
+    sync_warp_group(warp_group);  // all have read the former item
     if (warp_group.warp == 0 && lane_id() == 0) item = claimed;
     sync_warp_group(warp_group);
     return item;
   }
 
-  // Items are dealt in the order in which senders send rows.
+  // Maps an item to (source, index), in the order in which senders send rows.
   __device__ void find_candidate(uint32_t item, Arriving& arriving) const {
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     arriving.index = peers.by_ranks.quotient(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
   }
 
-  // Asks for what there is of it; rows_from() tells how many come from a source.
+  // Loads what has arrived of row `item`, and does not wait for the rest. rows_from() returns the number of rows from a
+  // source.
   template <typename RowsFrom>
   __device__ Arriving look_for_row(uint32_t item, const WarpGroup& warp_group, RowsFrom rows_from) const {
     Arriving arriving = {};
     find_candidate(item, arriving);
     arriving.is_own = is_own(arriving.source);
-    // Of lanes that give up one by one, some may have heard how many come.
+    // If the operation fails, lanes give up one by one, and only some of them know the number of rows.
     arriving.comes = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
     if (!arriving.comes) return arriving;
     arriving.place = place_here(arriving.source, arriving.index);
@@ -137,7 +140,7 @@ struct DispatchReceiver : CombineBackward<Config> {
       read_own(arriving, warp_group.warp, warp_group);
       if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
       if (!new_route()) arriving.comes = __any_sync(kAllLanes, arriving.row >= 0);
-    } else if (comes_by_signal(arriving.source)) {  // units may be there in part before the row's signal is
+    } else if (comes_by_signal(arriving.source)) {  // before the signal, a unit may have arrived in part
       const BatchPlace place = place_of(arriving.place, warp_group.warp, warp_group);
       for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? sentinel_unit() : uint4{};
       arriving.header = no_header(op);
@@ -152,7 +155,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     return arriving;
   }
 
-  // A batch of an own row, as it would arrive.
+  // Reads a batch of an own row from x, in the form in which it would arrive.
   __device__ void read_own(Arriving& arriving, int32_t first, const WarpGroup& warp_group) const {
     uint4 read[kReceiveBatch][kUnitsRead] = {};
     float scales[kReceiveBatch] = {};
@@ -170,10 +173,10 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // Over the network; by node, a local rank passes rows on.
+  // True if the source's rows come over the network with signals. By node, a local rank forwards them.
   __device__ bool comes_by_signal(int32_t source) const { return is_remote(peers, source) && !by_node(); }
 
-  // Waits for the rest.
+  // Waits for the row's header and its first batch.
   __device__ void await_row(Arriving& arriving, const WarpGroup& warp_group) const {
     const bool has_header = this->has_header();
     const auto header_has_come = [&] {
@@ -189,7 +192,7 @@ struct DispatchReceiver : CombineBackward<Config> {
       }
       take_batch(arriving.source, arriving.place, warp_group.warp, warp_group, arriving.first, header_has_come);
     }
-    if (op.state.failed) arriving.header.expert = -1;  // what came may be anything
+    if (op.state.failed) arriving.header.expert = -1;  // the header may be garbage
   }
 
   __device__ void deliver_row(Arriving& arriving, const Places& places, const WarpGroup& warp_group) const {
@@ -214,7 +217,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(Stamp::kMoved);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
-    const int32_t end = arriving.is_own && !targets ? 0 : chunks();  // what has come is taken
+    const int32_t end = arriving.is_own && !targets ? 0 : chunks();  // arrived rows are always taken
 #pragma unroll 1
     for (int32_t first = warp_group.warp; first < end; first += kReceiveBatch * warp_group.num_warps) {
       if (first != warp_group.warp) {
@@ -236,7 +239,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, warp_group);
   }
 
-  // To each expert's row, as it came.
+  // Copies a batch unchanged to each expert's row.
   __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
                        const WarpGroup& warp_group) const {
     const auto own = reinterpret_cast<unsigned long long>(out_row(row));
@@ -259,7 +262,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   __device__ void write_scales(const uint4& unit, int32_t chunk, int32_t row, int32_t k) const {
     float* out = args.out_scales + int64_t{__shfl_sync(kAllLanes, row, k)} * args.num_scales;
     const uint32_t scales[] = {unit.x, unit.y, unit.z, unit.w};
-    if (args.num_scales % 4 == 0) {  // rows of them begin at whole units
+    if (args.num_scales % 4 == 0) {  // each row of scales begins at a whole unit
       if (lane_id() < kReceiveBatch && chunk < chunks()) reinterpret_cast<uint4*>(out)[chunk] = unit;
       return;
     }
@@ -269,7 +272,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // To each expert's row, in the group's dtype.
+  // Dequantizes a batch into each expert's row, in the group's dtype.
   __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
                              const WarpGroup& warp_group) const {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Senders of a dispatch: each token's row, once to each rank that has one of its experts.
+// Senders of a dispatch. They send each token's row once to each rank that has one of its experts.
 #pragma once
 
 #include "ffi/cuda/routing.cuh"
@@ -15,33 +15,33 @@ struct DispatchSender : Routing<Config> {
       Base::scales_unit, Base::shared;
   using typename Base::Ids;
 
-  // What a warp reads of x at once, to send it.
+  // The units of x that a warp reads at once.
   struct Batch {
     uint4 units[kSendBatch][kUnitsRead];
-    float scales[kSendBatch];  // of x that is fp8 already
+    float scales[kSendBatch];  // if x is fp8 already
   };
 
-  // A batch as it is sent.
+  // A batch in the form in which it is sent.
   struct Packed {
     Chunk units[kSendBatch], scales[kSendBatch];
   };
 
-  // Where a token goes.
+  // The destinations of a token.
   struct Route {
-    int32_t index;  // for rank = lane: among the rows that go there, -1 if it does not
+    int32_t index;  // for rank = lane: the row's index among the rows sent there; -1 if it is not sent there
     // For k = lane; `position` and `weight` are known to the warp group's first warp, which writes the headers.
     int32_t expert, position;  // expert: -1 for none
     float weight;
-    uint32_t ranks;  // that it goes to, of a new route
+    uint32_t ranks;  // bits of the destination ranks, if the route is new
   };
 
-  // A block's warp groups send as many tokens at once, which follow one another. The next token's row is on its way
-  // while one is counted and sent.
+  // Sends tokens. In each round, a block's warp groups send consecutive tokens, one each. A warp group loads its next
+  // token's row while it counts and sends the current one.
   __device__ void send() const {
     const Lookup lookup = this->lookup();
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.ticket, warp_id(), true);
     if (warp_group.index >= warp_group.num_groups) return;
-    const int32_t place = warp_id() >> plan.log_send_warps;  // of the warp group in the block
+    const int32_t place = warp_id() >> plan.log_send_warps;  // the warp group's index in the block
     int32_t token = warp_group.index, counted = 0;
     Route route = load_route(token, warp_group);
     Batch batch = load(token, warp_group.warp);
@@ -82,47 +82,47 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // With few rows, there is one turn, and no register to spare.
+  // False in the low-latency variant, which has one round and no register to spare.
   static constexpr bool kCountsAhead = !kIsLowLatency;
   __device__ Ids ids_ahead(int32_t first, int32_t last) const {
     return kCountsAhead && new_route() ? ids_to_count(first, min(last, args.num_tokens)) : Ids{};
   }
 
-  // Batches of a row.
+  // The number of batches in a row.
   __device__ int32_t parts() const { return (chunks() + kSendBatch - 1) / kSendBatch; }
 
-  // Of the row, at each rank = lane that it is sent to; else -1.
+  // The index of the row at rank = lane, or -1 if it is not sent there.
   __device__ int32_t index_to_send(const Route& route, int32_t token) const {
     const int32_t index = by_node() ? index_by_node(nodes_of(peers), route.index, token) : route.index;
     return is_own(lane_id()) ? -1 : index;
   }
 
-  // `packed`: what this warp sends first. What comes next is asked for before, as a load waits for the stores before it
-  // to get on their way.
+  // Sends a row. `packed` is the first batch of this warp. Each next batch is loaded before the current one is stored,
+  // because a load waits until the stores before it are issued.
   __device__ void send_row(int32_t token, Packed packed, const Route& route, int32_t index,
                            const WarpGroup& warp_group) const {
-    RowPlace row = {};  // on this lane's rank
+    RowPlace row = {};  // at rank = lane
     if (index >= 0) row = RowPlace(op, lane_id(), source_at(lane_id()), index);
-    const int32_t end = __any_sync(kAllLanes, index >= 0) ? parts() : 1;  // if it is sent nowhere, it has a header here
+    const int32_t end = __any_sync(kAllLanes, index >= 0) ? parts() : 1;  // a row that is not sent has a header here
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end; part += warp_group.num_warps) {
       const int32_t next = part + warp_group.num_warps;
       Batch ahead = {};
       if (next < end) ahead = load(token, next);
       send_batch(packed, part, route, index, row);
-      if (part == 0 && new_route() && token < args.num_tokens) {  // all tokens have one here
+      if (part == 0 && new_route() && token < args.num_tokens) {  // every token has a header here
         write_header(place_here(peers.rank, token), route, peers.rank);
       }
       if (next < end) packed = pack(ahead, next);
     }
   }
 
-  // What this rank's rows are kept as in the memory of another.
+  // The source under which rank `rank` keeps this rank's rows.
   __device__ int32_t source_at(int32_t rank) const {
     return by_node() && is_remote(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own) : peers.rank;
   }
 
-  // Of a token that there is not, one that goes nowhere.
+  // Loads a token's route. A token out of range has no destinations.
   __device__ Route load_route(int32_t token, const WarpGroup& warp_group) const {
     Route route = {-1, -1, 0, 1.0f};
     if (token >= args.num_tokens) return route;
@@ -137,14 +137,15 @@ struct DispatchSender : Routing<Config> {
     return route;
   }
 
-  // The tokens of a block's warp groups.
+  // The tokens that a block's warp groups send in the same round.
   struct Companions {
-    int32_t place;  // of this warp group among them
+    int32_t place;  // the index of this warp group's token
     int32_t* experts;
     uint32_t* ranks;
   };
 
-  // Tells the block's other warp groups, behind the next barrier, where the token goes.
+  // Publishes the token's destinations in shared memory. The block's other warp groups read them after the next
+  // barrier.
   __device__ void begin_route(Route& route, const Companions& companions, const WarpGroup& warp_group) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
@@ -156,13 +157,13 @@ struct DispatchSender : Routing<Config> {
     if (lane_id() == 0) companions.ranks[companions.place] = route.ranks;
   }
 
-  // Adds those before the token: of `lookup`, and the block's.
+  // Adds the numbers of rows before this token: those in `lookup`, and those of the block's tokens in this round.
   __device__ void place_route(const Lookup& lookup, Route& route, const Companions& companions,
                               const WarpGroup& warp_group) const {
     if (route.ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
     if (warp_group.warp == 0 && route.expert >= 0) route.position += lookup.experts[route.expert];
     if (companions.place == 0) return;
-    // With a lane for each: the block's tokens, and all pairs of them.
+    // A lane for each of the block's tokens; then a lane for each of their pairs (token, k).
     const uint32_t ranks = lane_id() < companions.place ? companions.ranks[lane_id()] : 0;
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
@@ -207,7 +208,8 @@ struct DispatchSender : Routing<Config> {
     send_chunks(packed.units, packed.scales, [=](int i) { return part * kSendBatch + i; }, route, index, row);
   }
 
-  // Of `N` chunks, the number of the i-th is chunk_at(i). The header goes with the first of all.
+  // Sends `N` chunks to each rank in `index`. The i-th of them is chunk chunk_at(i) of the row. The header goes with
+  // chunk 0.
   template <int N, typename ChunkAt>
   __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
                                               const Route& route, int32_t index, const RowPlace& row) const {
@@ -229,8 +231,9 @@ struct DispatchSender : Routing<Config> {
     });
   }
 
-  // When the warp group has staged a row, its warps put it to the remote ranks that it is sent to, in turn. Who passes
-  // rows of a new route on cannot know which tokens come, and is told of those that do not.
+  // Puts a row to its remote ranks, after the warp group has staged it. The warps of the warp group take the ranks
+  // alternately. A forwarder of a new route cannot know which tokens come, so it gets a signal also for each token that
+  // does not come.
   __device__ void put_rows(int32_t token, int32_t index, const WarpGroup& warp_group, bool staged) const {
     if (any_of_warp_group(warp_group, kWarpGroupsBarrier, !staged)) return;
     const int32_t begin = new_route() ? 0 : peers.layout.header_bytes;
@@ -248,8 +251,8 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // Calls f for every rank where the token has an index, beginning behind this one: were all to begin with rank 0, they
-  // would share its link.
+  // Calls f for every rank at which the token has an index, and begins with the rank after this one. If all senders
+  // began with rank 0, they would share its link.
   template <typename F>
   __device__ void for_each_rank(int32_t index, F f) const {
     const uint32_t ranks = __ballot_sync(kAllLanes, index >= 0);
@@ -270,7 +273,8 @@ struct DispatchSender : Routing<Config> {
     send_header(op, place.header(lane_id()), {is_there ? expert : -1, route.position, route.weight, 0});
   }
 
-  // With the expert's number among all and, in place of the epoch, which the row's signal has, the index at its rank.
+  // Writes the header for a forwarder. It holds the global number of the expert and, in place of the epoch, the row's
+  // index at its destination. The row's signal has the epoch.
   __device__ void write_header_to_forward(const RowPlace& place, const Route& route) const {
     const int32_t rank = route.expert >= 0 ? peers.by_experts.quotient(route.expert) : 0;
     const auto index = static_cast<uint32_t>(__shfl_sync(kAllLanes, route.index, rank));

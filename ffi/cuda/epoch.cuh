@@ -1,22 +1,23 @@
-// How the blocks of a launch enter an operation and leave it: epochs, tickets, slots. Kernels are written on top of
-// this and know no epochs.
+// How the blocks of a launch enter an operation and leave it: epochs, tickets, slots. The kernels are built on this
+// file and do not handle epochs.
 //
 // An operation is one launch per rank, or two (split_phase.h): a start, which takes an epoch, and a done, which does
-// the rest. All blocks of a launch enter() it and end() it. A block's last warp, the control warp, enters for the
-// block.
+// the rest. All blocks of a launch call enter() and end(). The last warp of a block, the control warp, calls enter()
+// for the block.
 //
-// Blocks get their roles in the order in which they enter, whatever the order in which CUDA starts them. Senders come
-// first, and wait for no rows. So when a receiver has entered, all senders of its launch have entered, too: no block
-// waits for one that cannot run yet, however few blocks run at a time. A sender that has sent its rows may receive, but
-// only once all_have_begun().
+// A block's role depends on its ticket, which is its number in the order in which blocks enter. CUDA may start blocks
+// in any other order. Senders come first and wait for no rows. So when a receiver has entered, all senders of its
+// launch have entered, too: no block waits for a block that cannot run yet, however few blocks run at a time. A sender
+// that has sent its rows may receive, but only after all_have_begun().
 #pragma once
 
 #include "ffi/cuda/wait.cuh"
 
 namespace jax_ep {
 
-// Loads a kernel's arguments into the constant cache all at once, each warp some lines of them: loaded one after the
-// other, as they are used, they would take microseconds. For all warps but the control warp, which enters meanwhile.
+// Loads a kernel's arguments into the constant cache; each warp loads some of the cache lines. Without this, each
+// argument would be loaded at its first use, one after another, which takes microseconds. All warps except the control
+// warp call it, while the control warp enters.
 template <typename Args>
 __device__ __forceinline__ void fetch_arguments(const Args& args) {
   constexpr int32_t kLineWords = 16;
@@ -27,18 +28,19 @@ __device__ __forceinline__ void fetch_arguments(const Args& args) {
   }
 }
 
-// The barriers of a block; __syncthreads() is 0. A kernel may use those from kFirstBarrier on.
+// The ids of a block's named barriers. Id 0 is __syncthreads(). A kernel may use the ids from kFirstBarrier on.
 inline constexpr int32_t kWorkersBarrier = 1, kFirstBarrier = 2;
 
 struct Epoch : Waiting {
   __device__ bool is_worker() const { return static_cast<int32_t>(threadIdx.x) < num_workers; }
   __device__ static bool is_control_warp() { return threadIdx.x >= blockDim.x - 32; }
 
-  // For workers: waits for one another.
+  // A barrier of the block's workers.
   __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_workers); }
 
-  // Enters the launch, with the control warp; the other warps wait for it at a barrier of the block. sends(ticket) says
-  // whether the block writes to peers: then enter() waits until the peers have read what their slots held.
+  // Enters the launch. The control warp calls it, while the other warps wait at a barrier of the block. sends(ticket)
+  // returns true if the block writes to peers. Then enter() waits until the peers have read the former rows of the
+  // slot.
   template <typename Sends>
   __device__ __forceinline__ void enter(Sends sends) const {
     const int32_t peer = lane_id();
@@ -68,11 +70,11 @@ struct Epoch : Waiting {
     }
   }
 
-  // Whether the launch is a whole operation, or a start. A done has the epoch of its start.
+  // True for a whole operation and for a start. A done uses the epoch of its start.
   __device__ bool takes_epoch() const { return call.phase != Phase::kDone; }
 
-  // Takes the next epoch, and a ticket: both come with the answer to one atomic addition. All loads are issued before
-  // the first answer is needed.
+  // Takes the next epoch and a ticket; one atomic addition returns both. All loads are issued before the first result
+  // is used.
   __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
     const int32_t axis_index = *call.axis_index;
@@ -94,7 +96,8 @@ struct Epoch : Waiting {
       return fail_overlap();
     }
     if (state.ticket != 0) return;
-    // The former launch has the other bit, and the next one, too.
+    // The former launch and the next launch use the other index. All blocks of the former launch must have left. Then
+    // its count is reset for the next launch.
     const bool has_former_left = epoch & 1 ? launches.x == launches.z : launches.y == launches.w;
     if (!has_former_left && !state.failed) fail_overlap();
     store_relaxed(&own().num_left[~epoch & 1], 0);
@@ -102,10 +105,11 @@ struct Epoch : Waiting {
     if (!state.failed) expect_rank(axis_index);
   }
 
-  // Blocks of two launches are in operations of the group at the same time.
+  // Fails the operation: blocks of two launches are in operations of the group at the same time.
   __device__ void fail_overlap() const { fail(*this, FailureReason::kOverlap, peers.rank, 1, 2); }
 
-  // For the block that has entered last: now all blocks of the launch know its epoch.
+  // Writes the entry word for the next launch. The block that has entered last calls it, when all blocks of the launch
+  // know its epoch.
   __device__ __forceinline__ void open_next_epoch() const {
     const uint32_t slot = 1u << state.slot, others = state.whole_slots & ~(slot | EntryWord::kNewestIsWhole);
     const uint32_t whole_slots = call.phase == Phase::kWhole ? others | slot | EntryWord::kNewestIsWhole : others;
@@ -113,7 +117,7 @@ struct Epoch : Waiting {
     store_relaxed(&own().entry, EntryWord::pack(state.epoch, whole_slots));
   }
 
-  // A done, with the epoch of its start.
+  // Enters a done: it has the epoch of its start, and takes a ticket.
   __device__ __forceinline__ void enter_started() const {
     state.entered = true;
     state.failed = load_relaxed(&own().failed) != 0;
@@ -129,50 +133,54 @@ struct Epoch : Waiting {
     if (axis_index != peers.rank) fail(*this, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
   }
 
-  // Nobody writes to a peer's slot before the peer has read what it held last. With one warp.
+  // Waits until every peer has read the former rows of the slot: before that, this rank must not write to the peer's
+  // slot. One warp calls it.
   __device__ __noinline__ static void claim_slots(Epoch op) {
     const int32_t peer = lane_id();
-    if (peer == op.peers.rank) await_own_slot(op);  // if it is not free, the others' will not be, either
+    if (peer == op.peers.rank) await_own_slot(op);  // first: while it is taken, peers' slots are, too
     __syncwarp();
     if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
   }
 
-  // The operation that had the slot before, once the peer has read its rows. (It may have read this one's by the time
-  // that a block asks which has none for it.)
+  // epoch_before: the former operation of the slot. newest_known: the newest operation of the slot whose rows `peer`
+  // has read, but not newer than epoch_before. (If this block sends the peer no rows, the peer may have read the rows
+  // of this operation already.)
   __device__ uint32_t epoch_before() const { return state.epoch - peers.layout.num_slots; }
   __device__ uint32_t newest_known(int32_t peer) const {
     const uint32_t finished = load_acquire(&own().finished[state.slot][peer]);
     return static_cast<int32_t>(finished - epoch_before()) >= 0 ? epoch_before() : finished;
   }
 
-  // Nor does a rank look for rows in a slot whose former operation, another launch's, has yet to read its own.
+  // Waits until the former operation of the slot, which another launch may still run, has read its rows on this rank.
+  // Before that, this launch must not look for rows in the slot.
   __device__ __noinline__ static void await_own_slot(Epoch op) {
     const auto newest = [&] { return op.newest_known(op.peers.rank); };
     op.wait_for(op.peers.rank, op.epoch_before(), newest, FailureReason::kSlotTaken);
   }
 
-  // --- work that blocks share ---------------------------------------------------------------------------------------
+  // --- work stealing ------------------------------------------------------------------------------------------------
 
-  // Before a thread's first claim(). The first `num_rows` rows are nobody's to claim. Of the threads that try, one
-  // opens.
+  // Sets the claim counter of the operation to `num_rows`: the first `num_rows` rows cannot be claimed. Each thread
+  // calls it before its first claim(), and one of them succeeds.
   __device__ __forceinline__ void open_claims(int32_t num_rows) const {
     unsigned long long* const word = &own().claimed[state.slot];
     const unsigned long long seen = load_relaxed(word);
     if (seen >> 32 != state.epoch) atomic_cas_relaxed_gpu(word, seen, tagged(state.epoch, num_rows));
   }
-  // Gives each number once, in their order.
+  // Returns the next number that has not been claimed.
   __device__ __forceinline__ uint32_t claim() const {
     return static_cast<uint32_t>(atomic_add_relaxed_gpu(&own().claimed[state.slot], 1ull));
   }
 
-  // Whether all blocks of the launch run, or have: what a block that has been here longer waits for is on its way.
+  // True if all blocks of the launch have begun. Then a sender may wait for rows: no block of this launch needs the
+  // sender's SM to begin.
   __device__ __forceinline__ bool all_have_begun() const {
     if (!takes_epoch()) return load_relaxed(&call.pending->blocks_begun) >= gridDim.x;
     const EntryWord entry = EntryWord::unpack(load_relaxed(&own().entry));
     return entry.newest_epoch == state.epoch || entry.num_entered >= gridDim.x;
   }
 
-  // Leaves the launch, with all threads. poison() fills the results of a failed operation.
+  // Leaves the launch. All threads call it. poison() overwrites the results of a failed operation.
   template <typename Poison>
   __device__ __forceinline__ void end(Poison poison) const {
     __syncthreads();
@@ -184,13 +192,14 @@ struct Epoch : Waiting {
     if (call.phase == Phase::kDone) {
       leave_done();
     } else if (takes_epoch && threadIdx.x == 0 && state.entered) {
-      // A release would wait until all stores have been performed, which the end of the kernel does anyway.
+      // Relaxed: a release would wait until all stores have been performed. The end of the kernel waits for them
+      // anyway.
       atomic_add_relaxed_gpu(&own().num_left[state.epoch & 1], 1);
     }
     stamp(Stamp::kLeft);
   }
 
-  // One of the blocks that know of the failure poisons, when all others have left.
+  // One of the blocks that have seen the failure poisons the results, after all other blocks have left.
   template <typename Poison>
   __device__ __forceinline__ void poison_once(Poison poison) const {
     JAX_EP_SHARED(bool, poisons);
@@ -209,19 +218,22 @@ struct Epoch : Waiting {
   __device__ void await_others() const {
     const bool is_done = call.phase == Phase::kDone;
     const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left[state.epoch & 1];
-    // They leave soon, as they know of the failure, too; but where blocks of another launch have entered, never all.
+    // The other blocks leave soon, because they see the failure, too. But if blocks of another launch have entered, the
+    // count never becomes complete, so the wait is bounded.
     constexpr uint64_t kSoonNs = 1'000'000'000;
     const uint64_t begun = globaltimer_ns();
     while (load_acquire_gpu(left) != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {
       poll_pause();
     }
-    // A block that left without a failure has not waited for its stores: they land within microseconds.
+    // A block that left without seeing the failure has not waited for its stores. They are performed within
+    // microseconds.
     constexpr uint64_t kLandedNs = 50'000;
     const uint64_t all_left = globaltimer_ns();
     while (globaltimer_ns() - all_left < kLandedNs) poll_pause();
   }
 
-  // The last block tells that the slot has been read; of what whole operations have read, the next operation tells.
+  // Leaves a done. The last block tells all peers that this rank has read the rows of the slot. For a whole operation,
+  // the next launch tells them (tell_former_finished).
   __device__ __forceinline__ void leave_done() const {
     if (threadIdx.x >= 32) return;
     bool is_last = false;
@@ -237,8 +249,8 @@ struct Epoch : Waiting {
     if (is_last && threadIdx.x < peers.num_ranks) tell_finished(state.epoch, threadIdx.x);
   }
 
-  // Tells a peer that this rank has read an operation's rows. Each word has one kernel that tells it: of two that could
-  // run at once, the slower one would take the other's back.
+  // Tells a peer that this rank has read an operation's rows. At most one kernel at a time may write a word: if two ran
+  // at once, the slower one could overwrite a newer epoch with an older one.
   __device__ __forceinline__ void tell_finished(uint32_t epoch, int32_t peer) const {
     if (peer == peers.rank) return;
     uint32_t* const word = &control_of(peer).finished[slot_of(epoch)][peers.rank];
@@ -249,7 +261,8 @@ struct Epoch : Waiting {
       store_release(word, epoch);
     }
   }
-  // Of the operation before, if it was a whole one; a launch that takes an epoch does.
+  // Tells all peers that this rank has read the rows of the former operation, if that was a whole one. Only a launch
+  // that takes an epoch does this.
   __device__ __forceinline__ void tell_former_finished() const {
     const bool newest_was_whole = state.whole_slots & EntryWord::kNewestIsWhole;
     if (takes_epoch() && newest_was_whole && threadIdx.x < peers.num_ranks) {

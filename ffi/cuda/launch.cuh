@@ -1,4 +1,4 @@
-// What the kernels' host functions share: launches, and one kernel per element type.
+// What the kernels' host functions share: launching a kernel, loading a kernel, and the choice of an element type.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 namespace jax_ep {
 
-// Calls f with an element of the type.
+// Calls f with a value of the element type.
 template <typename F>
 auto with_element_type(ElementType type, F f) {
   switch (type) {
@@ -38,8 +38,8 @@ cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Loads a kernel on the current device: one that is loaded while a peer waits can deadlock. `scratch`: the most dynamic
-// shared memory that a launch may ask for.
+// Loads a kernel on the current device, before the first launch: loading it while a peer waits can deadlock. `scratch`:
+// the most bytes of dynamic shared memory that a launch may need.
 template <typename Kernel>
 cudaError_t load_kernel(Kernel kernel, int32_t scratch) {
   cudaFuncAttributes attributes;

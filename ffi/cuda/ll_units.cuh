@@ -1,15 +1,16 @@
-// Rows under way: 16-byte units that show by themselves that they have arrived.
+// The in-band (LL) protocol for rows in transit: a 16-byte unit shows by itself that it has arrived.
 //
-// A receiver keeps its memory filled with one pattern, "empty". A sender writes a unit in one store, which arrives
-// whole; the receiver polls the unit itself until it is not empty any more, takes it, and leaves the place empty for
-// the next operation. No flag, and so no fence behind the data: what has arrived can be used while the rest is on its
-// way.
+// A receiver keeps its memory filled with one pattern, the sentinel. A sender writes a unit with one store, which
+// arrives whole. The receiver polls the unit until it differs from the sentinel, copies it to registers, and stores the
+// sentinel again for the next operation. There is no flag, and so no fence between data and flag: the receiver uses the
+// units that have arrived while the others are in transit.
 //
-// Data may look like "empty". A sender that meets such a unit sends a escape, and a mark for the chunk (a word with
-// the epoch) that says which escapes are in truth empty units; the receiver of a escape waits for the mark. Both
-// sides' code for it is never on the way of other data.
+// Data may equal the sentinel or the escape. In place of such a unit, the sender sends the escape. For the chunk, it
+// also sends an escape mask: a word with the epoch, and a bit per lane that is set if the lane's unit is the sentinel.
+// A receiver that finds an escape waits for the escape mask. On both sides, the code for escapes is out of line, so
+// that other data does not pay for it.
 //
-// Headers need no such care: they hold their epoch.
+// Headers need no escapes: they hold their epoch.
 #pragma once
 
 #include "ffi/cuda/control_words.cuh"
@@ -30,13 +31,14 @@ __device__ __forceinline__ uint4 escape() {
   return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord ^ 1);
 }
 
-// Where a row for a remote rank waits to be put. It is free when the row's place at that rank is.
+// The staging memory of a row for a remote rank, from which put_row sends it. It is free when the row's slot at that
+// rank is free.
 __device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer, int32_t index) {
   const NetworkLayout network(op.peers.layout, op.peers.num_ranks);
   return op.state.table.arena[op.peers.rank] + network.staged_row(op.state.slot, peer, index);
 }
 
-// A row in the memory of rank `at`; for a far one, `row` is where it is staged.
+// The addresses of a row in the memory of rank `at`. For a remote rank, `row` is the staging memory on this rank.
 struct RowPlace {
   uint8_t* row;
   unsigned long long* escape_masks;  // one per chunk of the payload, then one per unit of scales
@@ -49,13 +51,13 @@ struct RowPlace {
     row = is_remote(op.peers, at) ? staged_row(op, at, index) : arena + layout.row_offset(number);
     escape_masks = reinterpret_cast<unsigned long long*>(arena + layout.escape_masks_offset(number));
   }
-  // One that arrives here, by its number.
+  // A row that arrives here, by its number in the arena.
   __device__ __forceinline__ RowPlace(const Operation& op, int32_t number) {
     uint8_t* const arena = op.state.table.arena[op.peers.rank];
     row = arena + op.peers.layout.row_offset(number);
     escape_masks = reinterpret_cast<unsigned long long*>(arena + op.peers.layout.escape_masks_offset(number));
   }
-  // What another lane of the warp has.
+  // The addresses that another lane of the warp holds.
   __device__ __forceinline__ uint8_t* row_of_lane(int32_t lane) const { return of_lane(row, lane); }
   __device__ __forceinline__ unsigned long long* escape_masks_of_lane(int32_t lane) const {
     return of_lane(escape_masks, lane);
@@ -66,7 +68,8 @@ struct RowPlace {
   }
 
   __device__ __forceinline__ RowHeader* header(int32_t k) const { return reinterpret_cast<RowHeader*>(row) + k; }
-  // This lane's unit of a chunk of the payload, and the unit of scales of the chunk, which follow `payload_bytes`.
+  // unit: this lane's unit of a chunk of the payload. scales: the unit of a chunk's scales, behind the payload of
+  // `payload_bytes`.
   __device__ __forceinline__ uint8_t* unit(const Operation& op, int32_t chunk) const {
     return row + static_cast<uint32_t>(op.peers.layout.header_bytes + chunk * kChunkBytes + lane_id() * kUnitBytes);
   }
@@ -75,10 +78,10 @@ struct RowPlace {
   }
 };
 
-// What a warp sends at once: a unit of each lane, or of some.
+// The units that a warp sends at once: one from each lane for which `present` is true.
 struct Chunk {
   uint4 unit;
-  uint32_t sentinels;  // of a marked chunk, the lanes whose unit is empty
+  uint32_t sentinels;  // if has_escapes: a bit for each lane whose unit equals the sentinel
   bool has_escapes;
 
   __device__ __forceinline__ static Chunk of(uint4 unit, bool present) {
@@ -86,7 +89,8 @@ struct Chunk {
     return {unit, 0, false};
   }
 
-  // mark() gives where its mark goes. With a whole warp.
+  // Stores the units and, if the chunk has escapes, the escape mask. escape_mask() returns the mask's address. A whole
+  // warp calls it.
   template <typename Mark>
   __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* place, Mark escape_mask,
                                        bool present) const {
@@ -104,13 +108,14 @@ struct Chunk {
   }
 };
 
-// What a escape that lane `bit` has sent stands for.
+// Waits for the escape mask, and returns the unit for which the escape of the sender's lane `bit` stands.
 __device__ __noinline__ static uint4 true_unit(Operation op, int32_t peer, const unsigned long long* escape_mask,
                                                int32_t bit) {
   return op.expect_word(peer, escape_mask) >> bit & 1 ? sentinel_unit() : escape();
 }
 
-// Looks whether `N` units of this lane have arrived, where place.has(i), at place.at(i); the others are zero.
+// Loads `N` units of this lane, which may or may not have arrived: unit i from place.at(i) if place.has(i). All others
+// are zero.
 template <int N, typename Place>
 __device__ __forceinline__ void look_at_units(uint4 (&units)[N], const Place& place) {
 #pragma unroll
@@ -120,15 +125,16 @@ __device__ __forceinline__ void look_at_units(uint4 (&units)[N], const Place& pl
   }
 }
 
-// Waits for those that had not, from peer(i), and takes all. resolve(i) gives the true_unit of a escape. also() looks
-// for what else has to arrive, and says whether it has.
+// Waits until all `units` have arrived, and stores the sentinel in their place. look_at_units has loaded them; this
+// function loads only the missing units again. peer(i) is the rank that sends unit i. resolve(i) returns the true_unit
+// of an escape. also() polls for other data that must arrive, and returns true if it has arrived.
 //
-// A receiver has hundreds of warps, and most of what they do is here: where all has arrived, it must take few
-// instructions, and few between two looks at what has not.
+// A receiver has hundreds of warps, which spend most of their time here. So this function takes few instructions if all
+// units have arrived, and few instructions between two polls.
 template <int N, typename Peer, typename Place, typename Resolve, typename Also>
 __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4 (&units)[N], const Place& place,
                                            Resolve resolve, Also also) {
-  const auto any_is_odd = [&] {  // or may be
+  const auto any_is_odd = [&] {  // a sentinel or an escape, or data that begins like them
     bool any = false;
 #pragma unroll
     for (int i = 0; i < N; ++i) any |= units[i].x == kSentinelWord;
@@ -169,28 +175,28 @@ __device__ __forceinline__ RowHeader load_header(const RowHeader* place) {
   const uint4 unit = load_unit(place);
   return {static_cast<int32_t>(unit.x), static_cast<int32_t>(unit.y), __uint_as_float(unit.z), unit.w};
 }
-// One that has not arrived.
+// A header that has not arrived.
 __device__ __forceinline__ RowHeader no_header(const Operation& op) { return {0, 0, 0, op.state.epoch - 1}; }
-// Looks once more for a header that had not arrived, and says whether it had.
+// Returns true if `header` has arrived. Otherwise loads it again, and returns false.
 __device__ __forceinline__ bool look_at_header(const Operation& op, const RowHeader* place, RowHeader& header) {
   if (header.epoch == op.state.epoch) return true;
   header = load_header(place);
   return false;
 }
 
-// The rest is for remote ranks only.
+// The functions below are for remote ranks.
 
-inline constexpr uint32_t kNoRow = 1;  // beside the epoch, in a signal that comes alone
+inline constexpr uint32_t kNoRow = 1;  // the tag of a signal that comes without a row
 
-// Of row `index` from a source, in the memory of whoever waits for it.
+// The signal of row `index` from a source, in the memory of the rank that waits for it (a symmetric address).
 __device__ __forceinline__ unsigned long long* signal_of(const Operation& op, int32_t from, int32_t index) {
   const ArenaLayout& layout = op.peers.layout;
   uint8_t* signals = op.state.table.arena[op.peers.rank] + NetworkLayout(layout, op.peers.num_ranks).signals_begin;
   return reinterpret_cast<unsigned long long*>(signals) + layout.row_number(op.state.slot, from, index);
 }
 
-// Sends `bytes` of a staged row, from `begin` on, to a remote rank, where it is row `index` of source `from`. With one
-// warp, when the whole row is staged.
+// Puts `bytes` of a staged row, from offset `begin` on, to a remote rank, as row `index` of source `from`. Also sets
+// the row's signal there. One warp calls it, when the whole row is staged.
 __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32_t from, int32_t index, int32_t begin,
                                         int32_t bytes) {
   const ArenaLayout& layout = op.peers.layout;
@@ -204,13 +210,14 @@ __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32
   red_add_relaxed_gpu(&traffic->bytes, bytes);
 }
 
-// Instead: there is none.
+// Sets the signal with kNoRow: source `from` sends no row `index`.
 __device__ __forceinline__ void put_no_row(const Operation& op, int32_t peer, int32_t from, int32_t index) {
   put_word(signal_of(op, from, index), tagged(kNoRow, op.state.epoch), pe_of(op.peers, peer));
 }
 
-// Waits for row `index` of source `from`, which `peer` sends. False if there is none, or the operation fails. One of a
-// local rank shows by itself that it has arrived.
+// Waits for the signal of row `index` of source `from`, which `peer` sends. Returns false if the source sends no such
+// row, or if the operation fails. Returns true at once for a local peer, whose units show by themselves that they have
+// arrived.
 __device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, int32_t from, int32_t index) {
   if (!is_remote(op.peers, peer)) return true;
   unsigned long long* const signal = signal_of(op, from, index);

@@ -1,5 +1,6 @@
-// What kernels do for remote ranks. They are compiled twice: for _cuda, without a network, where all ranks are near,
-// and for _nvshmem, with one (JAX_EP_NETWORK). What is only called there is in nvshmem/device.cu.
+// What kernels do for remote ranks. The kernels are compiled twice: for _cuda without a network, where all ranks are
+// local, and for _nvshmem with a network (JAX_EP_NETWORK). nvshmem/device.cu defines the functions that are called only
+// with a network.
 #pragma once
 
 #include "ffi/cuda/network.h"
@@ -24,8 +25,9 @@ __device__ __forceinline__ bool is_remote(const Peers& peers, int32_t rank) {
 
 __device__ __forceinline__ const Nodes& nodes_of(const Peers& peers) { return network_of(peers).nodes; }
 
-// Where a token has, at each rank = lane, an `index` (or -1): its index there when it travels by node. The same for
-// local ranks; the token for the rail_peer in each node where it has one; -1 for all others. With a whole warp.
+// Converts a token's indices for transport by node. The lane of each rank passes the token's `index` at that rank, or
+// -1. A local rank's lane gets `index` back. If the token has an index at any rank of another node, the lane of the
+// rail peer in that node gets the number of the token. All other lanes get -1. A whole warp calls it.
 __device__ __forceinline__ int32_t index_by_node(const Nodes& nodes, int32_t index, int32_t token) {
   const int32_t rank = lane_id();
   const uint32_t ranks = __ballot_sync(kAllLanes, index >= 0);
@@ -36,15 +38,15 @@ __device__ __forceinline__ int32_t index_by_node(const Nodes& nodes, int32_t ind
 // Only with a network: stores a word at a remote rank.
 __device__ void put_word(uint32_t* word, uint32_t value, int32_t pe);
 __device__ void put_word(unsigned long long* word, unsigned long long value, int32_t pe);
-// Sends data to a remote rank, then sets the signal there. With one warp.
+// Sends data to a remote rank, then sets the signal there. One warp calls it.
 __device__ void put_with_signal(uint8_t* to, const uint8_t* from, int32_t bytes, unsigned long long* signal,
                                 uint32_t value, int32_t pe);
-// Whether the signal has come; if it has, so has the data.
+// True if the signal has arrived; then the data has arrived, too.
 __device__ bool has_come(unsigned long long* signal, unsigned long long value);
-// Words that are sent from here on arrive behind those that this rank has sent before.
+// Orders words: words sent after this call arrive after the words that this rank has sent before it.
 __device__ void order_words();
 
-// Stores a word that carries all its meaning in itself, on any rank: no order with other memory.
+// Stores a word at any rank. It has no order with other memory.
 template <typename Word>
 __device__ __forceinline__ void store_word(const Peers& peers, int32_t rank, Word* word, Word value) {
   if constexpr (kHasNetwork) {

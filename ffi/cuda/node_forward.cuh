@@ -1,4 +1,5 @@
-// Forwarders of a dispatch over a network: a row comes once to a node, and from there goes on to the node's ranks.
+// Forwarders of a dispatch over a network. A row arrives at a node once, and a forwarder there sends it to the node's
+// ranks.
 #pragma once
 
 #include "ffi/cuda/dispatch_receive.cuh"
@@ -14,8 +15,8 @@ struct NodeForward : DispatchReceiver<Config> {
   using typename Base::Route;
   using typename Base::Taken;
 
-  // Passes the rows that come from this rank's rail peers on to the ranks of its node that they go to, as if those
-  // had sent them there.
+  // Forwards the rows of this rank's rail peers to their destinations in this node. They arrive there as if the rail
+  // peer itself had sent them.
   __device__ void forward() const {
     const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.ticket, warp_id());
     const Nodes& nodes = nodes_of(peers);
@@ -28,21 +29,22 @@ struct NodeForward : DispatchReceiver<Config> {
       const Route route = forwarded_route(nodes, node, token, from, warp_group);
       if (__any_sync(kAllLanes, op.state.failed)) return;
       if (!__any_sync(kAllLanes, route.index >= 0)) continue;
-      RowPlace to = {};  // on this lane's rank
+      RowPlace to = {};  // at rank = lane
       if (route.index >= 0) to = RowPlace(op, lane_id(), source, route.index);
 #pragma unroll 1
       for (int32_t first = warp_group.warp; first < chunks(); first += kReceiveBatch * warp_group.num_warps) {
         Taken taken;
         look_at_batch(from, first, warp_group, taken);
         take_batch(source, from, first, warp_group, taken, [] { return true; });
-        if (__any_sync(kAllLanes, op.state.failed)) return;  // what came may be anything
+        if (__any_sync(kAllLanes, op.state.failed)) return;  // the row may be garbage
         send_taken(taken, first, route, to, warp_group);
       }
     }
   }
 
-  // Where a token of another node's rank goes in this node, once its row has come: for lane = rank. The first time it
-  // is in the row's header, from which the route keeps it, in the columns of that node's ranks.
+  // Waits for the row of a token from another node, and returns the token's destinations in this node, for lane = rank.
+  // With a new route, they are in the row's header; args.place keeps them, in the columns of the other node's ranks.
+  // With a known route, args.known_place has them there.
   __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowPlace& from,
                                    const WarpGroup& warp_group) const {
     Route route = {-1, -1, 0, 1.0f};
@@ -54,7 +56,7 @@ struct NodeForward : DispatchReceiver<Config> {
       comes = await_signal(op, nodes.rail_peer_in(node), nodes.source_of(node), token);
     }
     comes = __shfl_sync(kAllLanes, comes, 0);
-    __syncwarp();  // all lanes read what one has waited for
+    __syncwarp();  // one lane has waited; now all lanes may read
     if (!comes) route.index = -1;
     if (!new_route()) return route;
     RowHeader header = {-1, 0, 0, 0};
@@ -67,7 +69,7 @@ struct NodeForward : DispatchReceiver<Config> {
     for (int32_t k = 0; k < args.top_k; ++k) {
       const uint32_t index = __shfl_sync(kAllLanes, header.epoch, k);
       const bool is_here = __shfl_sync(kAllLanes, rank, k) == lane_id() && is_local;
-      // (A rank in another call may send anything.)
+      // The index may be any number if the source is in another call.
       if (is_here && index < args.num_tokens) route.index = static_cast<int32_t>(index);
     }
     if (warp_group.warp == 0 && is_local) args.place[kept] = route.index;

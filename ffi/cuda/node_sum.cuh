@@ -1,5 +1,5 @@
-// Forwarders of a combine over a network: a node's partial sums of a token are added up, and one sum goes to the other
-// node.
+// Forwarders of a combine over a network. A forwarder adds up its node's partial sums of a token, and sends one sum to
+// the token's node.
 #pragma once
 
 #include "ffi/cuda/combine_receive.cuh"
@@ -12,8 +12,9 @@ struct NodeSum : CombineReceiver<Config> {
   using Base::add_all, Base::args, Base::chunks, Base::has_unit, Base::kRanksAtOnce, Base::kSize, Base::op, Base::peers,
       Base::plan, Base::put_staged, Base::rounded, Base::row_number, Base::start_sum, Base::weight_of;
 
-  // Adds up what this node's ranks have of the tokens of this rank's rail peers, and sends the sums there. The warp
-  // group's warps meet at a barrier for each, so that none of them leaves the others, whatever fails.
+  // Adds up this node's partial sums of the tokens of this rank's rail peers, and sends the totals to the rail peers.
+  // The warps of a warp group meet at a barrier for each token. So none of them may return early, even if the operation
+  // fails.
   __device__ void forward() const {
     const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.ticket, warp_id());
     if (any_of_warp_group(warp_group, kFirstBarrier, op.state.failed)) return;
@@ -23,12 +24,12 @@ struct NodeSum : CombineReceiver<Config> {
 #pragma unroll 1
     for (int32_t item = warp_group.index; item < num_candidates; item += warp_group.num_groups) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
-      const int32_t source = nodes.rail_peer(lane_id(), node);  // what this lane's rank sends as
+      const int32_t source = nodes.rail_peer(lane_id(), node);  // the source as which rank = lane sends
       const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + source;
       const int32_t index = nodes.is_own(lane_id()) ? __ldg(args.place + kept) : -1;
       const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
       if (sources == 0) continue;
-      const int32_t row = row_number(source, index);  // of this lane's rank
+      const int32_t row = row_number(source, index);  // of rank = lane
       const int32_t peer = nodes.rail_peer_in(node);
       const RowPlace to(op, peer, as, token);
       if (args.weights_to_send && warp_group.warp == 0) {

@@ -1,4 +1,4 @@
-// Rows of a dispatch's result that hold no token.
+// Padding: the rows of a dispatch's result that hold no token.
 #pragma once
 
 #include "ffi/cuda/dispatch_send.cuh"
@@ -10,8 +10,9 @@ struct Padding : DispatchSender<Config> {
   using Base = DispatchSender<Config>;
   using Base::args, Base::experts_per_rank, Base::op, Base::out_row, Base::plan;
 
-  // Rows that hold no token: behind each group, and behind the last one. Their weights are zero; they are themselves,
-  // where alignment has added them or with zero_pad, which all receivers share; else the first one does it.
+  // Pads the rows behind each group, and behind the last one. Their weights become zero. The rows become zero with
+  // zero_pad, or if alignment has added them. With zero_pad, all receivers share the work; otherwise the first receiver
+  // does it.
   __device__ void pad(const Places& places) const {
     const bool is_ragged = args.layout == Layout::kRagged, zeroes = args.zero_pad;
     const bool is_first = op.state.ticket == plan.first_receiver;
@@ -22,7 +23,7 @@ struct Padding : DispatchSender<Config> {
 #pragma unroll 1
     for (int32_t base = 0; base < experts_per_rank(); base += 32) {
       const int32_t expert = base + lane_id();
-      int32_t begin = 0, end = 0;  // of the gap behind this lane's expert
+      int32_t begin = 0, end = 0;  // the gap behind the group of this lane's expert
       if (expert < experts_per_rank()) {
         begin = places.first_row[expert] + places.counts[expert];
         end = places.first_row[expert] + (is_ragged ? places.group_sizes[expert] : static_cast<int32_t>(args.capacity));

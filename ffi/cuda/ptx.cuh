@@ -9,7 +9,8 @@
 #include "ffi/emulator/ptx.h"
 #else
 
-// A variable of a thread block, and the block's dynamic shared memory: bytes at `name`.
+// JAX_EP_SHARED: a variable in a block's static shared memory. JAX_EP_DYNAMIC_SHARED: the block's dynamic shared
+// memory, as bytes at `name`.
 #define JAX_EP_SHARED(Type, name) __shared__ Type name
 #define JAX_EP_DYNAMIC_SHARED(alignment, name) \
   extern __shared__ __align__(alignment)       \
@@ -28,7 +29,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return v;
 }
 
-// For words that carry all their meaning in themselves: no order with other memory.
+// Relaxed accesses have no order with other memory. They are for words that need none, since they carry all their
+// information themselves.
 __device__ __forceinline__ void store_relaxed(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -45,7 +47,8 @@ __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long l
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-// A unit of 16 bytes, which is written, and seen, as a whole. Neither has an order with other memory.
+// Stores and loads a unit of 16 bytes as a whole: a reader never sees a part of it. Relaxed: no order with other
+// memory.
 __device__ __forceinline__ void store_unit(void* p, uint4 v) {
   asm volatile(
       "{\n"
@@ -78,26 +81,27 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Copies a unit to shared memory, beside what this thread does meanwhile; it alone may read it, when it has waited.
+// Starts an asynchronous copy of a unit to shared memory. Only this thread may read it, after await_copies().
 __device__ __forceinline__ void copy_unit_async(void* shared, const void* p) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(p) : "memory");
 }
-// Ends a group of copies, which may have none; waits for all groups but the last `kLeft`.
+// end_copies commits a group of copies, which may be empty. await_copies waits for all groups but the last `kLeft`.
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft>
 __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Bulk copies to shared memory, which no thread carries out, and words there that tell when all bytes have landed that
-// were expected: each time, the word's phase, 0 or 1 by turns, is over. All by their addresses in shared memory.
+// Bulk copies (TMA) to shared memory, and the mbarriers (`landed`) that count their bytes. A phase of an mbarrier ends
+// when all expected bytes have landed. `phase` is 0 and 1 alternately. All arguments except `from` are addresses in
+// shared memory.
 __device__ __forceinline__ void init_landed(uint32_t landed) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(landed) : "memory");
 }
-// What this thread has initialized, bulk copies see.
+// Makes the mbarriers that this thread has initialized visible to bulk copies.
 __device__ __forceinline__ void publish_landed() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// `from` and `bytes`: multiples of 16. Nobody may still read what was there. With kLeavesCache, what is read is the
-// first to leave the L2 cache: it is read once.
+// Starts a bulk copy. `from` and `bytes` are multiples of 16. No thread may still read the former contents of `to`.
+// With kLeavesCache, the L2 cache evicts the data first, since they are read once.
 template <bool kLeavesCache = true>
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t landed) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(landed), "r"(bytes) : "memory");
@@ -129,7 +133,7 @@ __device__ __forceinline__ bool has_landed(uint32_t landed, uint32_t phase) {
       : "memory");
   return is_over;
 }
-// Waits, with a whole warp, until a phase is over.
+// Waits until a phase has ended. A whole warp calls it.
 __device__ __forceinline__ void await_landed(uint32_t landed, uint32_t phase) {
   asm volatile(
       "{\n"
@@ -150,8 +154,8 @@ __device__ __forceinline__ void store_shared_unit(uint32_t to, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
-// Bulk copies from shared memory: `to` and `bytes` are multiples of 16. await_bulk_reads(): what this thread has so
-// copied may be overwritten; await_bulk_stores(): it is there, too.
+// Bulk copies from shared memory. `to` and `bytes` are multiples of 16. After await_bulk_reads(), the shared memory
+// that this thread has copied from may be overwritten. After await_bulk_stores(), the copies have also been written.
 __device__ __forceinline__ void copy_bulk_out(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
@@ -166,21 +170,22 @@ __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* p) {
   return v;
 }
 
-// Adds; gives what it was.
+// Adds `v` and returns the former value.
 __device__ __forceinline__ uint32_t atomic_add_relaxed_gpu(uint32_t* p, uint32_t v) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
-// What the callers did before, and handed to them through a barrier of their block, is seen by the last of them, or by
-// who sees the sum with load_acquire_gpu.
+// Adds `v` and returns the former value. The last caller sees all writes that the other callers made before, or saw
+// through a barrier of their block. So does a thread that loads the sum with load_acquire_gpu.
 __device__ __forceinline__ uint32_t atomic_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
 
-// The same for a word that other devices write, too: stores `v` if it was `expected`.
+// Stores `v` if the word is `expected`, and returns the former value. The system scope is for a word that other devices
+// write, too.
 __device__ __forceinline__ uint32_t atomic_cas_relaxed_sys(uint32_t* p, uint32_t expected, uint32_t v) {
   uint32_t before;
   asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
@@ -209,23 +214,24 @@ __device__ __forceinline__ unsigned long long atomic_add_relaxed_gpu(unsigned lo
   return before;
 }
 
-// Adds, and waits for no answer.
+// Adds `v`. The thread waits for no result.
 __device__ __forceinline__ void red_add_relaxed_gpu(unsigned long long* p, unsigned long long v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// Orders what this thread has done before what it does next, for all devices and the host.
+// Orders this thread's earlier memory accesses before its later ones, for all devices and the host.
 __device__ __forceinline__ void fence_system() { __threadfence_system(); }
 
-// Keeps the compiler from moving memory accesses across.
+// Keeps the compiler from moving memory accesses across this point.
 __device__ __forceinline__ void compiler_barrier() { asm volatile("" ::: "memory"); }
 
-// Has the compiler load a value that nobody needs.
+// Makes the compiler load a value that the program does not use.
 __device__ __forceinline__ void keep_alive(uint32_t v) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9e3779b9;\n@never nanosleep.u32 0;\n}" ::"r"(v));
 }
 
-// Has the compiler keep an address, where it would rather work it out again; it forgets in which memory that is.
+// Makes the compiler keep an address in a register instead of computing it again. The compiler no longer knows in which
+// address space a pointer is.
 __device__ __forceinline__ const uint8_t* keep_address(const uint8_t* p) {
   asm volatile("" : "+l"(p));
   return p;
@@ -235,19 +241,19 @@ __device__ __forceinline__ uint32_t keep_address(uint32_t shared) {
   return shared;
 }
 
-// Waits for the kernels that this one depends on. XLA (jax 0.11) lets kernels in a CUDA graph start when what they
-// depend on is about to end: before this, their operands may not be there, nor may their results be written.
+// Waits for the kernels that this kernel depends on. XLA (jax 0.11) lets a kernel in a CUDA graph start when those are
+// about to end. Before this call, the kernel must not read its operands or write its results.
 __device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// A barrier of some of a block's warps; id 0 is __syncthreads().
+// A barrier of `num_threads` threads (whole warps) of a block. Id 0 is __syncthreads().
 __device__ __forceinline__ void named_barrier(int32_t id, int32_t num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-// Counts for a barrier, without waiting for the others.
+// Arrives at a barrier, and does not wait for the other threads.
 __device__ __forceinline__ void named_barrier_arrive(int32_t id, int32_t num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-// A barrier that says whether the predicate holds for any thread.
+// A barrier that returns true if the predicate holds for any thread.
 __device__ __forceinline__ bool named_barrier_or(int32_t id, int32_t num_threads, bool predicate) {
   int32_t any;
   asm volatile(
@@ -263,7 +269,7 @@ __device__ __forceinline__ bool named_barrier_or(int32_t id, int32_t num_threads
   return any != 0;
 }
 
-// Stands in each loop that polls: between two looks, the emulator runs other threads.
+// Every polling loop calls it. On a GPU, it does nothing; the emulator runs other threads between two polls.
 __device__ __forceinline__ void poll_pause() {}
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {

@@ -1,5 +1,5 @@
-// What a warp will read next, on its way to shared memory: bulk copies run ahead of it and take no registers, so that
-// few warps have enough under way to keep memory busy.
+// A ring in shared memory, into which a warp prefetches data. Bulk copies run ahead of the warp and take no registers,
+// so that few warps keep enough bytes in flight to keep memory busy.
 #pragma once
 
 #include "ffi/cuda/ptx.cuh"
@@ -8,12 +8,13 @@
 
 namespace jax_ep {
 
-// Pieces of at most `kPieceBytes`, of one warp, which are numbered, and taken in that order. Each lane asks for its
-// own; else all lanes call together.
+// The ring of one warp. It holds pieces of at most `kPieceBytes`. Pieces are numbered, and the warp takes them in the
+// order of numbers. A single lane may call has_room_for() and prefetch(); all lanes together call the other functions.
 template <int kPieceBytes>
 class PrefetchRing {
  public:
-  // More was slower, perhaps as it leaves less of an SM's memory to its cache, where registers are spilled.
+  // More pieces were slower, perhaps because they leave less of an SM's memory to the L1 cache, which holds spilled
+  // registers.
   static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes;
   static constexpr int32_t kBytes = (kPieces + 1) * kPieceBytes;
   using Landed = uint64_t[kPieces];
@@ -27,10 +28,10 @@ class PrefetchRing {
     __syncwarp();
   }
 
-  // Room for a piece of the warp's own.
+  // Room for one more piece beside the ring, which the warp may use as it likes.
   __device__ __forceinline__ uint32_t spare() const { return pieces_ + kPieces * kPieceBytes; }
 
-  // The number of the one that is taken next.
+  // The number of pieces taken, which is also the number of the next piece.
   __device__ __forceinline__ int32_t num_taken() const { return num_taken_; }
 
   __device__ __forceinline__ bool has_room_for(int32_t number) const { return number - num_taken_ < kPieces; }
@@ -39,15 +40,15 @@ class PrefetchRing {
     copy_bulk(pieces_ + place * kPieceBytes, from, bytes, landed_ + 8 * place);
   }
 
-  // Waits for the next piece, which stays until it is dropped, and gives its address. (It comes from this device:
-  // nobody can keep it back.)
+  // Waits for the next piece and returns its address. The piece stays until drop(). (The wait needs no deadline: the
+  // piece comes from this device's memory, so no peer can delay it.)
   __device__ __forceinline__ uint32_t next() const {
     const uint32_t place = num_taken_ % kPieces;
     await_landed(landed_ + 8 * place, num_taken_ / kPieces % 2);
     return pieces_ + place * kPieceBytes;
   }
   __device__ __forceinline__ void drop() {
-    __syncwarp();  // all lanes have read it
+    __syncwarp();  // all lanes have read the piece
     ++num_taken_;
   }
 

@@ -1,4 +1,5 @@
-// Where rows go: counts of a rank's tokens, sent to every rank, and prefix sums over the counts that arrive.
+// The destinations of rows. Each rank counts its tokens and sends the counts to every rank; each rank computes prefix
+// sums over the counts that arrive.
 #pragma once
 
 #include "ffi/cuda/dispatch_operands.cuh"
@@ -11,7 +12,8 @@ struct Routing : DispatchOperands<Config> {
   using Base::args, Base::experts_per_rank, Base::kIsLowLatency, Base::kStealsRows, Base::new_route, Base::num_arrived,
       Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers, Base::shared;
 
-  // Tells every rank which operation this is and, where it cannot know, how many rows it gets for each expert.
+  // Notifies every rank of the operation. With a new route or with splits, first sends every rank the number of rows
+  // for each of its experts.
   __device__ void notify() const {
     const Lookup lookup = this->lookup();
     clear(lookup);
@@ -41,7 +43,7 @@ struct Routing : DispatchOperands<Config> {
     return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
   }
 
-  // The workers may count behind their next barrier.
+  // Zeroes the counts. The workers may count after their next barrier.
   __device__ void clear(const Lookup& lookup) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_workers) lookup.experts[i] = 0;
@@ -56,13 +58,14 @@ struct Routing : DispatchOperands<Config> {
     op.sync_workers();
   }
 
-  // Of some tokens, what this lane counts at once.
+  // The expert ids that this lane counts at once.
   static constexpr int kCountsAtOnce = kStealsRows ? 4 : 1;
   struct Ids {
     int32_t expert[kCountsAtOnce];
   };
 
-  // Asks for the first that are counted of tokens [first, last): by a warp, kCountsAtOnce times as many as have lanes.
+  // Loads the first expert ids of tokens [first, last) that this lane counts. A warp loads kCountsAtOnce times as many
+  // tokens as fit in its lanes.
   __device__ Ids ids_to_count(int32_t first, int32_t last) const {
     const int32_t tokens = peers.by_top_k.quotient(32), token = peers.by_top_k.quotient(lane_id());
     Ids ids;
@@ -75,8 +78,8 @@ struct Routing : DispatchOperands<Config> {
     return ids;
   }
 
-  // Counts tokens [first, last), whose first ids have been asked for. The workers meet at a barrier before they count,
-  // and at another one at the end.
+  // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier before
+  // they count, and at another one at the end.
   __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, Ids ids) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
@@ -91,7 +94,7 @@ struct Routing : DispatchOperands<Config> {
 #pragma unroll 1
     while (first < last) {
       first += stride;
-      ids = ids_to_count(first, last);  // the next ones, which are on their way while these are counted
+      ids = ids_to_count(first, last);  // the loads overlap the counting of `pairs`
 #pragma unroll
       for (int i = 0; i < kCountsAtOnce; ++i) count(lookup, pairs[i]);
       if (first < last) look_at();
@@ -99,10 +102,10 @@ struct Routing : DispatchOperands<Config> {
     op.sync_workers();
   }
 
-  // A token and an expert that it names: this lane's.
+  // A pair (token, k) of this lane: the token names the expert.
   struct Pair {
     int32_t expert, rank;  // -1 if there is none
-    bool is_first;         // of the token's on the rank: a token counts once for a rank
+    bool is_first;         // the token's first expert on the rank: a token counts once per rank
   };
 
   __device__ Pair pair(int32_t expert, int32_t k) const {
@@ -123,8 +126,9 @@ struct Routing : DispatchOperands<Config> {
     return __popc(__match_any_sync(kAllLanes, value) & earlier);
   }
 
-  // What a block must know to write rows, found out by two of its warps. (In the variants for few rows only the control
-  // warp comes here, and does not wait for the others; and each of those asks for itself how many come.)
+  // Finds out what a block must know to write rows. The control warp computes the destinations (place_rows); warp 0
+  // loads the numbers of rows from all sources. In the low-latency variant, only the control warp calls it, and each
+  // warp loads the numbers itself.
   __device__ void learn_places() const {
     if (op.is_control_warp()) place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
     if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
@@ -133,8 +137,8 @@ struct Routing : DispatchOperands<Config> {
     if (op.state.failed) give_up();
     named_barrier_arrive(kPlacesBarrier, blockDim.x);
   }
-  // For all workers of a block: waits until that is known. False if the operation failed; all hear the same, as the
-  // warps of a warp group must agree whether they have a row.
+  // Waits until learn_places() is done. All workers of the block call it. Returns false if the operation has failed.
+  // All workers get the same answer, because the warps of a warp group must agree whether they have a row.
   __device__ bool places_are_known() const {
     if (op.state.failed) give_up();
     named_barrier(kPlacesBarrier, blockDim.x);
@@ -142,8 +146,8 @@ struct Routing : DispatchOperands<Config> {
   }
   __device__ void give_up() const { atomicExch(&shared.gives_up, 1); }
 
-  // Finds out where the experts' groups lie, from a prefix sum over their sizes; of an old route, from what it kept.
-  // With one warp, a lane for two experts.
+  // Computes the first row of each expert's group, by a prefix sum over the sizes of the groups. A known route has the
+  // sizes. One warp calls it; a lane computes two experts.
   __device__ void place_rows(const Places& p) const {
     if (args.is_all_to_all) return;
     int64_t rows_before = 0;
@@ -182,7 +186,8 @@ struct Routing : DispatchOperands<Config> {
     if (lane_id() == 0) shared.dropped = dropped;
   }
 
-  // The rows that an expert and the next one get; notes where each source's begin.
+  // Sums the rows that `expert` and the next expert get from all sources. Stores in p.first where each source's rows
+  // begin.
   __device__ void sum_sources(const Places& p, int32_t expert, int32_t (&total)[2]) const {
     constexpr int kAtOnce = 4;
     const bool has_next = expert + 1 < experts_per_rank();
@@ -218,7 +223,7 @@ struct Routing : DispatchOperands<Config> {
     }
   }
 
-  // The sum over this lane and those before.
+  // The inclusive prefix sum over a warp's lanes.
   __device__ static int64_t sum_through(int64_t value) {
 #pragma unroll
     for (int32_t offset = 1; offset < 32; offset *= 2) {

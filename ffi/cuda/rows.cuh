@@ -41,7 +41,7 @@ union Vector {
   __device__ Vector() {}
 };
 
-// Its elements; of bfloat16, with one instruction for each.
+// Converts a vector's elements to float. For bfloat16, this takes one instruction per element.
 template <typename X>
 __device__ __forceinline__ void to_floats(const Vector<X>& x, float (&values)[Vector<X>::kSize]) {
 #pragma unroll
@@ -57,8 +57,9 @@ __device__ __forceinline__ void to_floats(const Vector<__nv_bfloat16>& x, float 
   }
 }
 
-// `kReadsOnce`: what is read is the first to leave the L2 cache. (Not as a Vector, which would be copied: each load
-// would wait for the one before. And not as `*unit`: the compiler no longer knows that a kept address is global.)
+// Loads a unit of y. With kReadsOnce, the L2 cache evicts the data first. It does not return a Vector, which would be
+// copied: then each load would wait for the one before. It does not load `*unit`: after keep_address, the compiler does
+// not know that the address is global.
 template <bool kReadsOnce>
 __device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* place) {
   const auto* const unit = reinterpret_cast<const uint4*>(place);
@@ -80,9 +81,9 @@ __device__ __forceinline__ Fp8Scale fp8_scale(float amax, Cast cast) {
   return isfinite(amax) ? finite : Fp8Scale{nan, nan};
 }
 
-// The largest |x| of a block of 128 channels, and at least 1e-4. Eight neighbouring lanes share the block; call it with
-// whole warps. A block with a NaN gives NaN, which fmaxf would drop: as integers, the bits of |x| have the order of the
-// values, then infinity, then NaN.
+// The largest |x| of a block of 128 channels, and at least 1e-4. Eight consecutive lanes share the block; whole warps
+// call it. A block with a NaN gives NaN, which fmaxf would drop. So the bits of |x| are compared as integers: they have
+// the order of the values, then infinity, then NaN.
 template <typename X>
 __device__ __forceinline__ float block_amax(const Vector<X> (&x)[sizeof(X)]) {
   uint32_t largest = __float_as_uint(1e-4f);
@@ -111,7 +112,7 @@ __device__ __forceinline__ float block_amax(const Vector<X> (&x)[sizeof(X)]) {
   return __uint_as_float(largest);
 }
 
-// Casts 16 channels and gives the scale of their block; call it with whole warps.
+// Casts 16 channels to fp8 and returns the scale of their block in `scale`. Whole warps call it.
 template <typename X>
 __device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Cast cast, float& scale) {
   constexpr int kSize = Vector<X>::kSize;

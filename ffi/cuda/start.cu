@@ -7,7 +7,7 @@ namespace {
 
 constexpr int32_t kWarp = 32;
 
-// One warp: with more, a start would hold up what XLA has behind it.
+// A start has one warp. A larger start would delay the kernels that XLA enqueues behind it.
 __global__ void __launch_bounds__(kWarp)
     start_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Call call) {
   JAX_EP_SHARED(State, state);
@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kWarp)
   op.end([] {});
 }
 
-// Ends when `num_blocks` of the body have begun; or soon, if the host has yet to launch it, or something else has the
-// SMs.
+// Waits until `num_blocks` blocks of the done's kernel have begun. Gives up after kPatienceNs, because the host may not
+// have launched that kernel yet, or other kernels may occupy the SMs.
 __global__ void __launch_bounds__(kWarp)
     hold_kernel(const __grid_constant__ Peers peers, const PendingCall* pending, int32_t num_blocks) {
   constexpr uint64_t kPatienceNs = 50'000;

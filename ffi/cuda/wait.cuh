@@ -1,5 +1,5 @@
-// Bounded waits and failures. Every wait looks at the clock, and at the word by which ranks tell one another of a
-// failure.
+// Bounded waits and failures. Every wait checks the clock and the word `failed`, with which ranks report a failure to
+// one another.
 #pragma once
 
 #include "ffi/arena.h"
@@ -14,16 +14,16 @@ __device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t va
   return static_cast<unsigned long long>(epoch) << 32 | value;
 }
 
-// What a block knows of the operation; in shared memory. The control warp writes it in enter().
+// The state of an operation in a block's shared memory. The control warp writes it in enter().
 struct State {
   PeerTable table;
   uint32_t epoch;
   int32_t slot;
-  int32_t ticket;        // blocks of this launch that entered before: it decides the block's role
-  uint32_t whole_slots;  // an EntryWord's, as this launch found it
-  bool slot_is_free;     // on all ranks, without asking
-  bool entered;          // no block of another launch has entered before: the epoch and the slot are this launch's own
-  volatile bool failed;  // give up: the results will be poisoned
+  int32_t ticket;        // number of blocks of this launch that entered before; it decides the block's role
+  uint32_t whole_slots;  // EntryWord::whole_slots, as this launch found it
+  bool slot_is_free;     // the slot is known to be free on all ranks
+  bool entered;          // no block of another launch has entered: the epoch and the slot belong to this launch
+  volatile bool failed;  // the operation has failed: the results will be poisoned
 #ifdef JAX_EP_TIMELINE
   uint64_t begun;
 #endif
@@ -32,24 +32,25 @@ struct State {
 // Phases of a block, for timelines. Their numbers are those in the output of benchmarks/native/timeline.cu.
 enum class Stamp : int32_t {
   kBegun = 0,
-  kEntered = 1,    // has its role
-  kPlaced = 2,     // knows where its rows go; or has told how many rows come
+  kEntered = 1,    // the block has its role
+  kPlaced = 2,     // the block knows where its rows go, or has sent the numbers of rows
   kMoved = 3,      // a sender has sent a row; a receiver has a row
   kWarpsDone = 4,  // all warps of the block are done
   kLeft = 5,
   kWrites = 6,   // a receiver begins to write a batch of a row
-  kWritten = 7,  // and has written it
+  kWritten = 7,  // a receiver has written it
   kLooked = 8,   // a receiver has looked for its first row
 };
 
 struct Waiting {
   const Peers& peers;
   const Call& call;
-  const void* result;  // tells this launch from others: EntryWord::tag
+  const void* result;  // its address identifies this launch (EntryWord::tag)
   State& state;
   int32_t num_workers;  // threads of the block
 
-  // Notes the time of a phase of this block, in a build for benchmarks/native/timeline.cu. The last time counts.
+  // Records the time of a phase of this block, in a build for benchmarks/native/timeline.cu. A later call for the same
+  // phase overwrites it.
   __device__ void stamp([[maybe_unused]] Stamp phase) const {
 #ifdef JAX_EP_TIMELINE
     if (threadIdx.x != 0) return;
@@ -74,8 +75,8 @@ struct Waiting {
         base + counts_offset(state.slot, from, peers.num_ranks, peers.experts_per_rank));
   }
 
-  // Polls until probe() gives `expected`. False, and the operation has failed, when another rank has, or when the time
-  // is up, for which `peer` is to blame, or peer().
+  // Polls until probe() returns `expected`. Returns false if the operation has failed: another rank has failed, or the
+  // time is up. The record of a time-out names `peer`, which is a rank or a function that returns one.
   template <typename Peer, typename Probe>
   __device__ __forceinline__ bool wait_for(Peer peer, uint32_t expected, Probe probe,
                                            FailureReason reason = FailureReason::kTimeout) const {
@@ -84,13 +85,13 @@ struct Waiting {
       const uint32_t seen = probe();
       if (seen == expected) return true;
       poll_pause();
-      if (polls % 64 > 1) continue;  // few instructions between two looks
+      if (polls % 64 > 1) continue;  // few instructions between two polls
       if (state.failed) return false;
       if (polls % 64 == 0) deadline_ns = check_deadline(*this, deadline_ns, reason, blamed(peer), expected, seen);
     }
   }
 
-  // The same until probe() holds; until then, the former epoch stands for what is seen.
+  // Polls until probe() returns true. The record of a time-out shows the former epoch as the value seen.
   template <typename Peer, typename Probe>
   __device__ __forceinline__ bool wait_until(Peer peer, Probe probe) const {
     const uint32_t epoch = state.epoch;
@@ -103,9 +104,10 @@ struct Waiting {
     return peer();
   }
 
-  // Called at times while a thread waits. Fails the operation once its deadline has passed. Returns what the next call
-  // gets as `deadline_ns`: 0 at the first call; then the end of a short wait, an even number; then the deadline that
-  // the blocks share, an odd number. Most waits are short: they do not touch the word that the blocks share.
+  // A waiting thread calls this from time to time. Fails the operation once its deadline has passed. `deadline_ns` is 0
+  // at the first call, then the value that the former call returned: the end of a short wait, an even number; after
+  // that, the deadline that the blocks share, an odd number. Most waits are short: they do not touch the word that the
+  // blocks share.
   __device__ __noinline__ static uint64_t check_deadline(Waiting op, uint64_t deadline_ns, FailureReason reason,
                                                          int32_t peer, uint32_t expected, uint32_t seen) {
     constexpr uint64_t kShortWaitNs = 1'000'000;
@@ -122,13 +124,13 @@ struct Waiting {
     return deadline_ns;
   }
 
-  // The deadline that all blocks of the operation share: its first long wait, plus the time-out. So a peer that is late
-  // again and again cannot extend it. A block that has not entered yet has a deadline of its own.
+  // The deadline that all blocks of the operation share: the time of its first long wait, plus the time-out. So a peer
+  // that is late several times cannot extend it. A block that has not entered yet has a deadline of its own.
   __device__ __forceinline__ uint64_t deadline(uint64_t now) const {
     constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
     if (!state.entered) return now + peers.timeout_ns;
     unsigned long long* const word = &own().first_wait[call.phase == Phase::kDone][state.slot];
-    const uint32_t tick = static_cast<uint32_t>(now >> kLogTickNs) | 1;  // a word of 0 is none, also of epoch 0
+    const uint32_t tick = static_cast<uint32_t>(now >> kLogTickNs) | 1;  // never 0: a word of 0 means no wait
     unsigned long long first = load_relaxed(word);
     if (first >> 32 != state.epoch || first == 0) {
       const unsigned long long before = atomic_cas_relaxed_gpu(word, first, tagged(state.epoch, tick));
@@ -140,7 +142,7 @@ struct Waiting {
     return now + peers.timeout_ns - min(waited_ns, peers.timeout_ns);
   }
 
-  // What does not come may be that of ranks in another operation.
+  // Fails with kOtherOp if a rank is in another operation: then the awaited data never comes.
   __device__ void expect_no_other_call() const {
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
@@ -152,8 +154,8 @@ struct Waiting {
     }
   }
 
-  // Whom to blame for what does not come from `peer`: what it has sent may have to pass through a rank that is not in
-  // the operation.
+  // Returns the rank to blame for data that does not come from `peer`: the first rank, from `peer` on, that has not
+  // notified this operation. The data of `peer` may have to pass through that rank.
   __device__ int32_t silent_rank(int32_t peer) const {
 #pragma unroll 1
     for (int32_t i = 0, rank = peer; i < peers.num_ranks; ++i, rank = rank + 1 == peers.num_ranks ? 0 : rank + 1) {
@@ -188,7 +190,7 @@ struct Waiting {
     store_release(&record.valid, 1);
   }
 
-  // Of a rank whose own record this process does not see: it may be on another host.
+  // Records the failure of a rank whose own record this process does not see, because the rank may be on another host.
   __device__ __forceinline__ void record_failure_elsewhere() const {
     const uint32_t failed = load_relaxed(&own().failed);
     const bool is_known = load_relaxed(&peers.failure->valid) != 0;
@@ -196,7 +198,8 @@ struct Waiting {
     record_failure(FailureReason::kElsewhere, peers.rank, static_cast<int32_t>(failed - 1), 0, 0);
   }
 
-  // Whether the operation has failed, the same for all lanes of a warp: each lane by itself may see it sooner or later.
+  // True if any lane of the warp has seen that the operation has failed. All lanes get the same answer, although each
+  // lane may see the failure at another time.
   __device__ __forceinline__ bool warp_has_failed() const { return __any_sync(kAllLanes, state.failed); }
 };
 

@@ -1,4 +1,4 @@
-// Where a thread is in its block, and what the lanes of a warp do together.
+// A thread's position in its block, and a collective of a warp's lanes.
 #pragma once
 
 #include <cstdint>
