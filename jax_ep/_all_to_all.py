@@ -22,15 +22,15 @@ def all_to_all(
     group: Group,
     wire: Wire | None = None,
 ) -> AllToAll:
-    """Sends rows that are already sorted by expert. Differentiable, in reverse mode, in x.
+    """Sends rows that are already sorted by expert. Differentiable in x, in reverse mode.
 
     Args:
-        x: [M, H] in group.dtype, M static, the same on all ranks and at most group.max_tokens_per_rank: first the rows
-            for expert 0, then those for expert 1, and so on.
-        splits: [E] int32, rows for each expert. Their sum may be less than M: rows beyond it are not sent. Where it is
-            more, experts get rows in order until the M rows are spent; the received splits show it.
+        x: [M, H] in group.dtype: first the rows for expert 0, then the rows for expert 1, and so on. M is static, the
+            same on all ranks, and at most group.max_tokens_per_rank.
+        splits: [E] int32, the number of rows for each expert. If their sum is less than M, the rows beyond the sum are
+            not sent. If it is more, experts get rows in order until all M rows are used; the received splits show this.
         group: the `Group`.
-        wire: as for `dispatch`. fp8 rows are not differentiable.
+        wire: the same as for `dispatch`. fp8 rows are not differentiable.
 
     Returns:
         `AllToAll`.
@@ -57,17 +57,17 @@ def all_to_all(
 def all_to_all_back(
     y: Annotated[jax.Array, "group.dtype [R, M, H]"], splits: Annotated[jax.Array, "int32 [E]"], *, group: Group
 ) -> Annotated[jax.Array, "group.dtype [M, H]"]:
-    """Returns rows to where `all_to_all` took them from: its inverse, and its gradient.
+    """Returns rows to the rank and position from which `all_to_all` sent them: its inverse, and its gradient.
 
-    Differentiable, in reverse mode, in y.
+    Differentiable in y, in reverse mode.
 
     Args:
-        y: [R, M, H] in group.dtype, laid out as AllToAll.x.
-        splits: [E] int32, the splits that this rank gave to `all_to_all`.
+        y: [R, M, H] in group.dtype, in the layout of AllToAll.x.
+        splits: [E] int32, the splits that this rank passed to `all_to_all`.
         group: the `Group`.
 
     Returns:
-        [M, H]; zero in rows beyond the sum of splits.
+        [M, H]. Rows beyond the sum of splits are zero.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.

@@ -23,17 +23,18 @@ def combine(
 ) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
 
-    The experts' side sums its part of a token in float32 and sends it back in y's dtype; the source sums those parts in
-    float32, in a fixed order: the same bits on every run. Differentiable, in reverse mode, in y and recv.weights.
+    Each rank of experts sums its rows of a token in float32 and sends one row back, in y's dtype. The token's rank sums
+    these rows in float32, in a fixed order, so the result has the same bits on every run. Differentiable in y and
+    recv.weights, in reverse mode.
 
     Args:
-        y: expert outputs in the shape of recv.x and the group's dtype. Rows that hold no token are never read, and
+        y: expert outputs in the shape of recv.x and the group's dtype. combine never reads rows that hold no token, and
             their cotangents are exactly zero.
-        recv: what dispatch returned.
+        recv: the result of dispatch.
         out_dtype: bfloat16, float16 or float32; None means y's dtype.
 
     Returns:
-        [T, H] in out_dtype. A token none of whose rows were kept gives zero.
+        [T, H] in out_dtype. If all rows of a token were dropped, its result is zero.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
@@ -58,10 +59,12 @@ def combine_start(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Pending:
-    """Starts a `combine`, with its arguments and errors, and waits for no peer.
+    """Starts a `combine` and waits for no peer. Arguments and errors are those of `combine`.
+
+    The computation between this call and `combine_done` runs while the rows travel.
 
     Returns:
-        What `combine_done` turns into the result, once; opaque.
+        An opaque pending call. Pass it to `combine_done` once.
 
     Example:
         >>> def layer(x, topk_idx, topk_weights):
@@ -82,12 +85,13 @@ def combine_start(
 
 @_compat.named
 def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
-    """Ends what `combine_start` began: the same result as `combine`. Both must be in one compiled program.
+    """Ends a `combine_start` and returns the result of `combine`. Both calls must be in one compiled program.
 
     Raises:
-        jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
-        jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
-            before, or was copied on its way, as in the carry of a loop.
+        jax_ep.SplitCallError: `pending` was done before, or an inner function that may run more than once closes over
+            it.
+        jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, was done
+            before, or was copied by XLA, for example in the carry of a loop.
 
     Example:
         >>> def layer(x, topk_idx):

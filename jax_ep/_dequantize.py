@@ -12,10 +12,10 @@ from jax_ep._types import AllToAll, Dispatched
 
 @_compat.named
 def dequantize(recv: Dispatched | AllToAll) -> Annotated[jax.Array, "group.dtype, the shape of recv.x"]:
-    """The received rows in group.dtype: recv.x * recv.scales in float32, rounded once.
+    """Returns the received rows in group.dtype: recv.x * recv.scales in float32, rounded once.
 
     Args:
-        recv: what dispatch or all_to_all returned; without scales, recv.x is returned as it is.
+        recv: the result of dispatch or all_to_all. If it has no scales, recv.x is returned unchanged.
 
     Raises:
         TypeError: recv is something else.

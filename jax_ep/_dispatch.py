@@ -44,28 +44,29 @@ def dispatch(
     """Sends each token to the ranks that hold its top-k experts. Call it inside `jax.shard_map` over `group.mesh`.
 
     Shapes are per device: T tokens (static, the same on all ranks), K = group.top_k, H = group.hidden, R ranks.
-    Differentiable, in reverse mode, in x and topk_weights.
+    Differentiable in x and topk_weights, in reverse mode.
 
     Args:
-        x: [T, H] in group.dtype; or a pair (float8_e4m3fn [T, H], float32 scales [T, H/128]), already quantised.
-        topk_idx: [T, K] int32, global expert ids. An id outside [0, num_experts) means no expert: nothing is sent. The
-            same expert twice in a row of topk_idx means two rows.
+        x: [T, H] in group.dtype; or an already quantised pair (float8_e4m3fn [T, H], float32 scales [T, H/128]).
+        topk_idx: [T, K] int32, global expert ids. An id outside [0, num_experts) means no expert: nothing is sent. If a
+            token names an expert twice, the expert receives two rows.
         topk_weights: [T, K] float32, the router's weights; None means 1.
         group: the `Group`.
-        layout: "expert" for recv.x [E_local, capacity, H], "ragged" for recv.x [capacity, H] grouped by expert.
-        capacity: rows per local expert ("expert") or in all ("ragged"), a multiple of alignment. By default enough for
-            any routing that names no expert twice for a token. Where room runs out, the lowest rows are kept,
-            recv.num_dropped counts the others, and combine takes them as zero.
-        alignment: in the ragged layout each expert's group is padded with zero rows to a multiple of it.
-        wire: None sends rows in x's dtype; "fp8" as float8_e4m3fn with one float32 scale per 128 channels; "fp8_pow2"
-            the same with scales that are powers of two. recv.x is fp8 then, to be multiplied with recv.scales.
-        dequantize: turns fp8 rows back into group.dtype on arrival. The gradient is then that of wire=None
+        layout: "expert" for recv.x [E_local, capacity, H]; "ragged" for recv.x [capacity, H], grouped by expert.
+        capacity: rows per local expert ("expert") or in all ("ragged"), a multiple of alignment. The default is enough
+            for any routing that names no expert twice for a token. If rows do not fit, dispatch keeps the first rows in
+            the order of `Dispatched`. recv.num_dropped counts the dropped rows, and combine treats them as zero.
+        alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number.
+        wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
+            "fp8_pow2" does the same with scales that are powers of two. With an fp8 wire, recv.x is fp8 and must be
+            multiplied by recv.scales.
+        dequantize: converts fp8 rows to group.dtype on arrival. The gradient is then the gradient of wire=None
             (straight-through).
-        zero_pad: True makes rows that hold no token zero, False leaves them unspecified; None means True where the call
-            is differentiated and False elsewhere.
+        zero_pad: True zeroes rows that hold no token, and False leaves them unspecified. None means True if the call is
+            differentiated, and else False.
 
     Returns:
-        `Dispatched`: the same bits on every run and every backend.
+        `Dispatched`, with the same bits on every run and every backend.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
@@ -98,12 +99,12 @@ def dispatch_start(
     dequantize: bool = False,
     zero_pad: bool | None = None,
 ) -> Pending:
-    """Starts a `dispatch`, with its arguments and errors, and waits for no peer.
+    """Starts a `dispatch` and waits for no peer. Arguments and errors are those of `dispatch`.
 
-    What is computed before `dispatch_done` runs while the rows travel.
+    The computation between this call and `dispatch_done` runs while the rows travel.
 
     Returns:
-        What `dispatch_done` turns into the result, once; opaque.
+        An opaque pending call. Pass it to `dispatch_done` once.
 
     Example:
         >>> def layer(x, topk_idx, topk_weights):
@@ -122,12 +123,13 @@ def dispatch_start(
 
 @_compat.named
 def dispatch_done(pending: Pending) -> Dispatched:
-    """Ends what `dispatch_start` began: the same result as `dispatch`. Both must be in one compiled program.
+    """Ends a `dispatch_start` and returns the result of `dispatch`. Both calls must be in one compiled program.
 
     Raises:
-        jax_ep.Error: `pending` was done before, or is closed over by an inner function that may run more than once.
-        jax.errors.JaxRuntimeError: on GPUs, when the program runs: what is pending is of another program, was done
-            before, or was copied on its way, as in the carry of a loop.
+        jax_ep.SplitCallError: `pending` was done before, or an inner function that may run more than once closes over
+            it.
+        jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, was done
+            before, or was copied by XLA, for example in the carry of a loop.
 
     Example:
         >>> def rows(x, topk_idx):
@@ -144,18 +146,18 @@ def dispatch_done(pending: Pending) -> Dispatched:
 def dispatch_like(
     x: Annotated[jax.Array, "[T, H']"], recv: Dispatched
 ) -> Annotated[jax.Array, "[E_local, capacity, H'] or [capacity, H']"]:
-    """Sends another tensor along the route of an earlier dispatch; no ids and no counts are sent again.
+    """Sends another tensor along the route of an earlier dispatch, without sending ids or counts again.
 
-    Differentiable, in reverse mode, in x: the transpose is the unweighted combine.
+    Differentiable in x, in reverse mode: the transpose is the unweighted combine.
 
     Args:
-        x: [T, H'] of any dtype with elements of whole bytes, T that of the dispatch, with H' * itemsize at most the
-            group's hidden * dtype.itemsize.
-        recv: what the dispatch returned.
+        x: [T, H'] with the T of the dispatch, in any dtype with elements of whole bytes. H' * itemsize must be at most
+            the group's hidden * dtype.itemsize.
+        recv: the result of the dispatch.
 
     Returns:
-        [E_local, capacity, H'] or [capacity, H'], as recv.x, in x's dtype. Rows that hold no token are as with
-        dispatch's zero_pad=None.
+        [E_local, capacity, H'] or [capacity, H'], in the layout of recv.x and x's dtype. Rows that hold no token are
+        zero if the call is differentiated, and else unspecified.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.

@@ -13,7 +13,7 @@ from jax_ep import _checks, _compat, _native
 
 
 class DispatchLayout(NamedTuple):
-    """What a routing of T tokens sends where: R ranks, N nodes, E experts.
+    """How many tokens a routing of T tokens sends to each rank, node and expert. R ranks, N nodes, E experts.
 
     Example:
         >>> ep.dispatch_layout(topk_idx, num_experts=E, num_ranks=R).is_token_in_rank.shape == (R * T, R)
@@ -36,13 +36,14 @@ def dispatch_layout(
 ) -> DispatchLayout:
     """Counts the tokens that a routing sends to each rank, node and expert.
 
-    A token counts once for a rank or a node, however many of its experts are there. Ids outside [0, num_experts) count
-    nowhere. Needs no group and no communication: inside `jax.shard_map` it looks at this device's tokens only.
+    A token counts once for a rank or a node, however many of its experts are there. Ids outside [0, num_experts) are
+    ignored. The function needs no group and no communication: inside `jax.shard_map`, it counts only this device's
+    tokens.
 
     Args:
         topk_idx: [T, K] int32, the experts of each token; any T and K, also 0.
-        num_experts: experts in all, a multiple of `num_ranks`; rank r owns num_experts / num_ranks consecutive ones.
-            On GPUs at most 12288 per rank.
+        num_experts: experts in all, a multiple of `num_ranks`. Each rank owns num_experts / num_ranks consecutive
+            experts, on GPUs at most 12288.
         num_ranks: ranks in all, a multiple of `num_nodes`; a node is num_ranks / num_nodes consecutive ranks.
         num_nodes: nodes (hosts or NVLink domains) in all.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Error(Exception):
-    """Base of every error that only shows when an operation runs.
+    """Base class of jax_ep's own errors. Arguments that are not valid raise ValueError or TypeError instead.
 
     Example:
         >>> try:
@@ -15,14 +15,14 @@ class Error(Exception):
 
 
 class PeerTimeoutError(Error):
-    """A device waited longer than `Group(timeout=...)` for a peer; or, over a network, for one that had given up.
+    """A device waited for a peer longer than `Group(timeout=...)`. Over a network: or the peer had given up before.
 
     Attributes:
         op: the operation that waited, e.g. "dispatch".
         waiting_rank: the rank that gave up.
-        missing_rank: the rank that it waited for, or that gave up before it.
-        expected: the value (epoch, operation or hash) that the waiting rank had to see.
-        seen: the value that it saw last.
+        missing_rank: the rank that the waiting rank waited for, or that gave up earlier.
+        expected: the value (epoch, operation or hash) that the waiting rank needed.
+        seen: the value that the waiting rank read last.
 
     Example:
         >>> try:
@@ -48,7 +48,7 @@ class PeerTimeoutError(Error):
 
 
 class SplitCallError(Error):
-    """A `*_done` that has no `*_start` of its own: the pending call was already taken.
+    """A `*_done` has no `*_start` of its own, because another done has already ended the pending call.
 
     Example:
         >>> def twice(x, topk_idx):

@@ -19,10 +19,10 @@ class Group(GroupSettings):
     """An expert-parallel group: the devices along one mesh axis, which share `num_experts` experts.
 
     Rank r, the index along `axis_name`, owns the experts [r * E_local, (r + 1) * E_local) with
-    E_local = num_experts // num_ranks. Every setting of the mesh's other axes is a group of its own, with the same
-    shape. A group is static: it is hashed by identity, may be closed over by jitted functions, and is a context manager
-    that closes itself. What it was made with are its attributes, which cannot be set; so are num_ranks,
-    experts_per_rank and backend, the name of the one that was chosen.
+    E_local = num_experts // num_ranks. For each index along the mesh's other axes, the devices along `axis_name` form a
+    separate group of the same shape. A group is static data: it is hashed by identity, and jitted functions may close
+    over it. It is a context manager that closes the group at the end. All arguments are read-only attributes. So are
+    num_ranks, experts_per_rank and backend (the name of the chosen backend).
 
     Args:
         mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`.
@@ -31,19 +31,19 @@ class Group(GroupSettings):
         top_k: experts per token, 1 to 32.
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T of any call.
-        dtype: of activations: bfloat16, float16 or float32.
-        backend: "auto" takes the fastest that works here, `jax_ep.backends()` lists them. "emulated", for the tests of
-            a checkout, runs the kernels of "cuda" on CPU devices.
+        dtype: the dtype of activations: bfloat16, float16 or float32.
+        backend: "auto" chooses the fastest backend that works on the mesh. `jax_ep.backends()` lists the backends.
+            "emulated" is for the tests of a source checkout: it runs the kernels of "cuda" on CPU devices.
         num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
-            split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs, and 32 with None.
-        timeout: seconds that a device waits for a peer before the operation fails; in making the group, seconds that a
-            process waits for the others.
+            split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs, and at most 32 with None.
+        timeout: seconds that a device waits for a peer before the operation fails. While the group is made: seconds
+            that a process waits for the other processes.
 
-    With `jax.distributed`, every process that owns devices of the mesh makes the same groups in the same order.
+    With `jax.distributed`, every process that owns devices of the mesh must make the same groups in the same order.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the message says what would.
-        Error: the group's memory does not fit on a device, or a process does not come or makes another group.
+        ValueError, TypeError: an argument is not valid; the message says what is.
+        Error: the group's memory does not fit on a device, or another process makes no group or a different group.
 
     Example:
         >>> with ep.Group(mesh, num_experts=2 * R, top_k=2, hidden=64, max_tokens_per_rank=8) as small:
@@ -95,7 +95,7 @@ class Group(GroupSettings):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of device memory that the group holds on each device, outside XLA's."""
+        """Bytes of memory that the group holds on each device, in addition to XLA's memory."""
         return self._impl.memory_bytes
 
     @property
@@ -103,23 +103,26 @@ class Group(GroupSettings):
         return self._impl.closed
 
     def close(self) -> None:
-        """Gives the group's memory back. Closing twice is fine; tracing an operation of a closed group is an error."""
+        """Frees the group's memory. A second call has no effect. Tracing an operation of a closed group is an error."""
         self._impl.close()
 
     def check(self) -> None:
-        """Raises what went wrong on a device, if anything did: results up to then may be poison.
+        """Raises the error that an operation recorded on a device, if there is one. Results may then be poison.
+
+        `check` waits for no device, so call `jax.block_until_ready` on the results first.
 
         Raises:
-            PeerTimeoutError: a rank waited for another longer than the timeout.
-            Error: ranks were in different calls, or on other devices than those of the mesh.
+            PeerTimeoutError: a rank waited for another rank longer than the timeout.
+            Error: any other failure, for example: ranks ran different calls, operations of one group overlapped on a
+                device, or a program ran ranks on other devices than the mesh does.
         """
         self._impl.check()
 
     def stats(self) -> GroupStats:
-        """What this process's ranks have done since the group was opened, and how long they waited for which rank.
+        """Returns counters of this process's ranks since the group was made, and how long they waited for each rank.
 
-        Devices count as they work, at no cost to it. This reads their counters and waits for no operation, so that one
-        under way is counted in part or not at all; it works on a closed group, too.
+        Counting costs the operations no time. This method reads the devices' counters and waits for no operation. So
+        the counters may include an operation in flight partly or not at all. It also works on a closed group.
         """
         here = [
             (rank, str(device))

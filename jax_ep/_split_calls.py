@@ -16,7 +16,7 @@ from jax_ep._settings import GroupSettings
 @partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["op", "group", "static"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pending:
-    """An operation that was started; opaque, to be given to its `*_done` once."""
+    """An operation that was started. It is opaque: pass it to its `*_done` once."""
 
     operands: Any
     op: str

@@ -14,25 +14,27 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupStats:
-    """What this process's ranks have done since their group was opened. L ranks here, R ranks in the group.
+    """Counters of this process's ranks since their group was made. L ranks in this process, R ranks in the group.
 
-    A row is one token on its way to, or back from, one rank, however many of its experts are there. Its bytes are those
-    of its payload, scales and headers as they travel; the words that announce an operation are not counted. Entry
-    [i, r] of an array [L, R] is about `ranks[i]` and rank r, which may be the same: those rows stay on the device. On
-    the reference backend, which leaves everything to XLA, what is not known is None: all but `ranks` and `devices`.
+    A row is one token on its way to, or back from, one rank, however many of its experts are on that rank. Its bytes
+    are those of payload, scales and headers as they travel, without the words that announce an operation. Entry [i, r]
+    of an array [L, R] is about `ranks[i]` and rank r. If both are the same rank, the rows stay on the device. The
+    reference backend counts nothing: all fields except `ranks` and `devices` are None.
 
-    Rows are counted where the experts are. Of a rank r on another host, those cannot be seen here: [i, r] of the rows
-    and bytes sent then lacks what went to experts there, and of those received what came back from them.
+    The ranks of the experts count the rows. This process cannot read the counters of a rank r on another host. Then
+    entry [i, r] of the rows and bytes sent lacks rows to experts of rank r, and entry [i, r] of the rows and bytes
+    received lacks rows that came back from them.
 
     Attributes:
-        ranks: L numbers, of this process's ranks in their expert-parallel group.
-        devices: L names of their devices.
-        operations: for each kind of operation [L] int64, how many of them have begun on all ranks; a split-phase call
-            counts as one.
+        ranks: L numbers: the ranks of this process in their expert-parallel group.
+        devices: L names: the devices of these ranks.
+        operations: for each kind of operation, [L] int64: the number of operations that have begun on all ranks. A
+            split-phase call counts as one.
         rows_dropped: [L] int64, the sum of `num_dropped`.
         rows_sent, rows_received: [L, R] int64.
         bytes_sent, bytes_received: [L, R] int64.
-        seconds_waited: [L, R] float64, from when ranks[i] was in an operation until rank r was.
+        seconds_waited: [L, R] float64, the time from when ranks[i] entered an operation until rank r entered it, summed
+            over all operations.
 
     Example:
         >>> stats = group.stats()
@@ -53,11 +55,11 @@ class GroupStats:
     seconds_waited: np.ndarray | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and None, as `json.dumps` takes them.
+        """Returns the counters as numbers, strings, lists and None, which `json.dumps` accepts.
 
         Returns:
-            {"ranks": a dict of "rank", "device" and the counters for each rank here, "total": the counters' sums}. A
-            counter [L, R] is a list of R numbers there, a counter [L] a number.
+            {"ranks": [a dict of "rank", "device" and the counters, for each rank], "total": the sums of the counters}.
+            In each dict, a counter [L, R] is a list of R numbers, and a counter [L] is a number.
         """
         counters = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]}
 
@@ -74,7 +76,7 @@ class GroupStats:
         return {"ranks": ranks, "total": told(partial(np.sum, axis=0))}
 
     def __str__(self) -> str:
-        """A line for each rank here, and one for all of them."""
+        """Formats a table with a line for each rank of this process, and a line with the sums."""
         if self.operations is None:
             return f"ranks {', '.join(map(str, self.ranks))}: the reference backend counts nothing"
         told = self.to_dict()

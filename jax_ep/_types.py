@@ -132,12 +132,12 @@ class Dispatched:
         x: [E_local, capacity, H] ("expert" layout) or [capacity, H] ("ragged"), in the group's dtype, or
             float8_e4m3fn when `scales` is set.
         counts: [E_local] int32, rows of each local expert that hold a token.
-        group_sizes: [E_local] int32, rows that each local expert takes up: counts, rounded up to `alignment` in the
-            ragged layout, where the rows so added are zero.
+        group_sizes: [E_local] int32, rows that each local expert occupies. These are the counts; in the ragged layout,
+            they are rounded up to a multiple of `alignment`, and the added rows are zero.
         weights: float32, one per row of x; 0 in rows that hold no token.
         scales: None, or float32 [..., H/128], one per 128 channels of x.
-        num_dropped: [] int32, rows that this rank had no room for.
-        route: opaque; what `combine` and `dispatch_like` follow.
+        num_dropped: [] int32, rows that this rank dropped because they did not fit.
+        route: opaque; `combine` and `dispatch_like` use it.
 
     Example:
         >>> def rows_per_rank(x, topk_idx):
@@ -193,11 +193,11 @@ class DispatchCall:
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "splits", "scales"], meta_fields=["group"])
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """What a rank received. R ranks, M rows, E_local = experts per rank, H = hidden.
+    """The rows that a rank received from `all_to_all`. R ranks, M rows, E_local = experts per rank, H = hidden.
 
     Attributes:
-        x: [R, M, H]; block r holds what rank r sent, sorted by local expert and packed from row 0. Rows beyond
-            the sum of splits[r] are unspecified.
+        x: [R, M, H]. Block r contains the rows from rank r, sorted by local expert, starting at row 0. Rows beyond the
+            sum of splits[r] are unspecified.
         splits: [R, E_local] int32, rows from each rank for each local expert.
         scales: None, or float32 [R, M, H/128] with an fp8 wire.
         group: the `Group`.

@@ -20,7 +20,7 @@ from jax_ep._types import Backend
 
 
 class BackendStatus(NamedTuple):
-    """Whether a backend can be used here, and if not, why.
+    """Whether a backend can run on this machine, and if not, the reason.
 
     Example:
         >>> ep.backends()["reference"].available
@@ -32,7 +32,7 @@ class BackendStatus(NamedTuple):
 
 
 def backends() -> dict[str, BackendStatus]:
-    """Which backends there are: a name for `Group(backend=...)` -> (available, reason if it is not).
+    """Returns the backends by their names for `Group(backend=...)`: whether each is available, and if not, the reason.
 
     Example:
         >>> sorted(ep.backends())
