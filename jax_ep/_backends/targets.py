@@ -130,7 +130,7 @@ def _shape(declared: Array, sizes: Sizes) -> tuple[int, ...]:
 # A route: what dispatch finds out, and the operations along it take again.
 _ROUTE = (
     # Index of the token among the rows sent to each rank (for this rank, the token), -1 if it was not sent. Over a
-    # network, T more for the tokens that this rank forwarded (ScatterArgs in ffi/cuda/dispatch.h).
+    # network, T more for the tokens that this rank forwarded (DispatchArgs in ffi/cuda/dispatch.h).
     Array("place", "P R", _INT),
     Array("rows", "R T K", _INT),  # row here of each arrived (source rank, index, k), -1 if none
     Array("num_arrived", "R", _INT),  # rows that came from each rank
