@@ -43,13 +43,13 @@ def backends() -> dict[str, BackendStatus]:
 
 
 def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: float = 300.0) -> str:
-    """The backend for a group along `axis_name` of `mesh` whose user asks for `requested`; the same in all processes.
+    """Returns the backend for a group along `axis_name` of `mesh` whose user requests `requested`.
 
-    They wait `timeout` seconds for one another.
+    All processes of the mesh get the same answer. They wait for one another, for at most `timeout` seconds.
     """
     known = backends()
     is_emulated = isinstance(requested, str) and requested == "emulated"
-    if is_emulated and _native.emulated is not None:  # for tests; it is not among those for users
+    if is_emulated and _native.emulated is not None:  # for tests: `backends()` does not list it
         return requested
     _checks.choice("backend", requested, ("auto", *known))
     if requested == "reference":
@@ -66,7 +66,7 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
 
 
 def open_backend(name: str, group: GroupSettings) -> Backend:
-    """Makes the backend `name`, as returned by `choose`, for `group`."""
+    """Makes the backend for `group`. `name` is a result of `choose`."""
     if name == "reference":
         return ReferenceBackend(group)
     if name == "emulated":
@@ -75,7 +75,10 @@ def open_backend(name: str, group: GroupSettings) -> Backend:
 
 
 def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str) -> str:
-    """Why no process can use the CUDA backend along `axis_name` of `mesh`, or ""; the same in all."""
+    """Returns why no process can use the CUDA backend along `axis_name` of `mesh`, or "" if they can.
+
+    The result is the same in all processes.
+    """
     if mesh.devices.flat[0].platform != "gpu":
         return "the mesh's devices are not GPUs"
     if (ranks := mesh.shape[axis_name]) > MAX_RANKS:
@@ -87,7 +90,10 @@ def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str) -> str:
 
 
 def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: float) -> str:
-    """Why the processes of `mesh` cannot use the CUDA backend together, or ""; `reason` is that of this process."""
+    """Returns why the processes of `mesh` cannot use the CUDA backend together, or "" if they can.
+
+    `reason` is why this process alone cannot use it, or "".
+    """
     me, processes = jax.process_index(), _processes.owners(mesh)
     if me not in processes:
         return f"process {me} has no device in the mesh"
@@ -122,7 +128,7 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout
 
 
 def _first_reason(reasons: dict[int, str]) -> str:
-    """The first reason that a process gives, and which process if it is another one; "" if none gives a reason."""
+    """Returns the first reason that a process gives, or "". Names the process if it is not this process."""
     for process, reason in reasons.items():
         if reason:
             return reason if process == jax.process_index() else f"process {process}: {reason}"
@@ -130,16 +136,16 @@ def _first_reason(reasons: dict[int, str]) -> str:
 
 
 def _uuids(devices: Sequence[jax.Device]) -> dict[str, str]:
-    """JAX's number of each device (a string, as in JSON) -> what all processes call the GPU."""
+    """Maps JAX's id of each device (a string, because JSON has no other keys) to the UUID of the GPU."""
     native = cast(ModuleType, _native.cuda)
     return {str(device.id): native.device_uuid(device.local_hardware_id).hex() for device in devices}
 
 
 def _link_reason(ep_groups: np.ndarray, hosts: dict[int, str], gpus: dict[str, str]) -> str:
-    """Why two GPUs of a node cannot store into each other's memory, or ""; `hosts`: of each process.
+    """Returns why two GPUs of a node cannot store into each other's memory, or "" if all can.
 
-    Each process looks at the nodes of its own ranks, and at the GPUs that it sees there. CUDA says nothing about a GPU
-    of another process that CUDA_VISIBLE_DEVICES or a container hides from this process.
+    Each process checks the GPUs that it sees in the nodes of its own ranks. It cannot check a GPU of another process
+    that CUDA_VISIBLE_DEVICES or a container hides from it. `hosts` maps each process to its host.
     """
     native = cast(ModuleType, _native.cuda)
     for node in ep_groups.reshape(-1, _network.node_size(ep_groups, hosts)):
@@ -152,12 +158,12 @@ def _link_reason(ep_groups: np.ndarray, hosts: dict[int, str], gpus: dict[str, s
 
 
 def _cuda_reason() -> str | None:
-    """Why the CUDA backend cannot be used, or None."""
+    """Returns why this process cannot use the CUDA backend, or None if it can."""
     if reason := _native.cuda_reason():
         return reason
     try:
         devices = jax.local_devices(backend="gpu")
-    except (RuntimeError, AssertionError):  # the latter with JAX_PLATFORMS=cuda and a broken driver
+    except (RuntimeError, AssertionError):  # AssertionError: JAX_PLATFORMS=cuda and a broken driver
         return "JAX sees no GPU; pip install 'jax[cuda13]' on a machine with an NVIDIA driver"
     native = cast(ModuleType, _native.cuda)
     reasons = (native.unsupported_device(device.local_hardware_id) for device in devices)

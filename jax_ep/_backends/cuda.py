@@ -1,7 +1,7 @@
 """The CUDA backend: each operation is one XLA FFI call, which launches one kernel (ffi/cuda/) on the rank's device.
 
-`targets.py` declares the operands and results of each call. Nothing here knows how devices reach each other: the native
-group does (ffi/cuda/group.h).
+`targets.py` declares the operands and results of each call. This file does not depend on how devices reach each other's
+memory: only the native group knows that (ffi/cuda/group.h).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax_ep._constants import CHANNELS_PER_SCALE, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
-_Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, None for NONE; the ticket
+_Started: TypeAlias = tuple[jax.Array | None, ...]  # the memory of each result (None for NONE), then the ticket
 
 
 class RouteArrays(NamedTuple):
-    """One rank's part of a route, named as the operands and results in `targets`, which say what they are."""
+    """One rank's part of a route. `_ROUTE` and `_COUNTS` in targets.py describe the arrays."""
 
     place: jax.Array
     rows: jax.Array
@@ -36,7 +36,7 @@ class RouteArrays(NamedTuple):
 
 
 class CudaBackend(NativeGroup, Backend):
-    """The operations of a `NativeGroup`."""
+    """Runs the operations of a `NativeGroup` as FFI calls."""
 
     def dispatch_start(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
@@ -140,7 +140,7 @@ class CudaBackend(NativeGroup, Backend):
     def _dispatch_call(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, zero_pad: bool
     ) -> tuple[dict[str, jax.Array | None], dict[str, Result], dict[str, Any]]:
-        """The operands, results and settings of a dispatch."""
+        """Returns the operands, result types and settings of a dispatch."""
         group, options, route = self.group, call.options, call.route(None)
         rows, scales = x if call.quantized else (x, None)
         operands = {"x": rows, "x_scales": scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
@@ -182,12 +182,12 @@ class CudaBackend(NativeGroup, Backend):
         has_side_effect: bool = False,
         **attributes: Any,
     ) -> dict[str, jax.Array]:
-        """One FFI call; its results by name.
+        """Adds one FFI call to the program. Returns its results by name.
 
         Args:
-            agreed: what ranks must agree on besides the types of the operands. The kernels compare a hash of both. None
-                for a done, which is part of the call that its start has begun.
-            aliases: operand -> result in the same memory.
+            agreed: the facts on which ranks must agree, in addition to the types of the operands. The kernels compare a
+                hash of both. None for a done: it belongs to the call of its start.
+            aliases: maps the index of an operand to the index of the result in the same memory.
         """
         if agreed is not None:
             operands = {"axis_index": lax.axis_index(self.group.axis_name), **operands}
@@ -214,10 +214,10 @@ class CudaBackend(NativeGroup, Backend):
         results: Mapping[str, Result],
         **settings: Any,
     ) -> _Started:
-        """Starts `target`; gives the memory that its done will return as the results, and the ticket.
+        """Starts `target`. Returns the memory that its done will return as the results, and the ticket.
 
-        The memory comes from a separate, pure call. If jax.checkpoint runs that again in a backward pass, as it does
-        with barriers behind a start, it gets other memory, and XLA need not copy.
+        A separate, pure call allocates the memory. jax.checkpoint may run this call again in a backward pass, as it
+        does with barriers after a start. The second call then gets other memory, and XLA need not copy.
         """
         arrays = self._arrays(operands.values())
         allocate = jax.ffi.ffi_call("jax_ep_room", _types(arrays, results), vmap_method="sequential")
@@ -227,13 +227,17 @@ class CudaBackend(NativeGroup, Backend):
         ticket = self._call(
             start, {**operands, **memory}, start.result_types({}, {}, {}), has_side_effect=True, **settings
         )["ticket"]
-        # An array of no elements, as the argument of a program or of shard_map, is too much for XLA of jax 0.11.
+        # None instead of an array without elements: XLA of jax 0.11 fails if a program or a shard_map has such an
+        # argument.
         return *(None if results[name] is NONE else array for name, array in memory.items()), ticket
 
     def _done(
         self, target: Target, operands: Mapping[str, jax.Array | None], started: _Started
     ) -> dict[str, jax.Array]:
-        """Ends `target`, which was `started` with `operands`. XLA keeps the operands and the results' memory for it."""
+        """Ends `target`, which `_start` started with the same `operands`.
+
+        XLA keeps the operands, and the memory of the results, until the done.
+        """
         *memory, ticket = started
         given = {result.name: array for result, array in zip(target.results, memory, strict=True)}
         results = {name: NONE if array is None else Result(array.shape, array.dtype) for name, array in given.items()}
@@ -242,14 +246,15 @@ class CudaBackend(NativeGroup, Backend):
         return self._call(target.done, operands, results, agreed=None, aliases=aliases, has_side_effect=True)
 
     def _arrays(self, operands: Collection[jax.Array | None]) -> tuple[jax.Array, ...]:
-        """The operands of a foreign call: no None, all varying over the EP axis, behind a barrier."""
+        """Prepares the operands of an FFI call: replaces None, makes all vary over the EP axis, and adds a barrier."""
         arrays = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
-        # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
+        # Without the barrier, XLA:GPU fuses the call with slices around it. It may then fail on an update of a result,
+        # or run a start or a done twice.
         return lax.optimization_barrier(_compat.vary(arrays, [self.group.axis_name]))
 
 
 def _types(operands: tuple[jax.Array, ...], results: Mapping[str, Result]) -> Sequence[Any]:
-    """The types of a foreign call's results: they vary over the mesh axes that its operands vary over."""
+    """Returns the types of an FFI call's results. Results vary over the same mesh axes as the operands."""
     return [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results.values()]
 
 
@@ -259,18 +264,18 @@ def _route_attributes(route: Route) -> dict[str, Any]:
 
 
 def _without_counts(route: Route) -> dict[str, jax.Array]:
-    """The arrays of a route that the way back takes."""
+    """Returns the arrays of a route that combine and dispatch_back use."""
     arrays = route.arrays
     return {"place": arrays.place, "rows": arrays.rows, "num_arrived": arrays.num_arrived}
 
 
 def _pad_to_units(rows: jax.Array) -> jax.Array:
-    """Rows of whole 16-byte units, in which they travel."""
+    """Pads each row to a multiple of 16 bytes, the unit of the kernels."""
     unit = 16 // rows.dtype.itemsize
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % unit)))
 
 
 def _place_in_block(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
-    """Where in its rank's block each row goes: [M, R] int32, -1 where it does not go to the rank."""
+    """Returns each row's position in the block of each rank: [M, R] int32, -1 if the row does not go to the rank."""
     place = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row[None]
     return jnp.where((place >= 0) & (place < blocks.sizes[None]), place, -1)

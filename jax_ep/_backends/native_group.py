@@ -1,4 +1,4 @@
-"""What the CUDA backend has in native code: memory that ranks map, failures, counters."""
+"""The part of the CUDA backend that owns native state: the memory that ranks map, failures and counters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from jax_ep._constants import ELSEWHERE
 from jax_ep._errors import Error
 from jax_ep._settings import GroupSettings
 
-_SHARING = "JAX_EP_SHARING"  # in the environment: how processes map each other's memory, if not as found best
-_SAME_GPU = "JAX_EP_SAME_GPU"  # in the environment: "1" lets processes share a GPU, in time slices; for tests only
-_Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and file descriptors
+# Environment variables.
+_SHARING = "JAX_EP_SHARING"  # "descriptor" or "ipc": forces how processes map each other's memory
+_SAME_GPU = "JAX_EP_SAME_GPU"  # "1" lets processes share a GPU, in time slices; for tests only
+
+_Parcel: TypeAlias = tuple[bytes, list[int]]  # the handles of a process's memory, and file descriptors
 
 
 class NativeGroup:
-    """A group's memory on this process's devices. The native module keeps it, under a number that is in programs."""
+    """A group's memory on this process's devices. The native module keeps it under an id, which programs contain."""
 
     def __init__(self, group: GroupSettings, native: ModuleType) -> None:
-        """`native`: the extension module whose kernels run, on GPUs or emulated ones."""
+        """`native` is the extension module whose kernels run: `_cuda`, or `_emulated`."""
         self.group = group
         self._native = native
         mesh = group.mesh
@@ -42,12 +44,12 @@ class NativeGroup:
             "dtype": str(group.dtype),
             "node_size": _network.given_node_size(),
         }
-        # It stands in compiled programs, which must be the same in all processes.
+        # Compiled programs contain the id, and must be the same in all processes. So the id is a hash, not a counter.
         self._id = int(_digest([self._rendezvous.key, self._settings])[:15], 16)
         try:
             with self._rendezvous:
                 self._open()
-        except BaseException:  # of this process, or of one that does not come to the rendezvous's end
+        except BaseException:  # an error here, or a process that does not come to the end of the rendezvous
             self._native.close_group(self._id)
             raise
         self.memory_bytes: int = self._native.group_bytes(self._id)
@@ -90,26 +92,29 @@ class NativeGroup:
         self._rendezvous.exchange(None)  # no kernel writes to a peer before all memory is ready
 
     def _start_network(self, hosts: dict[int, str]) -> Any:
-        """What the native group needs of NVSHMEM; `hosts`: of each process."""
+        """Starts NVSHMEM, and returns its functions for the native group. `hosts` maps each process to its host."""
         return _network.start(self._rendezvous, hosts.values(), _local_ordinals(self._ep_groups)[0])
 
     def _processing_element(self, device: jax.Device) -> int:
-        """The number that NVSHMEM knows a device by."""
+        """Returns NVSHMEM's number of a device, its processing element (PE)."""
         return self._rendezvous.processes.index(device.process_index)
 
     def _ordinal(self, device: jax.Device) -> int:
-        """The number by which CUDA knows a device of this process."""
+        """Returns the CUDA ordinal of a device of this process."""
         return device.local_hardware_id
 
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
-        """Sends what is needed to map this process's memory to the processes that share an EP group with it."""
+        """Sends the handles to this process's memory to the processes that share an EP group with it.
+
+        Returns the handles of those processes.
+        """
         rendezvous, me = self._rendezvous, jax.process_index()
         handles, descriptors = mine
         with _processes.Mailbox() as mailbox:
             published = rendezvous.exchange(
                 {"sharing": self._sharing, "mailbox": mailbox.address, "handles": handles.hex()}
             )
-            # Where one process frees its memory by IPC's rules, all must say when they have unmapped it.
+            # With CUDA IPC in any process, all processes must unmap its memory before it is freed.
             self._frees_together = any(answer["sharing"] == "ipc" for answer in published.values())
             owners = [{device.process_index for device in ep_group} for ep_group in self._ep_groups]
             others = sorted(set().union(*(processes for processes in owners if me in processes)) - {me})
@@ -119,7 +124,7 @@ class NativeGroup:
         return [(bytes.fromhex(published[process]["handles"]), received[process]) for process in others]
 
     def _exchange_nothing(self, _: _Parcel) -> list[_Parcel]:
-        """Tells the others that this process has come so far, and waits for them."""
+        """Waits for the other processes. They exchange no handles: NVSHMEM maps the memory."""
         self._rendezvous.exchange(None)
         return []
 
@@ -132,13 +137,13 @@ class NativeGroup:
             return
         try:
             self._rendezvous.wait_for_all()
-        except Exception as error:  # a peer may be dead, and jax.distributed with it
+        except Exception as error:  # a process may have died, and jax.distributed with it
             warnings.warn(f"Group.close: its memory stays taken, as others may still use it: {error}", stacklevel=3)
         else:
             self._native.free_arenas(self._id)
 
     def traffic(self) -> tuple[int, int]:
-        """The rows, and their bytes, that this process has sent over a network since the group was made."""
+        """Returns the number of rows, and of their bytes, that this process has sent over a network so far."""
         return self._native.group_traffic(self._id)
 
     def check(self) -> None:
@@ -161,7 +166,10 @@ class NativeGroup:
 
 
 def choose_sharing(devices: np.ndarray, native: ModuleType) -> str:
-    """How this process shares the memory of its `devices` with the owners of the others; "none" if it owns all."""
+    """Returns how this process shares the memory of its own devices in `devices` with other processes.
+
+    Returns "none" if it owns all of `devices`.
+    """
     here = _local_ordinals(devices)
     if len(here) == devices.size:
         return "none"
@@ -192,7 +200,7 @@ def _expect_same_settings(published: dict[int, Any], me: int) -> None:
 
 
 def expect_own_gpus(published: dict[int, Any]) -> None:
-    """No two processes use the same GPU. `published`: of each process, "gpus" among others, the UUIDs of its GPUs."""
+    """Raises an error if two processes use the same GPU. published[process]["gpus"] has the UUIDs of its GPUs."""
     if os.environ.get(_SAME_GPU) == "1":
         return
     users: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """The reference backend: plain JAX and `lax` collectives, on any platform and any number of processes.
 
-It is the oracle of the other backends, so it is written to be read. Every rank gathers all ids and all tokens of its
-group and works out alone which rows are its own; combine sends back one partial sum per token and rank, as the kernels
-do. Rows that hold no token are always zero here.
+The other backends must give the same results, so this file favours clear code over speed. Every rank gathers all ids
+and all tokens of its group, and selects its own rows. combine sends back one partial sum per token and rank, as the
+kernels do. Rows that hold no token are always zero in this backend.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
 
 class RouteArrays(NamedTuple):
-    """One rank's part of a route, seen from the experts' side. An index one past the end stands for "none"."""
+    """One rank's part of a route, for the experts' side. An index one past the end means "none"."""
 
-    row: jax.Array  # [R, T, K] int32, this rank's row of each (source rank, token, k)
-    source: jax.Array  # [rows] int32, source rank * T + token of each row
+    row: jax.Array  # [R, T, K] int32: the row on this rank for each (source rank, token, k)
+    source: jax.Array  # [rows] int32: source rank * T + token for each row
 
 
 class ReferenceBackend(Backend):
@@ -38,10 +38,10 @@ class ReferenceBackend(Backend):
         self.closed = True
 
     def check(self) -> None:
-        """Nothing fails here that JAX does not report."""
+        """Does nothing: JAX itself reports all errors of this backend."""
 
     def stats(self) -> dict[str, Any]:
-        return {}  # to count what XLA runs would take a call of the host in each operation
+        return {}  # counting the executions would take a host callback in each operation
 
     def dispatch_start(self, call: DispatchCall, *operands: Any, zero_pad: bool) -> None:
         """The whole operation runs in its done."""
@@ -90,7 +90,7 @@ class ReferenceBackend(Backend):
         if rows is not None:
             x = self._sum_over_ranks(_partial_sums(route, rows, None).astype(rows.dtype), rows.dtype)
         if weights is not None:
-            # Each (token, k) has its row on one rank at most; the others add zero.
+            # Each (token, k) has a row on at most one rank; the other ranks add zero.
             topk_weights = self._sum_over_ranks(_take(weights.reshape(-1), route.arrays.row), weights.dtype)
         return x, topk_weights
 
@@ -113,7 +113,7 @@ class ReferenceBackend(Backend):
         return y_cotangent, jnp.where(holds_token, products, 0)
 
     def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
-        del zero_pad  # always zero here
+        del zero_pad  # padding is always zero here
         blocks = _layouts.split_blocks(splits, x.shape[0], self.group.num_ranks)
         rows = _rows_of_blocks(blocks, x.shape[0])
         scales = None
@@ -129,7 +129,7 @@ class ReferenceBackend(Backend):
         return jnp.zeros_like(y[0]).at[rows.reshape(-1)].set(back, mode="drop")
 
     def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, RouteArrays]:
-        """Places every (source rank, token, k) of topk_idx [R, T, K] that names one of this rank's experts."""
+        """Computes the row of every (source rank, token, k) of topk_idx [R, T, K] that names an expert of this rank."""
         num_experts = self.group.experts_per_rank
         expert = topk_idx.reshape(-1) - lax.axis_index(self.group.axis_name) * num_experts
         expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
@@ -139,7 +139,7 @@ class ReferenceBackend(Backend):
         placement = _layouts.place(
             need[:num_experts], layout=route.layout, capacity=route.capacity, alignment=route.alignment
         )
-        # A stable sort by expert keeps the order (source rank, token, k) within each.
+        # A stable sort by expert keeps the order (source rank, token, k) within each expert.
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
         index = jnp.arange(expert.size, dtype=jnp.int32)
         sorted_index = jnp.zeros_like(index).at[order].set(index)
@@ -153,28 +153,31 @@ class ReferenceBackend(Backend):
         return placement, RouteArrays(row.reshape(topk_idx.shape), source)
 
     def _row_weights(self, route: Route, topk_weights: jax.Array | None) -> jax.Array:
-        """The weight of each row: float32 [rows]."""
+        """Returns the weight of each row: float32 [rows]."""
         row = route.arrays.row.reshape(-1)
         weights = 1.0 if topk_weights is None else self._gather(topk_weights).reshape(-1)
         zeros = jnp.zeros(_size(route.rows_shape), jnp.float32)
         return zeros.at[row].set(weights, mode="drop").reshape(route.rows_shape)
 
     def _gather(self, x: jax.Array) -> jax.Array:
-        """Every rank's x: [R, ...]."""
+        """Returns the x of every rank: [R, ...]."""
         return _as_bits(lambda bits: lax.all_gather(bits, self.group.axis_name), x)
 
     def _exchange(self, blocks: jax.Array) -> jax.Array:
-        """Block r of [R, ...] goes to rank r; block r of the result came from rank r."""
+        """Sends block r of [R, ...] to rank r. Block r of the result came from rank r."""
         return _as_bits(lambda bits: lax.all_to_all(bits, self.group.axis_name, 0, 0), blocks)
 
     def _sum_over_ranks(self, blocks: jax.Array, out_dtype: Any) -> jax.Array:
-        """Sends block r of [R, T, ...] to rank r and sums what arrives in float32, in the order of ranks."""
+        """Sends block r of [R, T, ...] to rank r. Sums the blocks that arrive, in float32, in the order of ranks."""
         arrived = self._exchange(blocks).astype(jnp.float32)
         return reduce(operator.add, arrived).astype(out_dtype)
 
 
 def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """This rank's part of each token's sum: float32 [R, T, H]. Adds in the order of k; reads no row without a token."""
+    """Returns this rank's part of each token's sum: float32 [R, T, H].
+
+    Adds in the order of k, and reads no row that holds no token.
+    """
     y = y.reshape(-1, y.shape[-1])
     total = jnp.zeros((), jnp.float32)
     for k in range(route.group.top_k):
@@ -185,13 +188,13 @@ def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.
 
 
 def _rows_of_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
-    """The row that each place of each rank's block holds: [R, M] int32."""
+    """Returns the row at each place of each rank's block: [R, M] int32."""
     place = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.where(place[None] < blocks.sizes[:, None], blocks.first_row[:, None] + place[None], num_rows)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], zero where index is one past the end."""
+    """Returns x[index], and zero if the index is one past the end."""
     if x.shape[0] == 0:
         return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
     return x.at[index].get(mode="fill", fill_value=0)
@@ -203,7 +206,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _as_bits(move: Any, x: jax.Array) -> jax.Array:
-    """Moves floating-point x as integers, so that no compiler pass may widen, flush or otherwise change a value."""
+    """Applies `move` to floating-point x as integers, so that no compiler pass widens, flushes or changes a value."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return move(x)
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
@@ -212,7 +215,8 @@ def _as_bits(move: Any, x: jax.Array) -> jax.Array:
 
 @_as_bits.defjvp
 def _as_bits_jvp(move: Any, primals: Any, tangents: Any) -> Any:
-    # The rules of the public functions come first; without this, a second derivative would be a silent zero.
+    # JAX uses the gradient rules of the public functions first. A second derivative reaches this rule. Without the
+    # error, it would be zero.
     raise TypeError(
         "jax_ep: dispatch, combine and their like have first derivatives only, in reverse mode; use no jvp, hessian or "
         "second grad through them"
