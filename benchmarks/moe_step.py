@@ -1,38 +1,40 @@
-"""Value and gradient of one MoE layer over jax_ep, over lax's collectives, and without communication.
+"""Times the value and gradient of one MoE layer over jax_ep, over lax's collectives, and without communication.
 
     python benchmarks/moe_step.py --json moe_step.json        # all GPUs of this machine, else 8 virtual CPU devices
 
-The layer is a router, a dispatch, SwiGLU experts and a combine; its gradient is taken in x and in all weights. Nothing
-is rematerialised, and the router's gradient is left on each rank: summing it is a training step's task, whatever moves
-the tokens. The variants differ in nothing but that:
+The layer consists of a router, a dispatch, SwiGLU experts and a combine. The program takes its gradient in x and in all
+weights, without rematerialisation. The router's gradient stays on each rank, because a training step sums it in the
+same way for every variant. The variants differ only in how they move the tokens:
 
-    all_to_all          LaxExchange of jax_ep.bench: copies of tokens sorted by expert, lax.all_to_all of padded blocks,
-                        and sorted again
-    ragged_all_to_all   the same over lax.ragged_all_to_all, without padding (XLA:CPU has none)
+    all_to_all          LaxExchange of jax_ep.bench: sorts copies of tokens by expert, sends padded blocks with
+                        lax.all_to_all, and sorts again
+    ragged_all_to_all   the same with lax.ragged_all_to_all, without padding (XLA:CPU does not have it)
     jax_ep              jax_ep.dispatch and jax_ep.combine
-    ideal               LocalExchange, without communication: every rank keeps its tokens, and its own experts stand in
-                        for the others'. It still sorts copies by expert, writes each to its expert's rows and sums the
-                        outputs, forwards and backwards, all of it gathers; so an overhead is what a variant takes
-                        beyond those
+    ideal               LocalExchange, without communication: every rank keeps its tokens, and uses its own experts in
+                        place of the others. It still sorts copies by expert, writes each copy to its expert's rows, and
+                        sums the outputs, in both passes, with gathers only. So the overhead of another variant is its
+                        time in addition to this local work
 
-Every variant's experts work on buffers of one size, --capacity-factor times the mean number of rows; the padded blocks
-of all_to_all have as much room. A routing that does not fit is an error, so that nobody drops rows. The experts are a
-batched einsum over [E_local, capacity, H], or with --compute ragged_dot lax.ragged_dot over [capacity, H]. XLA:GPU
-computes the latter's gradient in the weights, and in some releases all of it, as a dense product of each expert with
-all rows.
+In every variant, the experts use buffers of the same size: --capacity-factor times the mean number of rows. The padded
+blocks of all_to_all have the same total size. A routing that does not fit is an error, so no variant drops rows. The
+experts are a batched einsum over [E_local, capacity, H] or, with --compute ragged_dot, lax.ragged_dot over [capacity,
+H]. XLA:GPU computes the weights' gradient of ragged_dot as a dense product of each expert with all rows, and in some
+releases also the rest of it.
 
-All ranks hold the same experts, so that even the ideal must give the same loss and gradients (those of the experts in
-the sum over the ranks). The largest difference from all_to_all, relative in norm, is reported and checked.
+All ranks hold the same experts. So all variants, even ideal, must give the same loss and gradients. (For experts, this
+holds for the sum of the gradients over the ranks.) The program reports and checks the largest difference from
+all_to_all, relative in norm.
 
-Every variant is an executable of its own. By turns each runs IN_A_ROW times, one execution behind the other, on the
-host's clock. In the JSON file:
+Every variant is a separate executable. The variants take turns. In a turn, a variant runs IN_A_ROW times, without
+waiting in between, on the host's clock. In the JSON file:
 
-    step_ms             the median over --samples turns, of one execution
-    overhead_ms         what that is beyond the ideal's
-    overhead_ratio      jax_ep's overhead, divided by that of the better lax variant; null if that has none
-    executable_bytes    what XLA allocates per rank for one execution: arguments, results and temporaries, by
-                        compiled.memory_analysis()
-    group_bytes         what the group holds per rank besides
+    step_ms             the time of one execution: the median over --samples turns
+    overhead_ms         step_ms, minus the step_ms of ideal
+    overhead_ratio      the overhead of jax_ep, divided by the overhead of the better lax variant; null if that is 0 or
+                        less
+    executable_bytes    the memory that XLA allocates per rank for one execution: arguments, results and temporaries,
+                        from compiled.memory_analysis()
+    group_bytes         the memory that the group holds per rank in addition
 """
 
 from __future__ import annotations
@@ -63,11 +65,11 @@ from jax_ep.bench.options import mismatches
 WARM_UPS = 2
 IN_A_ROW = 5
 LAX = ("all_to_all", "ragged_all_to_all")
-TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-3}  # the last leaves room for TF32
+TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-3}  # float32: wide enough for TF32
 
 
 class Operands(NamedTuple):
-    """A layer's arrays, or their gradients. Of one rank: x [T, H], router [H, E] and its experts' weights."""
+    """One rank's arrays of a layer, or their gradients: x [T, H], router [H, E] and the weights of its experts."""
 
     x: jax.Array
     router: jax.Array
@@ -76,7 +78,7 @@ class Operands(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """How experts compute: in which layout, and its product (rows, weights, group_sizes)."""
+    """How experts compute: the layout of rows, and the function product(rows, weights, group_sizes)."""
 
     layout: str
     product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -89,14 +91,14 @@ COMPUTES = {
 
 
 def route(x: jax.Array, router: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """Each token's experts and their weights, [T, K] int32 and float32."""
+    """Returns each token's experts and their weights, [T, K] int32 and float32."""
     probabilities = jax.nn.softmax(jnp.dot(x, router, preferred_element_type=jnp.float32))
     weights, topk_idx = lax.top_k(probabilities, top_k)
     return topk_idx, weights / weights.sum(axis=-1, keepdims=True)
 
 
 def loss(operands: Operands, exchange: Exchange, compute: Compute, top_k: int) -> jax.Array:
-    """Half the sum of squares of what the layer gives: its cotangent is the layer's result."""
+    """Returns half the sum of squares of the layer's result. So the cotangent of the result is the result itself."""
     x, router, gate_up, down = operands
     recv = exchange.dispatch(x, *route(x, router, top_k))
     gate, up = jnp.split(compute.product(exchange.rows(recv), gate_up, recv.group_sizes), 2, axis=-1)
@@ -105,7 +107,7 @@ def loss(operands: Operands, exchange: Exchange, compute: Compute, top_k: int) -
 
 
 def make_operands(case: Case, expert_hidden: int) -> Operands:
-    """This rank's arrays: tokens of its own, weights as on all ranks."""
+    """Makes this rank's arrays. The tokens differ between ranks; the weights are the same on all ranks."""
 
     def normal(seed: int, *shape: int) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), shape, case.dtype) / jnp.sqrt(shape[-2]).astype(case.dtype)
@@ -120,13 +122,13 @@ def make_operands(case: Case, expert_hidden: int) -> Operands:
 
 
 def on_ranks(fn: Callable, mesh: Mesh) -> Any:
-    """fn of one rank's arrays, jitted; outside, the ranks' arrays are joined along their first axis."""
+    """Jits `fn`, a function of one rank's arrays. Its callers pass the ranks' arrays joined along the first axis."""
     split = PartitionSpec(AXIS)
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
 
 
 def needed_capacity_factor(topk_idx: np.ndarray, case: Case) -> float:
-    """The largest load, over the mean, of an expert, of an expert in the ideal, and between two ranks."""
+    """Returns the largest ratio of a load to its mean: per expert, per expert in ideal, and per pair of ranks."""
     rank, local = np.arange(case.ranks)[:, None, None], case.experts_per_rank
 
     def largest(group: np.ndarray, num_groups: int) -> float:
@@ -140,8 +142,8 @@ def needed_capacity_factor(topk_idx: np.ndarray, case: Case) -> float:
 
 
 def make_exchanges(case: Case, factor: float, group: ep.Group) -> dict[str, Exchange]:
-    """The variants. The first is what the others are compared with."""
-    rows = factor * case.tokens * case.top_k  # of a rank
+    """Makes the variants. The program compares the results of the others with the first."""
+    rows = factor * case.tokens * case.top_k  # per rank
     capacity = math.ceil(rows / case.experts_per_rank if case.layout == "expert" else rows)
     over_lax = partial(LaxExchange, case, capacity=capacity, slots_per_rank=math.ceil(rows / case.ranks))
     return {
@@ -153,7 +155,10 @@ def make_exchanges(case: Case, factor: float, group: ep.Group) -> dict[str, Exch
 
 
 def compile_step(name: str, exchange: Exchange, compute: Compute, top_k: int, mesh: Mesh, operands: Operands) -> Any:
-    """operands -> losses [R], gradients; None where XLA has no such collective, or no room for its buffers."""
+    """Compiles a function from operands to (losses [R], gradients).
+
+    Returns None if XLA does not have the collective here, or lacks memory for its buffers.
+    """
 
     def step(operands: Operands) -> tuple[jax.Array, Operands]:
         value, gradients = jax.value_and_grad(loss)(operands, exchange, compute, top_k)
@@ -171,7 +176,10 @@ def compile_step(name: str, exchange: Exchange, compute: Compute, top_k: int, me
 
 
 def largest_difference(found: Any, wanted: Any, mesh: Mesh, *, any_rank: bool) -> float:
-    """Of two results of a step, relative in norm; with any_rank, an expert's gradient may be on any rank."""
+    """Returns the largest difference between two results of a step, relative in norm.
+
+    With any_rank, compares the sums over the ranks of the experts' gradients.
+    """
 
     def over_ranks(result: tuple[jax.Array, Operands]) -> Any:
         value, gradients = jax.tree.map(lambda a: a.astype(jnp.float32), result)
@@ -191,7 +199,7 @@ def largest_difference(found: Any, wanted: Any, mesh: Mesh, *, any_rank: bool) -
 
 
 def time_steps(steps: dict[str, Any], operands: Operands, samples: int) -> dict[str, list[float]]:
-    """Milliseconds of a step, `samples` times each, in turn."""
+    """Times the steps in turn. Returns `samples` times of each, in milliseconds."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(WARM_UPS + samples):
         for name, step in steps.items():
@@ -215,7 +223,7 @@ def executable_bytes(step: Any) -> int:
 
 
 def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
-    """What the JSON file holds."""
+    """Measures all variants. Returns the content of the JSON file."""
     compute = COMPUTES[options.compute]
     case = Case(
         ranks=mesh.size,
@@ -293,24 +301,31 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
-    """The options; small by default on CPUs."""
+    """Parses the options. The default sizes are small on CPUs."""
     parser = argparse.ArgumentParser(
         description="Times the value and gradient of a MoE layer over jax_ep, over lax's collectives, and without "
         "communication.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=int, default=64 if on_cpu else 4096, help="per rank")
+    add("--tokens", type=int, default=64 if on_cpu else 4096, help="tokens per rank")
     add("--hidden", type=int, default=64 if on_cpu else 4096, help="channels of a token")
     add("--expert-hidden", type=int, default=32 if on_cpu else 1536, help="channels inside an expert")
     add("--experts", type=int, default=16 if on_cpu else 64, help="experts in all")
     add("--top-k", type=int, default=4 if on_cpu else 8, help="experts per token")
-    add("--dtype", choices=TOLERANCE, default="bfloat16", help="of activations and weights")
-    add("--compute", choices=COMPUTES, default="einsum", help="what the experts are made of")
-    add("--capacity-factor", type=float, default=2.0 if on_cpu else 1.25, help="room for rows, over their mean number")
-    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
-    add("--samples", type=int, default=3 if on_cpu else 20, help=f"turns; one is {IN_A_ROW} steps of each variant")
-    add("--json", metavar="FILE", help="write what was measured there")
+    add("--dtype", choices=TOLERANCE, default="bfloat16", help="dtype of activations and weights")
+    add("--compute", choices=COMPUTES, default="einsum", help="how the experts compute")
+    add(
+        "--capacity-factor",
+        type=float,
+        default=2.0 if on_cpu else 1.25,
+        help="capacity, divided by the mean number of rows",
+    )
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="backend of jax_ep")
+    add(
+        "--samples", type=int, default=3 if on_cpu else 20, help=f"turns; in a turn, each variant runs {IN_A_ROW} steps"
+    )
+    add("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args(argv)
     for wrong in mismatches(options, num_ranks):
         parser.error(wrong)
