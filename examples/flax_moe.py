@@ -1,10 +1,10 @@
-"""A mixture-of-experts layer for Flax NNX that takes a feed-forward layer's place, in a small model that learns bytes.
+"""A mixture-of-experts layer for Flax NNX, in a small model that learns to predict bytes.
 
     python examples/flax_moe.py     # this machine's GPUs, else 8 virtual CPU devices
 
-The model guesses a byte from those before it. Experts are spread over the devices, as are the tokens; the rest of the
-model is replicated and knows nothing of that: `MoE` is called like any layer, with arrays as the whole program sees
-them.
+The layer replaces a feed-forward layer. The model predicts a byte from the bytes before it. Experts and tokens are
+split over the devices. The rest of the model is replicated and need not know about this: it calls `MoE` like any other
+layer, with global arrays.
 """
 
 import os
@@ -26,7 +26,7 @@ HIDDEN, EXPERT_HIDDEN, EXPERTS_PER_DEVICE, TOP_K = 128, 256, 2, 2
 
 
 class MoE(nnx.Module):
-    """SwiGLU experts spread over a group's devices: [..., hidden] -> [..., hidden], split along the leading axis."""
+    """SwiGLU experts, split over a group's devices: [..., hidden] -> [..., hidden], split along the leading axis."""
 
     def __init__(self, group: ep.Group, expert_hidden: int, *, rngs: nnx.Rngs) -> None:
         E, H, F = group.num_experts, group.hidden, expert_hidden
@@ -45,7 +45,7 @@ class MoE(nnx.Module):
         return experts(tokens, ids, jax.nn.softmax(logits), self.gate_up[...], self.down[...]).reshape(x.shape)
 
     def _experts(self, x, ids, weights, gate_up, down):
-        """What one device does: its own tokens x [T, H], its own experts."""
+        """Runs on one device, with its own tokens x [T, H] and its own experts."""
         recv = ep.dispatch(x, ids, weights, group=self.group, layout="ragged")
         gate, up = jnp.split(jax.lax.ragged_dot(recv.x, gate_up.astype(x.dtype), recv.group_sizes), 2, axis=-1)
         y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down.astype(x.dtype), recv.group_sizes)
@@ -53,7 +53,7 @@ class MoE(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Logits of the next byte, [B, 256], from int32 [B, CONTEXT]; `feed_forward` is any layer from HIDDEN to HIDDEN."""
+    """Predicts the next byte: int32 [B, CONTEXT] -> logits [B, 256]. `feed_forward` maps HIDDEN to HIDDEN channels."""
 
     def __init__(self, feed_forward: nnx.Module, *, rngs: nnx.Rngs) -> None:
         self.embedding = nnx.Embed(256, HIDDEN, rngs=rngs)
@@ -79,7 +79,7 @@ def train_step(model: Model, optimizer: nnx.Optimizer, windows: jax.Array) -> ja
 
 
 def main() -> None:
-    # In a mesh of Auto axes XLA shards what is outside of shard_map; Flax's layers need not be told.
+    # With Auto axes, XLA chooses the shardings outside shard_map, so Flax's layers need no sharding.
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(AxisType.Auto,))
     group = ep.Group(
         mesh,

@@ -1,4 +1,4 @@
-"""The shortest mixture-of-experts layer: experts spread over all devices, checked against a dense computation."""
+"""The shortest mixture-of-experts layer: experts split over all devices, checked against a dense computation."""
 
 import os
 from functools import partial
@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
-T, H, F, E, K = 64 * mesh.size, 128, 256, 4 * mesh.size, 2  # tokens, hidden, hidden of an expert, experts, top_k
+T, H, F, E, K = 64 * mesh.size, 128, 256, 4 * mesh.size, 2  # tokens, hidden, expert hidden, experts, top_k
 group = ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=64, dtype=jnp.float32)
 
 
 def route(x, w_router):
-    """The experts of each token and their weights, both [tokens, K]."""
+    """Returns the experts of each token and their weights, both [tokens, K]."""
     logits, topk_idx = jax.lax.top_k(x @ w_router, K)
     return topk_idx, jax.nn.softmax(logits)
 
@@ -37,7 +37,7 @@ def moe_layer(x, w_router, w_up, w_down):
 
 
 def dense_layer(x, w_router, w_up, w_down):
-    """The same on one device, with every expert on every token."""
+    """Computes the same on one device: every expert processes every token."""
     topk_idx, topk_weights = route(x, w_router)
     weights = jnp.zeros((T, E)).at[jnp.arange(T)[:, None], topk_idx].set(topk_weights)
     up = jax.nn.silu(jnp.einsum("th,ehf->tef", x, w_up))

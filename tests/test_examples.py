@@ -174,7 +174,7 @@ def test_decoding_with_a_training_runs_weights(whole_run):
     sizes = "--hidden=32", "--heads=2", "--expert-hidden=32"
     speed = "--wire=none", "--dtype=float32", "--batch=2", "--prompt=8", "--length=40"
     stdout = run("decode.py", *sizes, *speed, "--checkpoint-dir", whole_run[0] / "checkpoints")
-    assert "the first one, of which 8 bytes were given" in stdout
+    assert "the first sequence; its first 8 bytes are the prompt" in stdout
 
 
 def test_decoding_with_a_cache_equals_reading_the_whole_text(backend):

@@ -1,6 +1,6 @@
-"""The model of model.py one byte at a time, as a server runs it: with a cache of keys and values.
+"""Runs the model of model.py one byte at a time, with a cache of keys and values, as a server does.
 
-At a few tokens per rank the experts' rows are few: dispatch sends them as fp8, in the layout of a batched product.
+There are few tokens per rank, so experts get few rows: dispatch sends fp8 rows, in the layout for a batched product.
 """
 
 import jax
@@ -11,9 +11,10 @@ from moe_lm import model
 
 
 def serving(params: dict, cfg: model.Config) -> dict:
-    """The parameters of `model.init` in the model's dtype, with a list of layers in place of a stacked axis.
+    """Converts the parameters of `model.init` to the model's dtype, with a list of layers instead of a stacked axis.
 
-    A loop that Python unrolls reads weights and writes the cache where they are; a scan would copy each layer's.
+    With the list, Python unrolls the loop over layers, which reads weights and writes the cache in place. A scan would
+    copy the weights and the cache of each layer.
     """
     params = jax.tree.map(lambda p: p.astype(cfg.dtype), params)
     layers = [jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(cfg.layers)]
@@ -21,7 +22,7 @@ def serving(params: dict, cfg: model.Config) -> dict:
 
 
 def empty_cache(batch: int, length: int, cfg: model.Config) -> list[dict]:
-    """Of each layer, keys and values of `length` positions of `batch` sequences."""
+    """Returns an empty cache: for each layer, the keys and values of `length` positions of `batch` sequences."""
     shape = batch, length, cfg.heads, cfg.hidden // cfg.heads
     return [{name: jnp.zeros(shape, cfg.dtype) for name in ("keys", "values")} for _ in range(cfg.layers)]
 
@@ -35,9 +36,9 @@ def step(
     group: ep.Group,
     wire: str | None = None,
 ) -> tuple[jax.Array, list[dict]]:
-    """Reads one byte of each sequence, int32 [B], at `position`; returns the next one's logits [B, 256], and the cache.
+    """Reads a byte of each sequence, int32 [B], at `position`. Returns the next byte's logits [B, 256], and the cache.
 
-    `params` is what `serving` makes. Runs inside `jax.shard_map`, like the functions of model.py.
+    `params` is a result of `serving`. Runs inside `jax.shard_map`, like the functions of model.py.
     """
     x = params["embedding"][read][:, None]
     new_cache = []
@@ -51,7 +52,7 @@ def step(
 
 
 def attention(x: jax.Array, position: jax.Array, layer: dict, past: dict, cfg: model.Config) -> tuple[jax.Array, dict]:
-    """Attention of x [B, 1, H] to the positions up to its own, and the cache with that."""
+    """Returns the attention of x [B, 1, H] to all positions up to its own, and the cache with the new position."""
     q, k, v = model.queries_keys_values(x, position[None], layer, cfg)
     past = {
         name: jax.lax.dynamic_update_slice_in_dim(past[name], new, position, axis=1)
@@ -65,6 +66,6 @@ def attention(x: jax.Array, position: jax.Array, layer: dict, past: dict, cfg: m
 def moe(x: jax.Array, layer: dict, cfg: model.Config, group: ep.Group, wire: str | None) -> jax.Array:
     """Mixture of experts, x [T, H] -> [T, H]."""
     _, ids, weights = model.route(x, layer, cfg)
-    # Experts whose product takes fp8 rows need no dequantize: recv.scales has a scale per 128 channels.
+    # If the experts' product takes fp8 rows, use dequantize=False: recv.scales then has a scale per 128 channels.
     recv = ep.dispatch(x, ids, weights, group=group, layout="expert", wire=wire, dequantize=wire is not None)
     return ep.combine(model.expert_mlp(recv.x, layer["experts"], jnp.matmul), recv)
