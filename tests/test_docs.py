@@ -12,7 +12,9 @@ import jax_ep as ep
 from jax_ep import doctor
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/*.md", "ffi/*.md") for path in ROOT.glob(pattern)
+)
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -59,6 +61,33 @@ def test_links_lead_somewhere(document):
         there = here.parent / path if path else here
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), target
+
+
+def test_the_native_readme_lists_every_file():
+    text = (ROOT / "ffi" / "README.md").read_text()
+    named = set(re.findall(r"`(?:\w+/)*(\w+\.[\w*]+)`", text))
+    files = [path for path in (ROOT / "ffi").rglob("*.*") if not {"emulator", "nvshmem"} & set(path.parts)]
+    assert len(files) > 40
+    for file in files:
+        assert {file.name, f"{file.stem}.*"} & named or file.name == "README.md", file
+
+
+NATIVE_NAMES = {  # document -> how it says that a native file has a name: the pattern's groups are the names, the file
+    "ffi/README.md": r"(?P<file>`\w[\w/]*\.\w+`): (?P<names>`[\w:]+`(?:, `[\w:]+`)*)",
+    "CONTRIBUTING.md": r"(?P<names>`\w+`(?:(?:, | and )`\w+`)*) in (?P<file>`ffi/[\w/]+\.\w+`)",
+    "docs/network.md": r"(?P<names>`[\w:]+`) \((?P<file>`\w+\.\w+`)\)",
+}
+
+
+@pytest.mark.parametrize("document", NATIVE_NAMES)
+def test_native_names_are_in_the_files_where_a_document_says(document):
+    found = list(re.finditer(NATIVE_NAMES[document], (ROOT / document).read_text()))
+    assert len(found) >= 5
+    for match in found:
+        path = match["file"].strip("`").removeprefix("ffi/")
+        file = next(there for folder in ("ffi", "ffi/cuda") if (there := ROOT / folder / path).exists())
+        for name in re.findall(r"\w+", match["names"]):
+            assert re.search(rf"\b{name}\b", file.read_text()), (name, path)
 
 
 def anchors(document):
