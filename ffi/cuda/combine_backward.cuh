@@ -61,7 +61,7 @@ struct CombineBackward : Padding<Config> {
       const bool is_unit = i < kReceiveBatch;
       const int32_t escape_mask =
           is_unit ? chunk_of(first, i, warp_group) : chunks() + chunk_of(first, lane_id(), warp_group);
-      return true_unit(op, source, place.escape_masks + escape_mask, is_unit ? lane_id() : 0);
+      return true_unit(op.state, source, place.escape_masks + escape_mask, is_unit ? lane_id() : 0);
     };
     take_units(op, [=](int) { return source; }, taken.units, place_of(place, first, warp_group), resolve, also);
     __syncwarp();

@@ -27,7 +27,7 @@ struct CombineReceiver : CombineSender<Config> {
     if (op.warp_has_failed()) return;
     if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
-      op.wait_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
+      op.wait_peers(op.state, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
     }
 #pragma unroll 1
     for (; token < args.num_tokens; token += warp_group.num_groups) {
@@ -130,7 +130,7 @@ struct CombineReceiver : CombineSender<Config> {
     const RowPlace from(op, __shfl_sync(kAllLanes, row, source));
     const int32_t first = part * kSumsAtOnce;
     const PartPlace place = {from.unit(op, first), row_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes)};
-    const auto resolve = [&](int i) { return true_unit(op, source, from.escape_masks + first + i, lane_id()); };
+    const auto resolve = [&](int i) { return true_unit(op.state, source, from.escape_masks + first + i, lane_id()); };
     Sums sums;
     look_at_units(sums.unit, place);
     take_units(op, [=](int) { return source; }, sums.unit, place, resolve, [] { return true; });
@@ -248,7 +248,7 @@ struct CombineReceiver : CombineSender<Config> {
     }
     const auto resolve = [&](int i) {
       const RowPlace from(op, place.row[i % kRanks]);
-      return true_unit(op, source(i), from.escape_masks + chunk[i / kRanks], lane_id());
+      return true_unit(op.state, source(i), from.escape_masks + chunk[i / kRanks], lane_id());
     };
     take_units(op, source, units, place, resolve, [] { return true; });
     __syncwarp();

@@ -17,7 +17,7 @@ struct CombineSender : CombineSums<Config> {
 
   __device__ void notify() const {
     if (!op.state.failed) {
-      if (args.num_sent) send_num_rows(op, args.num_sent);
+      if (args.num_sent) send_num_rows(op.state, args.num_sent);
       if (threadIdx.x < peers.num_ranks) op.notify(threadIdx.x);
     }
     op.tell_former_finished();

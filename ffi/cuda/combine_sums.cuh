@@ -15,11 +15,11 @@ struct CombineSums : CombineOperands<Config> {
   using typename Base::X;
 
   // For all_to_all_back. They are not inlined, so that other operations need no registers for them.
-  __device__ __noinline__ static void send_num_rows(Operation op, const int32_t* num_rows) {
-    op.send_num_rows(num_rows);
+  __device__ __noinline__ static void send_num_rows(State& state, const int32_t* num_rows) {
+    operation_of<Operation>(state).send_num_rows(num_rows);
   }
-  __device__ __noinline__ static int32_t expect_num_rows(Operation op, int32_t source) {
-    return op.expect_num_rows(source);
+  __device__ __noinline__ static int32_t expect_num_rows(State& state, int32_t source) {
+    return operation_of<Operation>(state).expect_num_rows(source);
   }
 
   // Loads the metadata of a row, and does not use it yet; resolved() makes it usable. If kAsksAhead, resolved() also
@@ -72,7 +72,7 @@ struct CombineSums : CombineOperands<Config> {
   __device__ int32_t num_rows_of(int32_t peer) const {
     if (!is_all_to_all()) return __ldg(args.num_arrived + peer);
     int32_t number = 0;
-    if (lane_id() == 0) number = expect_num_rows(op, peer);
+    if (lane_id() == 0) number = expect_num_rows(op.state, peer);
     return __shfl_sync(kAllLanes, number, 0);
   }
 

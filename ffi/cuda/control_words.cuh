@@ -20,12 +20,13 @@ struct Operation : Epoch {
   __device__ __forceinline__ uint32_t expect_word(int32_t peer, const unsigned long long* word,
                                                   unsigned long long seen) const {
     if (static_cast<uint32_t>(seen >> 32) == state.epoch) return static_cast<uint32_t>(seen);
-    return await_word(*this, peer, word);
+    return await_word(state, peer, word);
   }
   __device__ __forceinline__ uint32_t expect_word(int32_t peer, const unsigned long long* word) const {
     return expect_word(peer, word, load_relaxed(word));
   }
-  __device__ __noinline__ static uint32_t await_word(Operation op, int32_t peer, const unsigned long long* word) {
+  __device__ __noinline__ static uint32_t await_word(State& state, int32_t peer, const unsigned long long* word) {
+    const auto op = operation_of<Operation>(state);
     unsigned long long seen = 0;
     const bool came = op.wait_for(peer, op.state.epoch, [&] {
       seen = load_relaxed(word);
@@ -59,8 +60,9 @@ struct Operation : Epoch {
   // Waits for the notifications of all ranks. One warp calls it, with a lane per rank. Fails the operation if a rank is
   // in another operation. Adds to the counters: the operation, the time waited for each rank, and the rows that come
   // from it (or go back to it). Their number is num_rows[rank]; if `num_rows` is null, the rank sends the number.
-  __device__ __noinline__ static void wait_peers(Operation op, RowCounters PeerCounters::* direction,
+  __device__ __noinline__ static void wait_peers(State& state, RowCounters PeerCounters::* direction,
                                                  const int32_t* num_rows, int32_t row_bytes) {
+    const auto op = operation_of<Operation>(state);
     const int32_t peer = lane_id();
     Counters& counters = op.own().counters;
     if (peer < op.peers.num_ranks) {
@@ -74,7 +76,7 @@ struct Operation : Epoch {
         return static_cast<uint32_t>(seen >> 32);
       });
       const uint32_t hash = static_cast<uint32_t>(seen);
-      if (came && hash != op.call.hash) fail(op, FailureReason::kOtherOp, peer, op.call.hash, hash);
+      if (came && hash != op.call.hash) fail(state, FailureReason::kOtherOp, peer, op.call.hash, hash);
       red_add_relaxed_gpu(&counters.peer[peer].waited_ns, looked - begun);
     }
     __syncwarp();

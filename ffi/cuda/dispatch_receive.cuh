@@ -29,7 +29,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     const Places places(scratch, peers.num_ranks, experts_per_rank());
     if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
-      op.wait_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
+      op.wait_peers(op.state, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
     const uint32_t end = takes_rows ? num_candidates() : 0;
     uint32_t item = warp_group.index;

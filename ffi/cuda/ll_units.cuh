@@ -109,9 +109,9 @@ struct Chunk {
 };
 
 // Waits for the escape mask, and returns the unit for which the escape of the sender's lane `bit` stands.
-__device__ __noinline__ static uint4 true_unit(Operation op, int32_t peer, const unsigned long long* escape_mask,
+__device__ __noinline__ static uint4 true_unit(State& state, int32_t peer, const unsigned long long* escape_mask,
                                                int32_t bit) {
-  return op.expect_word(peer, escape_mask) >> bit & 1 ? sentinel_unit() : escape();
+  return operation_of<Operation>(state).expect_word(peer, escape_mask) >> bit & 1 ? sentinel_unit() : escape();
 }
 
 // Loads `N` units of this lane, which may or may not have arrived: unit i from place.at(i) if place.has(i). All others
