@@ -7,6 +7,7 @@
 
 #include "ffi/cuda/combine.h"
 #include "ffi/cuda/ll_units.cuh"
+#include "ffi/cuda/network_rows.cuh"
 #include "ffi/cuda/ring.cuh"
 #include "ffi/cuda/rows.cuh"
 
