@@ -15,7 +15,7 @@ namespace jax_ep {
 // What the receiver does with a row.
 enum class Arrival : int32_t {
   kCopy,         // to each of its experts' rows, with its scales
-  kDequantize,   // the same in the group's dtype
+  kDequantize,   // the same, as bfloat16
   kCombineBack,  // combine's cotangents: weight * row, and the dot product of the row and y
 };
 

@@ -5,6 +5,8 @@
 // dispatch.cu has the kernel, in which their order is visible.
 #pragma once
 
+#include <type_traits>
+
 #include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/ll_units.cuh"
 #include "ffi/cuda/network_rows.cuh"
@@ -77,8 +79,8 @@ __device__ __forceinline__ int32_t payload_of(const DispatchArgs& args) {
                          : static_cast<int32_t>(args.row_bytes);
 }
 
-// The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows to
-// fp8.
+// The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows of
+// bfloat16 to fp8.
 template <typename X_, bool kCasts_, Arrival kArrival_, Variant kVariant_>
 struct DispatchConfig {
   using X = X_;
@@ -100,7 +102,8 @@ struct DispatchOperands {
   static constexpr bool kStealsRows =
       kVariant == Variant::kThroughput;  // work stealing: blocks claim rows instead of a fixed share
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
-  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // units of x for one unit that is sent
+  static constexpr int kUnitsRead = kCasts ? 2 : 1;  // units of x for one unit that is sent
+  static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kArrival != Arrival::kDequantize));
 
   const Peers& peers;
   const DispatchArgs& args;
@@ -163,7 +166,7 @@ struct DispatchOperands {
 
   __device__ uint4 cast(const uint4 (&units)[kUnitsRead], float& scale) const {
     if constexpr (kCasts) {
-      Vector<X> x[kUnitsRead];
+      ChannelsOfUnit x;
 #pragma unroll
       for (int v = 0; v < kUnitsRead; ++v) x[v].bits = units[v];
       return cast_to_fp8(x, static_cast<Cast>(args.cast), scale);

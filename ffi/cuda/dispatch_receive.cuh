@@ -18,7 +18,6 @@ struct DispatchReceiver : CombineBackward<Config> {
   using typename Base::Arriving;
   using typename Base::BatchPlace;
   using typename Base::Taken;
-  using typename Base::X;
 
   // Receives rows. A warp group takes one candidate at a time, which is a row that may arrive, in the order of
   // find_candidate(). It loads what has arrived of its first row while the block finds out where it writes rows.
@@ -272,7 +271,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // Dequantizes a batch into each expert's row, in the group's dtype.
+  // Dequantizes a batch into each expert's row, in bfloat16.
   __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
                              const WarpGroup& warp_group) const {
 #pragma unroll
@@ -282,14 +281,14 @@ struct DispatchReceiver : CombineBackward<Config> {
                                  __shfl_sync(kAllLanes, unit.z, i), __shfl_sync(kAllLanes, unit.w, i)};
       const int32_t block = lane_id() / 8;
       const uint32_t scale = block < 2 ? (block == 0 ? scales[0] : scales[1]) : (block == 2 ? scales[2] : scales[3]);
-      Vector<X> x[sizeof(X)];
+      ChannelsOfUnit x;
       cast_from_fp8(taken.units[i], __uint_as_float(scale), x);
 #pragma unroll 1
       for (uint32_t left = targets; left; left &= left - 1) {
         uint4* out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1)) +
-                     (chunk_of(first, i, warp_group) * kChunkUnits + lane_id()) * static_cast<int32_t>(sizeof(X));
+                     (chunk_of(first, i, warp_group) * kChunkUnits + lane_id()) * 2;
 #pragma unroll
-        for (int v = 0; v < sizeof(X); ++v) {
+        for (int v = 0; v < 2; ++v) {
           if (has_unit(chunk_of(first, i, warp_group))) out[v] = x[v].bits;
         }
       }

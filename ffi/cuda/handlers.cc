@@ -42,6 +42,21 @@ void set_out(DispatchArgs& args, const ffi::AnyBuffer& out) {
   args.out_row_bytes = row_bytes(out);
 }
 
+// The rows to send: in x's dtype; fp8 already, with their scales; or bfloat16, to be cast on their way.
+void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const Operand& x_scales) {
+  args.row_bytes = row_bytes(x);
+  args.x_scales = data<float>(x_scales);
+  args.cast = static_cast<int32_t>(cast);
+  const bool is_fp8 = args.x_scales != nullptr || args.cast != 0;
+  args.num_scales = is_fp8 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
+}
+
+// The kernels cast rows of bfloat16 only, to fp8 and back.
+ffi::Error expect_bfloat16(const char* op, const char* name, const ffi::AnyBuffer& rows, bool is_cast) {
+  if (!is_cast || rows.element_type() == ffi::BF16) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(op) + ": the kernel casts " + name + ", which must be bfloat16");
+}
+
 DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x, Operand x_scales, Operand topk_idx,
                        Operand topk_weights) {
   DispatchArgs args = {};
@@ -51,11 +66,7 @@ DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x
   args.num_tokens = static_cast<int32_t>(topk_idx.dimensions()[0]);
   args.top_k = static_cast<int32_t>(topk_idx.dimensions()[1]);
   args.x = x.untyped_data();
-  args.row_bytes = row_bytes(x);
-  args.x_scales = data<float>(x_scales);
-  args.cast = static_cast<int32_t>(attrs.cast);
-  const bool is_fp8 = args.x_scales != nullptr || args.cast != 0;
-  args.num_scales = is_fp8 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
+  set_wire(args, attrs.cast, x, x_scales);
   args.topk_idx = data<int32_t>(topk_idx);
   args.topk_weights = data<float>(topk_weights);
   set_route(args, attrs.layout, attrs.capacity, attrs.alignment);
@@ -82,21 +93,27 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
                     Operand x_scales, Operand topk_idx, Operand topk_weights, Result out, Result out_scales,
                     Result weights, Result counts, Result group_sizes, Result num_dropped, Result place, Result rows,
                     Result num_arrived) {
+  ffi::Error error = expect_bfloat16("dispatch", "x", x, attrs.cast != 0);
+  if (error.success()) error = expect_bfloat16("dispatch", "out", *out, attrs.dequantize);
+  if (error.failure()) return error;
   DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, *out, *out_scales, *weights, *counts, *group_sizes, *num_dropped, *place, *rows,
               *num_arrived);
-  return enqueue_dispatch("dispatch", stream, ordinal, attrs.group, element_type(args.x_scales ? *out : x), args);
+  return enqueue_dispatch("dispatch", stream, ordinal, attrs.group, element_type(x), args);
 }
 
 ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
                           Operand x_scales, Operand topk_idx, Operand topk_weights, Operand out, Operand out_scales,
                           Operand weights, Operand counts, Operand group_sizes, Operand num_dropped, Operand place,
                           Operand rows, Operand num_arrived, Result ticket) {
+  ffi::Error error = expect_bfloat16("dispatch_start", "x", x, attrs.cast != 0);
+  if (error.success()) error = expect_bfloat16("dispatch_start", "out", out, attrs.dequantize);
+  if (error.failure()) return error;
   DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, place, rows, num_arrived);
   args.phase = Phase::kDone;
   args.pending = data<PendingCall>(ticket);
-  return enqueue_dispatch("dispatch_start", stream, ordinal, attrs.group, element_type(args.x_scales ? out : x), args,
+  return enqueue_dispatch("dispatch_start", stream, ordinal, attrs.group, element_type(x), args,
                           addresses(x, x_scales, topk_idx, topk_weights, out, out_scales, weights, counts, group_sizes,
                                     num_dropped, place, rows, num_arrived, ticket));
 }
@@ -150,7 +167,10 @@ ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, 
 }
 
 ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
-                      Operand splits, Operand place, Result out, Result out_scales, Result out_splits) {
+                      Operand x_scales, Operand splits, Operand place, Result out, Result out_scales,
+                      Result out_splits) {
+  const ffi::Error error = expect_bfloat16("all_to_all", "x", x, attrs.cast != 0);
+  if (error.failure()) return error;
   DispatchArgs args = {};
   args.op = OpKind::kAllToAll;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -158,9 +178,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   args.num_tokens = static_cast<int32_t>(x.dimensions()[0]);
   args.top_k = 1;
   args.x = x.untyped_data();
-  args.row_bytes = row_bytes(x);
-  args.cast = static_cast<int32_t>(attrs.cast);
-  args.num_scales = args.cast != 0 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
+  set_wire(args, attrs.cast, x, x_scales);
   args.splits = data<int32_t>(splits);
   args.known_place = data<int32_t>(place);
   args.arrival = Arrival::kCopy;
@@ -297,7 +315,7 @@ JAX_EP_DEFINE_HANDLER(kDispatchLike, with_order_token(dispatch_like), (with_buff
                       kTraits);
 JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back), (with_buffers<9, 2>(bind_call<RouteAttrs>())),
                       kTraits);
-JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all), (with_buffers<4, 3>(bind_call<AllToAllAttrs>())),
+JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all), (with_buffers<5, 3>(bind_call<AllToAllAttrs>())),
                       kTraits);
 JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine), (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back), (with_buffers<6, 2>(bind_call<CallAttrs>())),

@@ -22,7 +22,15 @@ from jax_ep._constants import CHANNELS_PER_SCALE, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
-_Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, None for NONE; the ticket
+_SentRows: TypeAlias = tuple[jax.Array, jax.Array | None]  # x as a kernel gets it; its scales if it is quantized
+
+
+class _Started(NamedTuple):
+    """What a start leaves for its done."""
+
+    memory: tuple[jax.Array | None, ...]  # for the results; None for NONE
+    ticket: jax.Array
+    quantized: _SentRows | None = None  # the rows that the start sends in place of its operand x
 
 
 class RouteArrays(NamedTuple):
@@ -41,8 +49,13 @@ class CudaBackend(NativeGroup, Backend):
     def dispatch_start(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
     ) -> _Started:
-        operands, results, settings = self._dispatch_call(call, x, topk_idx, topk_weights, zero_pad)
-        return self._start(targets.DISPATCH, operands, results, **settings)
+        rows = self._rows_to_send(call, x)
+        is_quantized_here = rows[1] is not None and not call.quantized
+        if is_quantized_here:
+            rows = _compat.in_one_place(rows)
+        operands, results, settings = self._dispatch_call(call, rows, topk_idx, topk_weights, zero_pad)
+        started = self._start(targets.DISPATCH, operands, results, **settings)
+        return started._replace(quantized=rows) if is_quantized_here else started
 
     def dispatch(
         self,
@@ -50,21 +63,26 @@ class CudaBackend(NativeGroup, Backend):
         x: Any,
         topk_idx: jax.Array,
         topk_weights: jax.Array | None,
-        started: Any,
+        started: _Started | None,
         *,
         zero_pad: bool,
     ) -> Dispatched:
-        operands, results, settings = self._dispatch_call(call, x, topk_idx, topk_weights, zero_pad)
+        quantized = None if started is None else started.quantized
+        rows = quantized or self._rows_to_send(call, x)
+        operands, results, settings = self._dispatch_call(call, rows, topk_idx, topk_weights, zero_pad)
         if started is None:
             got = self._call(targets.DISPATCH, operands, results, **settings)
         else:
             got = self._done(targets.DISPATCH, operands, started)
+        out, scales = got["out"], got["out_scales"] if self._kernel_returns_fp8(call) else None
+        if scales is not None and call.options.dequantize:
+            out, scales = _wires.dequantize(out, scales, self.group.dtype), None
         return Dispatched(
-            x=got["out"],
+            x=out,
             counts=got["counts"],
             group_sizes=got["group_sizes"],
             weights=got["weights"],
-            scales=got["out_scales"] if call.returns_fp8 else None,
+            scales=scales,
             num_dropped=got["num_dropped"],
             route=call.route(RouteArrays(**{name: got[name] for name in RouteArrays._fields})),
         )
@@ -119,14 +137,20 @@ class CudaBackend(NativeGroup, Backend):
     def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
         group, num_rows = self.group, x.shape[0]
         blocks = _layouts.split_blocks(splits, num_rows, group.num_ranks)
-        operands = {"x": x, "splits": blocks.splits.reshape(-1), "place": _place_in_block(blocks, num_rows)}
+        rows, scales = self._cast_for_wire(x, wire)
+        operands = {
+            "x": rows,
+            "x_scales": scales,
+            "splits": blocks.splits.reshape(-1),
+            "place": _place_in_block(blocks, num_rows),
+        }
         results = targets.ALL_TO_ALL.result_types(
             operands,
             {"E": group.experts_per_rank, "S": group.hidden // CHANNELS_PER_SCALE},
             {"out": x.dtype if wire is None else _wires.FP8},
             absent=["out_scales"] if wire is None else [],
         )
-        cast = _wires.cast_of(wire)
+        cast = _wires.cast_of(wire if scales is None else None)
         got = self._call(targets.ALL_TO_ALL, operands, results, agreed=(wire,), cast=cast, zero_pad=zero_pad)
         return AllToAll(got["out"], got["out_splits"], None if wire is None else got["out_scales"], group)
 
@@ -137,12 +161,27 @@ class CudaBackend(NativeGroup, Backend):
         results = targets.ALL_TO_ALL_BACK.result_types(operands, {}, {"out": y.dtype})
         return self._call(targets.ALL_TO_ALL_BACK, operands, results)["out"]
 
+    @property
+    def _kernels_cast(self) -> bool:
+        """True if the kernels cast rows of the group's dtype to fp8 and back. Otherwise XLA casts them."""
+        return self.group.dtype == jnp.bfloat16
+
+    def _cast_for_wire(self, x: jax.Array, wire: str | None) -> _SentRows:
+        return (x, None) if wire is None or self._kernels_cast else _wires.quantize(x, wire)
+
+    def _rows_to_send(self, call: DispatchCall, x: Any) -> _SentRows:
+        return x if call.quantized else self._cast_for_wire(x, call.options.wire)
+
+    def _kernel_returns_fp8(self, call: DispatchCall) -> bool:
+        return call.returns_fp8 or (call.arrives_fp8 and not self._kernels_cast)
+
     def _dispatch_call(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, zero_pad: bool
+        self, call: DispatchCall, x: _SentRows, topk_idx: jax.Array, topk_weights: jax.Array | None, zero_pad: bool
     ) -> tuple[dict[str, jax.Array | None], dict[str, Result], dict[str, Any]]:
         """The operands, results and settings of a dispatch."""
         group, options, route = self.group, call.options, call.route(None)
-        rows, scales = x if call.quantized else (x, None)
+        rows, scales = x
+        returns_fp8 = self._kernel_returns_fp8(call)
         operands = {"x": rows, "x_scales": scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
         results = targets.DISPATCH.result_types(
             operands,
@@ -153,13 +192,13 @@ class CudaBackend(NativeGroup, Backend):
                 "R": group.num_ranks,
                 "S": group.hidden // CHANNELS_PER_SCALE,
             },
-            {"out": _wires.FP8 if call.returns_fp8 else group.dtype},
-            absent=[] if call.returns_fp8 else ["out_scales"],
+            {"out": _wires.FP8 if returns_fp8 else group.dtype},
+            absent=[] if returns_fp8 else ["out_scales"],
         )
         settings = {
             "agreed": (options.layout, options.capacity, options.alignment, options.wire),
-            "cast": _wires.cast_of(options.wire),
-            "dequantize": options.dequantize and call.arrives_fp8,
+            "cast": _wires.cast_of(options.wire if scales is None else None),
+            "dequantize": call.arrives_fp8 and not returns_fp8,
             "zero_pad": zero_pad,
             **_route_attributes(route),
         }
@@ -228,17 +267,16 @@ class CudaBackend(NativeGroup, Backend):
             start, {**operands, **memory}, start.result_types({}, {}, {}), has_side_effect=True, **settings
         )["ticket"]
         # An array of no elements, as the argument of a program or of shard_map, is too much for XLA of jax 0.11.
-        return *(None if results[name] is NONE else array for name, array in memory.items()), ticket
+        return _Started(tuple(None if results[name] is NONE else array for name, array in memory.items()), ticket)
 
     def _done(
         self, target: Target, operands: Mapping[str, jax.Array | None], started: _Started
     ) -> dict[str, jax.Array]:
         """Ends `target`, which was `started` with `operands`. XLA keeps the operands and the results' memory for it."""
-        *memory, ticket = started
-        given = {result.name: array for result, array in zip(target.results, memory, strict=True)}
+        given = {result.name: array for result, array in zip(target.results, started.memory, strict=True)}
         results = {name: NONE if array is None else Result(array.shape, array.dtype) for name, array in given.items()}
         aliases = {len(operands) + i: i for i in range(len(results))}
-        operands = {**operands, **given, "ticket": ticket}
+        operands = {**operands, **given, "ticket": started.ticket}
         return self._call(target.done, operands, results, agreed=None, aliases=aliases, has_side_effect=True)
 
     def _arrays(self, operands: Collection[jax.Array | None]) -> tuple[jax.Array, ...]:

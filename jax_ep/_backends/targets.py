@@ -185,7 +185,13 @@ COMBINE_BACK = Target(
 )
 ALL_TO_ALL = Target(
     "all_to_all",
-    (_AXIS_INDEX, Array("x", "M H"), Array("splits", "R*E", _INT), Array("place", "M R", _INT)),
+    (
+        _AXIS_INDEX,
+        Array("x", "M H"),
+        Array("x_scales", "M S", _FLOAT),
+        Array("splits", "R*E", _INT),
+        Array("place", "M R", _INT),
+    ),
     (Array("out", "R M H"), Array("out_scales", "R M S", _FLOAT), Array("out_splits", "R E", _INT)),
     ("cast", "zero_pad"),
 )
