@@ -78,7 +78,7 @@ struct CombineOperands {
   static constexpr int kSumsAtOnce = sums_at_once(kVariant);
   // True if a warp group loads the metadata of its next row while it sends a row. Few rows usually take one round, and
   // with many rows other warps hide the latency.
-  static constexpr bool kAsksAhead = kVariant == Variant::kBalanced;
+  static constexpr bool kLoadsAhead = kVariant == Variant::kBalanced;
   static constexpr int kRanksAtOnce = 4;  // the ranks whose sums a lane usually awaits at once
   static constexpr int kSize = Vector<X>::kSize;
   static constexpr int kRowsAtOnce = 4;  // the rows of a token that a lane loads before it adds them

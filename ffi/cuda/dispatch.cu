@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kV
       dispatch.steal_rows();
     }
   } else if (ticket >= plan.first_receiver) {
-    dispatch.learn_places();
+    dispatch.learn_destinations();
   }
   dispatch.op.end([&] { dispatch.poison(); });
 }

@@ -22,8 +22,8 @@ struct DispatchArrival : Padding<Config> {
   struct Arriving {
     int32_t source, index;
     bool is_own;  // only its header must arrive: the row is in x
-    bool comes;
-    RowPlace place;
+    bool is_sent;
+    RowAddress address;
     RowHeader header;  // of a new route, for k = lane
     int32_t row;       // of a known route, for k = lane
     float weight;      // of that row, for the backward pass of combine
@@ -31,7 +31,7 @@ struct DispatchArrival : Padding<Config> {
   };
 
   // The addresses at which a batch arrives.
-  struct BatchPlace {
+  struct BatchAddresses {
     uint8_t *units, *scales;  // this lane's unit of the first chunk; the scales of the chunk with its number
     int32_t step;             // between chunks, in bytes
     int32_t bytes_left;       // of the payload, from the first unit on
@@ -40,27 +40,27 @@ struct DispatchArrival : Padding<Config> {
     __device__ __forceinline__ uint8_t* at(int i) const { return i < kReceiveBatch ? units + i * step : scales; }
   };
 
-  __device__ BatchPlace place_of(const RowPlace& place, int32_t first, const WarpGroup& warp_group) const {
+  __device__ BatchAddresses batch_at(const RowAddress& row, int32_t first, const WarpGroup& warp_group) const {
     const int32_t chunk = chunk_of(first, lane_id(), warp_group);
-    return {place.unit(op, first), place.scales(op, payload_bytes, chunk), warp_group.num_warps * kChunkBytes,
+    return {row.unit(op, first), row.scales(op, payload_bytes, chunk), warp_group.num_warps * kChunkBytes,
             payload_bytes - (first * kChunkBytes + lane_id() * kUnitBytes),
             args.num_scales && lane_id() < kReceiveBatch && chunk < chunks()};
   }
 
-  __device__ void look_at_batch(const RowPlace& place, int32_t first, const WarpGroup& warp_group, Taken& taken) const {
-    look_at_units(taken.units, place_of(place, first, warp_group));
+  __device__ void look_at_batch(const RowAddress& row, int32_t first, const WarpGroup& warp_group, Taken& taken) const {
+    look_at_units(taken.units, batch_at(row, first, warp_group));
   }
 
-  template <typename Also>
-  __device__ void take_batch(int32_t source, const RowPlace& place, int32_t first, const WarpGroup& warp_group,
-                             Taken& taken, Also also) const {
+  template <typename PollMore>
+  __device__ void take_batch(int32_t source, const RowAddress& row, int32_t first, const WarpGroup& warp_group,
+                             Taken& taken, PollMore poll_more) const {
     const auto resolve = [&](int i) {
       const bool is_unit = i < kReceiveBatch;
       const int32_t escape_mask =
           is_unit ? chunk_of(first, i, warp_group) : chunks() + chunk_of(first, lane_id(), warp_group);
-      return true_unit(op, source, place.escape_masks + escape_mask, is_unit ? lane_id() : 0);
+      return true_unit(op, source, row.escape_masks + escape_mask, is_unit ? lane_id() : 0);
     };
-    take_units(op, [=](int) { return source; }, taken.units, place_of(place, first, warp_group), resolve, also);
+    take_units(op, [=](int) { return source; }, taken.units, batch_at(row, first, warp_group), resolve, poll_more);
     __syncwarp();
   }
 };

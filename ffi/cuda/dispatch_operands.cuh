@@ -14,7 +14,7 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kPlacesBarrier = kFirstBarrier, kWarpGroupsBarrier = kFirstBarrier + 1;  // and up
+inline constexpr int32_t kDestinationsBarrier = kFirstBarrier, kWarpGroupsBarrier = kFirstBarrier + 1;  // and up
 
 struct DispatchShared {
   State state;
@@ -25,7 +25,7 @@ struct DispatchShared {
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
   int32_t arrived[kMaxRanks];  // the number of rows from each source
-  int32_t gives_up;            // a warp has seen the failure before kPlacesBarrier
+  int32_t gives_up;            // a warp has seen the failure before kDestinationsBarrier
   uint32_t claimed[kMaxBlockWarps];
 };
 
@@ -36,13 +36,13 @@ struct Lookup {
 };
 
 // The destinations of arriving rows; in dynamic shared memory.
-struct Places {
+struct Destinations {
   int32_t* first;        // [R, E_local]: the position, in the expert's group, of each source's first row
   int32_t* first_row;    // [E_local]
   int32_t* counts;       // [E_local]
   int32_t* group_sizes;  // [E_local]
 
-  __device__ Places(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
+  __device__ Destinations(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
     first = static_cast<int32_t*>(memory);
     first_row = first + num_ranks * experts_per_rank;
     counts = first_row + experts_per_rank;
@@ -138,14 +138,14 @@ struct DispatchOperands {
   }
 
   // The addresses of a row that arrives here.
-  __device__ RowPlace place_here(int32_t source, int32_t index) const {
+  __device__ RowAddress row_here(int32_t source, int32_t index) const {
     return {op, peers.layout.row_number(op.state.slot, source, index)};
   }
 
   __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
 
   __device__ int32_t num_arrived(int32_t source) const {
-    return sends_numbers() ? op.expect_num_rows(source) : __ldg(args.known_num_arrived + source);
+    return sends_numbers() ? op.wait_num_rows(source) : __ldg(args.known_num_arrived + source);
   }
 
   // A barrier of a warp group whose warps are in one block.

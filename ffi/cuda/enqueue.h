@@ -124,7 +124,7 @@ struct OrderedCall {
 
 // Notes the call. If devices run it and another group's operations in different order, both groups fail, so that
 // kernels that wait already end at once, and it throws OrderError.
-inline void expect_order(const OrderedCall& call, const Member& member, cudaStream_t stream) {
+inline void check_order(const OrderedCall& call, const Member& member, cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
   const auto op = static_cast<uint32_t>(call.op);
@@ -172,7 +172,7 @@ inline ffi::Error begin(const char* op, int64_t group, const Member& member, con
                         cudaStream_t stream, const SplitPhaseCalls::Body& body) {
   return enqueued(op, member, [&] {
     if (call.phase == Phase::kWhole) {
-      expect_order({group, call.op, body.num_blocks}, member, stream);
+      check_order({group, call.op, body.num_blocks}, member, stream);
       check(body.launch(stream), "the kernel was not launched");
     } else {
       member.split_phase->start(call, buffers, body, stream);
@@ -236,7 +236,7 @@ inline ffi::Error done(const char* op, OpKind kind, cudaStream_t stream, int32_t
   // A start waits for no peer. The stream waits for the operation from the done on, so that is where the call counts.
   const int32_t most_sms = num_sms(group, Phase::kDone, (*member)->num_sms);
   return enqueued(op, **member, [&] {
-    expect_order({group, kind, most_sms}, **member, stream);
+    check_order({group, kind, most_sms}, **member, stream);
     (*member)->split_phase->done(buffers, stream);
   });
 }

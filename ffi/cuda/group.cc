@@ -97,9 +97,9 @@ void Group::open() {
       member.peers.rank = rank;
     }
   }
-  expect_supported_pairs();
+  check_supported_pairs();
   records_.push_back({HostMemory::allocate(members_.size() * sizeof(FailureRecord)), members_.size()});
-  if (config_.network) expect_room();
+  if (config_.network) check_room();
   for (Member& member : members_) open_member(member);
 
   std::vector<ProcessHandle> others;
@@ -122,7 +122,7 @@ void Group::open() {
 // Looks at this process's devices. jax_ep/_backends/__init__.py looks at the devices of other processes, too, if this
 // process sees them. No process sees the link to a device that CUDA_VISIBLE_DEVICES or a container hides from it: CUDA
 // then says nothing about that link.
-void Group::expect_supported_pairs() const {
+void Group::check_supported_pairs() const {
   for (const std::vector<int32_t>& line : config_.devices) {
     std::vector<int32_t> ordinals;
     for (int32_t ordinal : line) {
@@ -177,7 +177,7 @@ void Group::open_member(Member& member) {
 }
 
 // NVSHMEM's processes wait for one another when they allocate, so that one without room says so before.
-void Group::expect_room() const {
+void Group::check_room() const {
   constexpr int64_t kGranularity = int64_t{512} << 20;  // of NVSHMEM's heap, by default
   const OnDevice device(members_[0].ordinal);
   size_t free = 0, total = 0;

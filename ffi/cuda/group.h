@@ -118,9 +118,9 @@ class Group {
   };
 
   void open();
-  void expect_supported_pairs() const;
+  void check_supported_pairs() const;
   void open_member(Member& member);
-  void expect_room() const;
+  void check_room() const;
   uint8_t* allocate_symmetric(int64_t bytes, int32_t ordinal) const;
   ProcessHandle handle() const;
   PeerTable map_peers(Member& member, const std::vector<ProcessHandle>& others) const;

@@ -52,7 +52,7 @@ void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const Operand&
 }
 
 // The kernels cast rows of bfloat16 only, to fp8 and back.
-ffi::Error expect_bfloat16(const char* op, const char* name, const ffi::AnyBuffer& rows, bool is_cast) {
+ffi::Error check_bfloat16(const char* op, const char* name, const ffi::AnyBuffer& rows, bool is_cast) {
   if (!is_cast || rows.element_type() == ffi::BF16) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(std::string(op) + ": the kernel casts " + name + ", which must be bfloat16");
 }
@@ -93,8 +93,8 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
                     Operand x_scales, Operand topk_idx, Operand topk_weights, Result out, Result out_scales,
                     Result weights, Result counts, Result group_sizes, Result num_dropped, Result place, Result rows,
                     Result num_arrived) {
-  ffi::Error error = expect_bfloat16("dispatch", "x", x, attrs.cast != 0);
-  if (error.success()) error = expect_bfloat16("dispatch", "out", *out, attrs.dequantize);
+  ffi::Error error = check_bfloat16("dispatch", "x", x, attrs.cast != 0);
+  if (error.success()) error = check_bfloat16("dispatch", "out", *out, attrs.dequantize);
   if (error.failure()) return error;
   DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, *out, *out_scales, *weights, *counts, *group_sizes, *num_dropped, *place, *rows,
@@ -106,8 +106,8 @@ ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs at
                           Operand x_scales, Operand topk_idx, Operand topk_weights, Operand out, Operand out_scales,
                           Operand weights, Operand counts, Operand group_sizes, Operand num_dropped, Operand place,
                           Operand rows, Operand num_arrived, Result ticket) {
-  ffi::Error error = expect_bfloat16("dispatch_start", "x", x, attrs.cast != 0);
-  if (error.success()) error = expect_bfloat16("dispatch_start", "out", out, attrs.dequantize);
+  ffi::Error error = check_bfloat16("dispatch_start", "x", x, attrs.cast != 0);
+  if (error.success()) error = check_bfloat16("dispatch_start", "out", out, attrs.dequantize);
   if (error.failure()) return error;
   DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, place, rows, num_arrived);
@@ -169,7 +169,7 @@ ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, 
 ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
                       Operand x_scales, Operand splits, Operand place, Result out, Result out_scales,
                       Result out_splits) {
-  const ffi::Error error = expect_bfloat16("all_to_all", "x", x, attrs.cast != 0);
+  const ffi::Error error = check_bfloat16("all_to_all", "x", x, attrs.cast != 0);
   if (error.failure()) return error;
   DispatchArgs args = {};
   args.op = OpKind::kAllToAll;

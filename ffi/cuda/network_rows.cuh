@@ -50,8 +50,8 @@ __device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, 
   unsigned long long* const signal = signal_of(op, from, index);
   bool is_there = false;
   op.wait_until(peer, [&] {
-    is_there = has_come(signal, op.state.epoch);
-    return is_there || has_come(signal, tagged(kNoRow, op.state.epoch));
+    is_there = signal_arrived(signal, op.state.epoch);
+    return is_there || signal_arrived(signal, tagged(kNoRow, op.state.epoch));
   });
   return is_there;
 }

@@ -31,7 +31,7 @@ struct NodeSum : CombineReceiver<Config> {
       if (sources == 0) continue;
       const int32_t row = row_number(source, index);  // of rank = lane
       const int32_t peer = nodes.rail_peer_in(node);
-      const RowPlace to(op, peer, as, token);
+      const RowAddress to(op, peer, as, token);
       if (args.weights_to_send && warp_group.warp == 0) {
         const float weight = weight_of(row, sources);
         if (lane_id() < args.top_k) send_header(op, to.header(lane_id()), {0, 0, weight, 0});

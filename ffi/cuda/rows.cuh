@@ -60,8 +60,8 @@ __device__ __forceinline__ void to_floats(const Vector<__nv_bfloat16>& x, float 
 // copied: then each load would wait for the one before. It does not load `*unit`: after keep_address, the compiler does
 // not know that the address is global.
 template <bool kReadsOnce>
-__device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* place) {
-  const auto* const unit = reinterpret_cast<const uint4*>(place);
+__device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* address) {
+  const auto* const unit = reinterpret_cast<const uint4*>(address);
   return kReadsOnce ? __ldcs(unit) : __ldca(unit);
 }
 

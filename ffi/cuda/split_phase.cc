@@ -26,14 +26,14 @@ void SplitPhaseCalls::close() {
   stream_ = nullptr;
 }
 
-void SplitPhaseCalls::expect_open() const {
+void SplitPhaseCalls::check_open() const {
   if (stream_ == nullptr)
     throw std::invalid_argument("its group is closed; make a new Group and trace the function again");
 }
 
 void SplitPhaseCalls::start(Call call, Buffers buffers, Body body, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  expect_open();
+  check_open();
   call.phase = Phase::kStart;
   check(launch_start_(peers_, call, stream), "the kernel was not launched");
   auto turn_taken = std::make_unique<Event>();
@@ -48,7 +48,7 @@ void SplitPhaseCalls::start(Call call, Buffers buffers, Body body, cudaStream_t 
 
 void SplitPhaseCalls::done(const Buffers& buffers, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  expect_open();
+  check_open();
   const auto found = started_.find(buffers.back());
   if (found == started_.end() || found->second.buffers != buffers) {
     throw std::invalid_argument(

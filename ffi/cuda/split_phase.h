@@ -54,7 +54,7 @@ class SplitPhaseCalls {
     Body body;
   };
 
-  void expect_open() const;
+  void check_open() const;
 
   const Peers peers_;
   const LaunchStart launch_start_;
