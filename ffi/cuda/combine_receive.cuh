@@ -27,7 +27,7 @@ struct CombineReceiver : CombineSender<Config> {
     if (op.warp_has_failed()) return;
     if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
-      op.wait_peers(op, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
+      op.wait_peers(op, &PeerCounters::returned, args.num_recv_per_rank, row_bytes() + header_bytes);
     }
 #pragma unroll 1
     for (; token < args.num_tokens; token += warp_group.num_groups) {
@@ -46,7 +46,8 @@ struct CombineReceiver : CombineSender<Config> {
 
   __device__ Returning issue_token_loads(int32_t token) const {
     Returning issued = {-1};
-    if (lane_id() < peers.num_ranks) issued.index = __ldg(args.place + int64_t{token} * peers.num_ranks + lane_id());
+    if (lane_id() < peers.num_ranks)
+      issued.index = __ldg(args.send_slot + int64_t{token} * peers.num_ranks + lane_id());
     if (sums_own()) issued.own = issue_row_loads(peers.rank, token);
     return issued;
   }

@@ -42,13 +42,13 @@ struct CombineSums : CombineOperands<Config> {
     if (is_all_to_all()) {
       if (lane_id() == 0) source.row = candidate;
     } else if (lane_id() < args.top_k) {
-      source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
+      source.row = __ldg(args.recv_row + int64_t{candidate} * args.top_k + lane_id());
     }
     if (peer != peers.rank || is_all_to_all()) {
       source.seen = num_rows_of(source.peer);
       if (!kLoadsAhead) source.present = source.index < source.seen;
     } else {
-      source.seen = sums_own() ? index : __ldg(args.place + int64_t{index} * peers.num_ranks + peer);
+      source.seen = sums_own() ? index : __ldg(args.send_slot + int64_t{index} * peers.num_ranks + peer);
       if (!kLoadsAhead) source.present = source.seen >= 0;
     }
     return source;
@@ -70,7 +70,7 @@ struct CombineSums : CombineOperands<Config> {
   // which the peer sends before any row. One lane waits, so that all lanes get the same number even if the operation
   // fails.)
   __device__ int32_t num_rows_of(int32_t peer) const {
-    if (!is_all_to_all()) return __ldg(args.num_arrived + peer);
+    if (!is_all_to_all()) return __ldg(args.num_recv_per_rank + peer);
     int32_t number = 0;
     if (lane_id() == 0) number = wait_num_rows(op, peer);
     return __shfl_sync(kAllLanes, number, 0);

@@ -144,8 +144,8 @@ struct DispatchOperands {
 
   __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
 
-  __device__ int32_t num_arrived(int32_t source) const {
-    return sends_numbers() ? op.wait_num_rows(source) : __ldg(args.known_num_arrived + source);
+  __device__ int32_t num_recv_from(int32_t source) const {
+    return sends_numbers() ? op.wait_num_rows(source) : __ldg(args.known_num_recv_per_rank + source);
   }
 
   // A barrier of a warp group whose warps are in one block.
@@ -193,9 +193,9 @@ struct DispatchOperands {
     fill_bytes(args.counts, int64_t{4} * experts_per_rank() * (args.is_all_to_all ? peers.num_ranks : 1), 0);
     fill_bytes(args.group_sizes, int64_t{4} * experts_per_rank(), 0);
     fill_bytes(args.num_dropped, 4, 0xff);
-    fill_bytes(args.rows, int64_t{4} * peers.num_ranks * args.num_tokens * args.top_k, 0xff);
-    fill_bytes(args.num_arrived, int64_t{4} * peers.num_ranks, 0);
-    fill_bytes(args.place, int64_t{4} * args.num_tokens * peers.num_ranks * (kHasNetwork ? 2 : 1), 0xff);
+    fill_bytes(args.recv_row, int64_t{4} * peers.num_ranks * args.num_tokens * args.top_k, 0xff);
+    fill_bytes(args.num_recv_per_rank, int64_t{4} * peers.num_ranks, 0);
+    fill_bytes(args.send_slot, int64_t{4} * args.num_tokens * peers.num_ranks * (kHasNetwork ? 2 : 1), 0xff);
   }
 };
 

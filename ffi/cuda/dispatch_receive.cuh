@@ -12,7 +12,7 @@ struct DispatchReceiver : CombineBackward<Config> {
       Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own, Base::kArrival,
       Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken,
       Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch, Base::new_route, Base::new_row,
-      Base::num_arrived, Base::op, Base::out_row, Base::pad, Base::peers, Base::row_here, Base::batch_at,
+      Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::peers, Base::row_here, Base::batch_at,
       Base::await_destinations, Base::plan, Base::scales_unit, Base::scratch, Base::sends_numbers, Base::shared,
       Base::sum_products, Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
@@ -27,14 +27,14 @@ struct DispatchReceiver : CombineBackward<Config> {
     const bool takes_rows = plan.row_receiver(op.state.ticket) >= 0 && warp_group.index < warp_group.num_groups;
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
-      const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
+      const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_recv_per_rank;
       op.wait_peers(op, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
     const uint32_t end = takes_rows ? num_candidates() : 0;
     uint32_t item = warp_group.index;
     Arriving arriving = {};
     const bool looks = !op.warp_has_failed() && item < end;  // after close(), there are no rows
-    if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_arrived(source); });
+    if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_recv_from(source); });
     if (kStealsRows && lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
     if (!kIsLowLatency) learn_destinations();
     if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);  // all rows arrive at about the same time
@@ -56,7 +56,7 @@ struct DispatchReceiver : CombineBackward<Config> {
         item += warp_group.num_groups;
         if (item >= end) break;
         arriving = look_for_row(item, warp_group, [&](int32_t source) {
-          return kIsLowLatency ? num_arrived(source) : shared.arrived[source];
+          return kIsLowLatency ? num_recv_from(source) : shared.arrived[source];
         });
         if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);
       }
@@ -133,7 +133,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     arriving.address = row_here(arriving.source, arriving.index);
     if (!new_route() && !args.is_all_to_all) {
       const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
-      arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
+      arriving.row = lane_id() < args.top_k ? __ldg(args.known_recv_row + candidate * args.top_k + lane_id()) : -1;
     }
     if (arriving.is_own) {
       read_own(arriving, warp_group.warp, warp_group);
@@ -199,7 +199,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
     const bool keeps_route = new_route() && warp_group.warp == warp_group.num_warps - 1 && lane_id() < args.top_k;
     if (!arriving.is_sent) {
-      if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
+      if (keeps_route) args.recv_row[candidate * args.top_k + lane_id()] = -1;
       if (args.is_all_to_all && args.zero_pad && warp_group.warp == 0) zero_row(candidate);
       return;
     }
@@ -210,7 +210,7 @@ struct DispatchReceiver : CombineBackward<Config> {
       row = new_route() ? new_row(source, arriving.header, destinations) : arriving.row;
     }
     if (keeps_route) {
-      args.rows[candidate * args.top_k + lane_id()] = row;
+      args.recv_row[candidate * args.top_k + lane_id()] = row;
       if (row >= 0) args.weights[row] = arriving.header.weight;
     }
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);

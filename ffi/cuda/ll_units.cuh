@@ -95,9 +95,10 @@ struct Chunk {
 
  private:
   __device__ __noinline__ static Chunk with_escape_mask(uint4 unit, bool present) {
-    const bool empty = present && is_sentinel(unit);
-    const bool ambiguous = empty || (present && is_escape(unit));
-    return {ambiguous ? escape() : unit, __ballot_sync(kAllLanes, empty), __any_sync(kAllLanes, ambiguous) != 0};
+    const bool equals_sentinel = present && is_sentinel(unit);
+    const bool ambiguous = equals_sentinel || (present && is_escape(unit));
+    return {ambiguous ? escape() : unit, __ballot_sync(kAllLanes, equals_sentinel),
+            __any_sync(kAllLanes, ambiguous) != 0};
   }
 };
 

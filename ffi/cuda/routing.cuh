@@ -9,8 +9,9 @@ namespace jax_ep {
 template <typename Config>
 struct Routing : DispatchOperands<Config> {
   using Base = DispatchOperands<Config>;
-  using Base::args, Base::experts_per_rank, Base::kIsLowLatency, Base::kStealsRows, Base::new_route, Base::num_arrived,
-      Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers, Base::shared;
+  using Base::args, Base::experts_per_rank, Base::kIsLowLatency, Base::kStealsRows, Base::new_route,
+      Base::num_recv_from, Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers,
+      Base::shared;
 
   // Notifies every rank of the operation. With a new route or with splits, first sends every rank the number of rows
   // for each of its experts.
@@ -131,7 +132,7 @@ struct Routing : DispatchOperands<Config> {
   // each warp loads the numbers itself.
   __device__ void learn_destinations() const {
     if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
-    if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
+    if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_recv_from(threadIdx.x);
     __syncwarp();
     if (op.is_worker()) return;
     if (op.state.failed) give_up();
@@ -245,7 +246,7 @@ struct Routing : DispatchOperands<Config> {
       args.counts[expert] = p.counts[expert];
       args.group_sizes[expert] = p.group_sizes[expert];
     }
-    if (threadIdx.x < peers.num_ranks) args.num_arrived[threadIdx.x] = num_arrived(threadIdx.x);
+    if (threadIdx.x < peers.num_ranks) args.num_recv_per_rank[threadIdx.x] = num_recv_from(threadIdx.x);
     if (threadIdx.x != 0) return;
     *args.num_dropped = shared.dropped;
     if (shared.dropped) red_add_relaxed_gpu(&op.own().counters.dropped, shared.dropped);

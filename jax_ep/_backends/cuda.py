@@ -36,9 +36,9 @@ class _Started(NamedTuple):
 class RouteArrays(NamedTuple):
     """One rank's part of a route, named as the operands and results in `targets`, which say what they are."""
 
-    place: jax.Array
-    rows: jax.Array
-    num_arrived: jax.Array
+    send_slot: jax.Array
+    recv_row: jax.Array
+    num_recv_per_rank: jax.Array
     counts: jax.Array
     group_sizes: jax.Array
 
@@ -142,7 +142,7 @@ class CudaBackend(NativeGroup, Backend):
             "x": rows,
             "x_scales": scales,
             "splits": blocks.splits.reshape(-1),
-            "place": _place_in_block(blocks, num_rows),
+            "send_slot": _slots_in_blocks(blocks, num_rows),
         }
         results = targets.ALL_TO_ALL.result_types(
             operands,
@@ -157,7 +157,7 @@ class CudaBackend(NativeGroup, Backend):
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows = y.shape[1]
         blocks = _layouts.split_blocks(splits, num_rows, self.group.num_ranks)
-        operands = {"y": y, "num_sent": blocks.sizes, "place": _place_in_block(blocks, num_rows)}
+        operands = {"y": y, "num_sent": blocks.sizes, "send_slot": _slots_in_blocks(blocks, num_rows)}
         results = targets.ALL_TO_ALL_BACK.result_types(operands, {}, {"out": y.dtype})
         return self._call(targets.ALL_TO_ALL_BACK, operands, results)["out"]
 
@@ -299,7 +299,7 @@ def _route_attributes(route: Route) -> dict[str, Any]:
 def _without_counts(route: Route) -> dict[str, jax.Array]:
     """The arrays of a route that the way back takes."""
     arrays = route.arrays
-    return {"place": arrays.place, "rows": arrays.rows, "num_arrived": arrays.num_arrived}
+    return {"send_slot": arrays.send_slot, "recv_row": arrays.recv_row, "num_recv_per_rank": arrays.num_recv_per_rank}
 
 
 def _pad_to_units(rows: jax.Array) -> jax.Array:
@@ -308,7 +308,7 @@ def _pad_to_units(rows: jax.Array) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % unit)))
 
 
-def _place_in_block(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
+def _slots_in_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
     """Where in its rank's block each row goes: [M, R] int32, -1 where it does not go to the rank."""
-    place = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row[None]
-    return jnp.where((place >= 0) & (place < blocks.sizes[None]), place, -1)
+    slot = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row[None]
+    return jnp.where((slot >= 0) & (slot < blocks.sizes[None]), slot, -1)

@@ -120,8 +120,8 @@ struct Rank {
   int64_t num_rows = shape.layout == Layout::kExpert ? experts_per_rank * capacity : capacity;
   cudaStream_t streams[kStreams];
   Array<int32_t> axis_index{1}, ids{size_t(num_tokens) * top_k},
-      place{size_t(2) * num_tokens * ranks},  // half of it without a network
-      rows{size_t(ranks) * num_tokens * top_k}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
+      send_slot{size_t(2) * num_tokens * ranks},  // half of it without a network
+      recv_row{size_t(ranks) * num_tokens * top_k}, num_recv_per_rank{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<PendingCall> dispatch_tickets{kTickets}, combine_tickets{kTickets};
   Array<uint16_t> x_bfloat16{size_t(num_tokens) * kHidden};  // x, for operations that cast to fp8
@@ -175,10 +175,10 @@ struct Rank {
     recv.is_bfloat16 = cast != 0;
     if (cast) args.x = x_bfloat16.device;
     args.row_bytes = args.out_row_bytes = recv.row_bytes();
-    args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.place = place.device;
+    args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.send_slot = send_slot.device;
     args.out = recv.device, args.weights = weights.device, args.counts = counts.device;
-    args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.rows = rows.device;
-    args.num_arrived = num_arrived.device;
+    args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.recv_row = recv_row.device;
+    args.num_recv_per_rank = num_recv_per_rank.device;
     return args;
   }
   DispatchArgs dispatch_split(int32_t cast, int32_t ticket = 0) {
@@ -188,7 +188,8 @@ struct Rank {
   }
   DispatchArgs along_route(OpKind op, Array<float>& result) {
     DispatchArgs args = dispatch_args(op);
-    args.known_place = place.device, args.known_rows = rows.device, args.known_num_arrived = num_arrived.device;
+    args.known_send_slot = send_slot.device, args.known_recv_row = recv_row.device,
+    args.known_num_recv_per_rank = num_recv_per_rank.device;
     args.known_counts = counts.device, args.known_group_sizes = group_sizes.device, args.out = result.device;
     return args;
   }
@@ -205,7 +206,8 @@ struct Rank {
     args.axis_index = axis_index.device;
     args.num_tokens = num_tokens, args.top_k = top_k;
     args.y = recv.device, args.row_bytes = recv.row_bytes();
-    args.rows = rows.device, args.num_arrived = num_arrived.device, args.place = place.device;
+    args.recv_row = recv_row.device, args.num_recv_per_rank = num_recv_per_rank.device,
+    args.send_slot = send_slot.device;
     args.out = result.device, args.out_type = ElementType::kFloat32;
     return args;
   }
@@ -243,7 +245,7 @@ bool same_bits(const float* a, const float* b) { return std::memcmp(a, b, kRowBy
 
 // Whether every row arrived as it was sent, and came back so where it was alone.
 void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
-  for (auto& rank : ranks) rank->place.download(), rank->rows.download(), rank->recv.download();
+  for (auto& rank : ranks) rank->send_slot.download(), rank->recv_row.download(), rank->recv.download();
   for (size_t s = 0; s < ranks.size(); ++s) {
     Rank& source = *ranks[s];
     source.x_cotangent.download();
@@ -254,8 +256,8 @@ void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
         const int32_t expert = source.ids.host[token * top_k + k];
         if (!is_expert(expert, source.experts)) continue;
         Rank& target = *ranks[rank_of_expert(expert, experts_per_rank)];
-        const int32_t index = source.place.host[token * ranks.size() + rank_of_expert(expert, experts_per_rank)];
-        const int32_t row = target.rows.host[(s * num_tokens + index) * top_k + k];
+        const int32_t index = source.send_slot.host[token * ranks.size() + rank_of_expert(expert, experts_per_rank)];
+        const int32_t row = target.recv_row.host[(s * num_tokens + index) * top_k + k];
         EXPECT_EQ(same_bits(&target.recv.host[int64_t{row} * kHidden], x), true);
         ++num_rows;
       }
@@ -519,7 +521,7 @@ class Session {
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan plan = blocks_.adjust(plan_combine(call.num_tokens, num_ranks_, call.rows ? call.top_k : 0,
+      const LaunchPlan plan = blocks_.adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
                                                           num_chunks(static_cast<int32_t>(call.row_bytes)),
                                                           blocks_.number, member.num_sms));
       const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
