@@ -385,6 +385,7 @@ class Session {
   int32_t cast() const { return cast_; }
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
+  int32_t num_slots() const { return group().members()[0].peers.layout.num_slots; }
   // In place of the one that there was.
   void open_group() {
     close_group();
@@ -397,9 +398,13 @@ class Session {
   template <typename Args>
   void whole(Args args, int32_t missing_rank = -1, int32_t stream = 0) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      if (r == missing_rank) continue;
-      must(body_of(group().members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
+      if (r != missing_rank) whole_of(r, args, stream);
     }
+  }
+  // On one rank only.
+  template <typename Args>
+  void whole_of(int32_t r, Args args, int32_t stream = 0) {
+    must(body_of(group().members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
   }
   template <typename Args>
   void start(Args args) {
