@@ -112,9 +112,8 @@ def main() -> None:
     with group:
         rngs = nnx.Rngs(0)
         model = Model(group, rngs=rngs)
-        print(
-            f"stacked experts: {model.blocks.moe.gate_up.shape}, split as {model.blocks.moe.gate_up[...].sharding.spec}"
-        )
+        experts = model.blocks.moe.gate_up[...]
+        print(f"gate_up of all layers: {experts.shape}; on each device {experts.sharding.shard_shape(experts.shape)}")
         optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
         shape, sharding = (BATCH * mesh.size, CONTEXT + 1), NamedSharding(mesh, P("ep"))
         for step in range(STEPS):
