@@ -25,6 +25,11 @@ CPU_EXPERTS = ("auto", "einsum", "ragged_dot")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
+route = jax.jit(  # at once: eagerly, every operation is compiled by itself
+    ep.moe.route, static_argnames=("top_k", "score", "num_groups", "topk_groups", "normalize", "scale")
+)
+
+
 # --- route ----------------------------------------------------------------------------------------------------------
 
 
@@ -41,7 +46,7 @@ def assert_routed(routing, ids, weights):
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (128, 4), (32, 1), (4, 4)])
 def test_softmax_scores_are_those_of_mixtral_and_gpt_oss(num_experts, top_k):
     logits = make_logits(50, num_experts)
-    routing = ep.moe.route(logits, top_k=top_k)
+    routing = route(logits, top_k=top_k)
     assert_routed(routing, *oracle.gate_of_mixtral(logits, top_k))
     assert_routed(routing, *oracle.gate_of_gpt_oss(logits, top_k))
 
@@ -52,7 +57,7 @@ def test_softmax_scores_are_those_of_mixtral_and_gpt_oss(num_experts, top_k):
 def test_sigmoid_scores_with_bias_and_groups_are_those_of_deepseek_v3(num_experts, top_k, num_groups, topk_groups):
     logits, bias = make_logits(50, num_experts), 0.3 * make_logits(num_experts, seed=1)
     options = {"top_k": top_k, "num_groups": num_groups, "topk_groups": topk_groups, "scale": 2.5}
-    routing = jax.jit(partial(ep.moe.route, score="sigmoid", **options))(logits, bias=bias)
+    routing = route(logits, score="sigmoid", bias=bias, **options)
     assert_routed(routing, *oracle.gate_of_deepseek_v3(logits, bias, **options))
     assert np.unique(routing.topk_idx // (num_experts // num_groups), axis=1).shape[1] >= 1
 
@@ -61,7 +66,7 @@ def test_groups_of_negative_scores():
     """An expert outside of the best groups is not chosen, although the bias makes every other score lower than 0."""
     logits, bias = make_logits(20, 16), np.full(16, -5, np.float32)
     options = {"top_k": 4, "num_groups": 4, "topk_groups": 2, "scale": 1.0}
-    routing = ep.moe.route(logits, score="sigmoid", bias=bias, **options)
+    routing = route(logits, score="sigmoid", bias=bias, **options)
     assert_routed(routing, *oracle.gate_of_deepseek_v3(logits, bias, **options))
 
 
@@ -70,9 +75,9 @@ def test_the_bias_chooses_but_does_not_weigh():
     bias = jnp.array([0.0, 0.0, 0.0, 2.0])
 
     def weights(logits, bias):
-        return ep.moe.route(logits, top_k=2, bias=bias, normalize=False).topk_weights
+        return route(logits, top_k=2, bias=bias, normalize=False).topk_weights
 
-    assert ep.moe.route(logits, top_k=2, bias=bias).topk_idx.tolist() == [[3, 0]]
+    assert route(logits, top_k=2, bias=bias).topk_idx.tolist() == [[3, 0]]
     np.testing.assert_allclose(weights(logits, bias), jax.nn.softmax(logits)[:, [3, 0]], rtol=1e-6)
     assert not np.any(jax.grad(lambda bias: weights(logits, bias).sum())(bias))
 
@@ -80,21 +85,21 @@ def test_the_bias_chooses_but_does_not_weigh():
 def test_the_lower_index_goes_first_among_equal_scores():
     logits = jnp.array([[0, 1, 1, 0, 1, 0], [2, 2, 2, 2, 2, 2]], jnp.bfloat16)
     for score in ("softmax", "sigmoid"):
-        assert ep.moe.route(logits, top_k=4, score=score).topk_idx.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+        assert route(logits, top_k=4, score=score).topk_idx.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
     groups = {"num_groups": 3, "topk_groups": 2}
-    assert ep.moe.route(logits, top_k=3, **groups).topk_idx.tolist() == [[1, 2, 0], [0, 1, 2]]
+    assert route(logits, top_k=3, **groups).topk_idx.tolist() == [[1, 2, 0], [0, 1, 2]]
 
 
 def test_scores_are_computed_in_float32():
     logits = make_logits(20, 64).astype(jnp.bfloat16)
-    for name, actual in ep.moe.route(logits, top_k=4, score="sigmoid")._asdict().items():
-        assert_same_bits(actual, getattr(ep.moe.route(logits.astype(np.float32), top_k=4, score="sigmoid"), name), name)
+    for name, actual in route(logits, top_k=4, score="sigmoid")._asdict().items():
+        assert_same_bits(actual, getattr(route(logits.astype(np.float32), top_k=4, score="sigmoid"), name), name)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_losses_and_load(score):
     logits = make_logits(3, 5, 8)
-    routing = ep.moe.route(logits, top_k=2, score=score)
+    routing = route(logits, top_k=2, score=score)
     rows = logits.reshape(-1, 8).astype(np.float64)
     scores = oracle.softmax(rows) if score == "softmax" else 1 / (1 + np.exp(-rows))
     load = np.bincount(oracle.largest(rows, 2).reshape(-1), minlength=8) / 30
@@ -106,12 +111,12 @@ def test_losses_and_load(score):
 
 
 def test_a_balanced_load_has_loss_1():
-    assert ep.moe.route(3 * jnp.eye(8), top_k=1).aux_loss == pytest.approx(1)
-    assert ep.moe.route(3 * jnp.eye(8)[:1].repeat(8, axis=0), top_k=1).aux_loss > 2
+    assert route(3 * jnp.eye(8), top_k=1).aux_loss == pytest.approx(1)
+    assert route(3 * jnp.eye(8)[:1].repeat(8, axis=0), top_k=1).aux_loss > 2
 
 
 def test_without_tokens():
-    routing = ep.moe.route(jnp.zeros((0, 8)), top_k=2)
+    routing = route(jnp.zeros((0, 8)), top_k=2)
     assert routing.topk_idx.shape == (0, 2)
     assert [float(routing.aux_loss), float(routing.z_loss)] == [0, 0] and not np.any(routing.load)
 
@@ -122,7 +127,7 @@ def test_gradients_of_the_router_are_those_of_differences(score):
     factors = make_logits(4, 3, seed=2)
 
     def total(logits):
-        routing = ep.moe.route(logits, top_k=3, score=score, scale=1.5)
+        routing = route(logits, top_k=3, score=score, scale=1.5)
         return jnp.sum(routing.topk_weights * factors) + routing.aux_loss + 0.1 * routing.z_loss
 
     check_grads(total, (logits,), order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-2)
@@ -135,7 +140,7 @@ def test_the_loss_of_all_ranks_together():
     mesh, logits = make_mesh((4,)), make_logits(4, 5, 8)
 
     def on_rank(logits):
-        routing = ep.moe.route(logits, top_k=2)
+        routing = route(logits, top_k=2)
         load = jax.lax.pmean(routing.load, "ep")
         mean_scores = jax.lax.pmean(jax.nn.softmax(logits).mean(axis=0), "ep")
         return (
@@ -145,7 +150,7 @@ def test_the_loss_of_all_ranks_together():
         )
 
     together, mean, z_loss = run_spmd(on_rank, mesh, logits)
-    whole = ep.moe.route(logits.reshape(-1, 8), top_k=2)
+    whole = route(logits.reshape(-1, 8), top_k=2)
     np.testing.assert_allclose(together, whole.aux_loss, rtol=1e-6)
     np.testing.assert_allclose(z_loss, whole.z_loss, rtol=1e-6)
     assert np.all(np.abs(mean - whole.aux_loss) > 1e-3)
@@ -219,13 +224,22 @@ def value_and_gradients(layer, case):
 
 def dense(case, kept=True, activation=jax.nn.silu):
     """The same of a dense layer in float32; choices that are not `kept` count as no expert's."""
+    x, topk_idx, topk_weights, w_gate_up, w_down, cotangent = case
+    tokens = (a.reshape(-1, a.shape[-1]) for a in (x, np.where(kept, topk_idx, -1), topk_weights, cotangent))
+    experts = (w.reshape(-1, *w.shape[2:]) for w in (w_gate_up, w_down))
+    results = dense_value_and_gradients(*tokens, *experts, activation=activation)
+    shapes = (a.shape for a in (x, x, topk_weights, w_gate_up, w_down))
+    return [a.reshape(shape) for a, shape in zip(to_numpy(results), shapes, strict=True)]
 
-    def layer(x, topk_idx, topk_weights, *weights):
-        tokens = (a.reshape(-1, a.shape[-1]) for a in (x, topk_idx, jnp.where(kept, topk_weights, 0)))
-        return oracle.dense_mlp(*tokens, *(w.reshape(-1, *w.shape[2:]) for w in weights), activation).reshape(x.shape)
 
-    x, topk_idx, *rest = case
-    return value_and_gradients(layer, [np.asarray(x, np.float32), topk_idx, *(np.asarray(a, np.float32) for a in rest)])
+@partial(jax.jit, static_argnames="activation")
+def dense_value_and_gradients(x, topk_idx, topk_weights, cotangent, w_gate_up, w_down, *, activation):
+    def layer(x, topk_weights, w_gate_up, w_down):
+        return oracle.dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down, activation)
+
+    arrays = (a.astype(jnp.float32) for a in (x, topk_weights, w_gate_up, w_down))
+    out, transpose = jax.vjp(layer, *arrays)
+    return out, *transpose(cotangent)
 
 
 def assert_close(actual, expected, tolerance):
@@ -514,6 +528,11 @@ def test_errors_of_mlp(reference_group, mesh, changes, error, mentions):
         jax.eval_shape(spmd(wrong, mesh), *case)
     assert_names(raised.value, next(iter(changes)), *mentions)
     assert re.match(r"moe\.mlp: |dispatch: (capacity|wire)", str(raised.value))
+
+
+def test_profilers_show_the_name(reference_group, mesh):
+    lowered = jax.jit(mlp_on(mesh, reference_group(mesh))).lower(*make_case(SHAPE, mesh.size)[:-1])
+    assert "jax_ep.moe.mlp/" in lowered.as_text(debug_info=True)
 
 
 def test_outside_of_shard_map(reference_group, mesh):
