@@ -96,7 +96,6 @@ def mlp(
     | --- | --- | --- |
     | `jax_ep_dispatch` | what `dispatch` returned: rows [rows, H] and their route | the dispatch |
     | `jax_ep_moe_gate_up` | x @ w_gate_up of each row, [rows, 2I] | the first matmul |
-    | `jax_ep_moe_hidden` | activation(gate) * up, [rows, I] | this product |
     | `jax_ep_moe_down` | the experts' outputs, [rows, H] | the second matmul |
     | `jax_ep_moe_output` | the result, [T, H] | the combine |
 
@@ -139,7 +138,7 @@ def mlp(
             f"{op}: activation returned {_described(activated)} for an array of shape {gate.shape}; it must return an "
             "array of the same shape (mlp splits gate and up itself)"
         )
-    hidden = checkpoint_name((activated * up).astype(group.dtype), "jax_ep_moe_hidden")
+    hidden = (activated * up).astype(group.dtype)
     y = checkpoint_name(matmul(hidden, w_down), "jax_ep_moe_down")
     out = checkpoint_name(combine(y, recv), "jax_ep_moe_output")
     return out.reshape(x.shape)
