@@ -138,9 +138,10 @@ def test_gradients_of_the_router_are_those_of_differences(score):
 def test_the_loss_of_all_ranks_together():
     """The recipe of the docstring gives the loss of the tokens of all ranks; the mean of the losses is another."""
     mesh, logits = make_mesh((4,)), make_logits(4, 5, 8)
+    all_groups = {"bias": np.zeros(8, np.float32), "num_groups": 4, "topk_groups": 4}
 
     def on_rank(logits):
-        routing = route(logits, top_k=2)
+        routing = route(logits, top_k=2, **all_groups)
         load = jax.lax.pmean(routing.load, "ep")
         mean_scores = jax.lax.pmean(jax.nn.softmax(logits).mean(axis=0), "ep")
         return (

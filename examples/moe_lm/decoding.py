@@ -1,6 +1,7 @@
 """The model of model.py one byte at a time, as a server runs it: with a cache of keys and values.
 
-At a few tokens per rank the experts' rows are few: they travel as fp8, and the experts are a batched matmul.
+At a few tokens per rank the experts' rows are few: they travel as fp8, and `jax_ep.moe.mlp` pads them for one batched
+matmul, which reads the experts' weights once.
 """
 
 import jax
@@ -65,5 +66,4 @@ def attention(x: jax.Array, position: jax.Array, layer: dict, past: dict, cfg: m
 def moe(x: jax.Array, layer: dict, cfg: model.Config, group: ep.Group, wire: str | None) -> jax.Array:
     """Mixture of experts, x [T, H] -> [T, H]."""
     _, routing = model.route(x, layer, cfg)
-    # For few rows, reading the weights takes longer than multiplying, so the padding of a batched matmul costs nothing.
-    return model.experts(x, routing, layer, group, experts="einsum", wire=wire)
+    return model.experts(x, routing, layer, group, wire=wire)
