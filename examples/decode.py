@@ -5,7 +5,7 @@
     python examples/decode.py --batch 1 --wire none   # one sequence per device; rows travel in the activations' dtype
 
 The core of a server: moe_lm/decoding.py holds the step with its cache of keys and values, whose MoE layers send fp8
-rows to experts in the "expert" layout; this file holds the loop.
+rows to the experts; this file holds the loop.
 """
 
 import argparse

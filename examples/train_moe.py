@@ -6,8 +6,8 @@
     python examples/train_moe.py --hidden 2048 --heads 16 --experts 64 --top-k 8 --layers 4 --expert-hidden 1024 \
         --seq-len 1024 --batch 64 --accumulate 4 --remat --capacity-factor 2 --learning-rate 3e-4   # for several GPUs
 
-A place to start a real project from: moe_lm/model.py holds the model, whose MoE layers are jax_ep.dispatch,
-jax.lax.ragged_dot and jax_ep.combine; this file holds the sharding, the training step and the options.
+A place to start a real project from: moe_lm/model.py holds the model, whose MoE layers are jax_ep.moe.route and
+jax_ep.moe.mlp; this file holds the sharding, the training step and the options.
 """
 
 import argparse

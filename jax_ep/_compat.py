@@ -51,14 +51,16 @@ def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def named(function: F) -> F:
-    """`function`, which is public, with its name on all that it traces, as profilers show it: jax_ep.dispatch.
+    """`function`, which is public, with its public name on all that it traces, as profilers show it: jax_ep.dispatch.
 
     (The scope as a decorator, which 0.10 makes once for all calls, would mix up threads that trace at once.)
     """
+    modules = [name for name in function.__module__.split(".") if not name.startswith("_")]
+    scope = ".".join([*modules, function.__name__])
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(f"jax_ep.{function.__name__}"):
+        with jax.named_scope(scope):
             return function(*args, **kwargs)
 
     return cast(F, call)

@@ -62,6 +62,18 @@ def place(need: jax.Array, *, layout: str, capacity: int, alignment: int) -> Pla
     return Placement(first_row, counts, group_sizes, jnp.sum(need - counts, dtype=jnp.int32))
 
 
+def row_expert(group_sizes: jax.Array, *, layout: str, capacity: int) -> jax.Array:
+    """The local expert of each row that `group_sizes` covers, and -1 elsewhere: int32, shaped as `rows_shape`."""
+    expert = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
+    row = jnp.arange(capacity, dtype=jnp.int32)
+    if layout == "expert":
+        return jnp.where(row < group_sizes[:, None], expert[:, None], -1)
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    # The number of groups that end at or before the row: comparisons, which XLA fuses, in place of a search.
+    ended = jnp.sum(row[:, None] >= ends, axis=1, dtype=jnp.int32)
+    return jnp.where(row < ends[-1], ended, -1)
+
+
 class Blocks(NamedTuple):
     """Rows sorted by expert, cut into one block per rank."""
 

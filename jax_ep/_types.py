@@ -160,6 +160,24 @@ class Dispatched:
         """The `Group` that moved the rows."""
         return self.route.group
 
+    @property
+    def row_expert(self) -> jax.Array:
+        """int32, one per row of x: the row's local expert, and -1 in rows outside of all groups.
+
+        For experts with parameters that are added to rows, such as biases. An index of -1 means the last expert, which
+        is harmless: combine reads no such row, and its cotangent is zero.
+
+        Example:
+            >>> def biased(x, topk_idx, w, bias):  # bias [E_local, H]
+            ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
+            ...     y = jax.lax.ragged_dot(recv.x, w, recv.group_sizes) + bias[recv.row_expert]
+            ...     return ep.combine(y, recv)
+            >>> on_each_rank(biased)(x, topk_idx, w, jnp.ones((E, H), group.dtype)).shape == x.shape
+            True
+        """
+        route = self.route
+        return _layouts.row_expert(self.group_sizes, layout=route.layout, capacity=route.capacity)
+
 
 def route_of(op: str, recv: Any) -> Route:
     """The route of `recv`, which must be what dispatch returned."""

@@ -244,3 +244,54 @@ def dense_moe(x, topk_idx, topk_weights, experts) -> jax.Array:
     # one_hot of an id outside [0, E) is a row of zeros: no expert.
     gates = jnp.einsum("tk,tke->te", topk_weights, jax.nn.one_hot(topk_idx, len(experts)), precision="highest")
     return jnp.einsum("te,tef->tf", gates, outputs, precision="highest")
+
+
+def dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down, activation=jax.nn.silu) -> jax.Array:
+    """As `dense_moe`, for gated MLPs: w_gate_up [E, H, 2I], gate first, and w_down [E, I, H]."""
+    x, w_gate_up, w_down = (a.astype(jnp.float32) for a in (x, w_gate_up, w_down))
+    inner = w_down.shape[1]
+    gate = jnp.einsum("th,ehi->tei", x, w_gate_up[:, :, :inner], precision="highest")
+    up = jnp.einsum("th,ehi->tei", x, w_gate_up[:, :, inner:], precision="highest")
+    outputs = jnp.einsum("tei,eih->teh", activation(gate) * up, w_down, precision="highest")
+    gates = jnp.einsum("tk,tke->te", topk_weights, jax.nn.one_hot(topk_idx, len(w_down)), precision="highest")
+    return jnp.einsum("te,teh->th", gates, outputs, precision="highest")
+
+
+def softmax(logits) -> np.ndarray:
+    e = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def largest(values, k) -> np.ndarray:
+    """The indices of the k largest values of each row, the largest first; of equal ones, the lower index first."""
+    return np.argsort(-values, axis=-1, kind="stable")[..., :k]
+
+
+def gate_of_mixtral(logits, top_k) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights: softmax over all experts, the largest, divided by their sum."""
+    scores = softmax(logits)
+    ids = largest(scores, top_k)
+    weights = np.take_along_axis(scores, ids, axis=-1)
+    return ids, weights / weights.sum(axis=-1, keepdims=True)
+
+
+def gate_of_gpt_oss(logits, top_k) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights: the largest logits, and the softmax over these alone."""
+    ids = largest(logits, top_k)
+    return ids, softmax(np.take_along_axis(logits, ids, axis=-1))
+
+
+def gate_of_deepseek_v3(logits, bias, *, top_k, num_groups, topk_groups, scale) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights, token by token, as in `Gate` of the model's published inference code."""
+    ids = np.zeros((len(logits), top_k), np.int64)
+    weights = np.zeros((len(logits), top_k))
+    for token, row in enumerate(logits.astype(np.float64)):
+        original = 1 / (1 + np.exp(-row))
+        groups = (original + bias).reshape(num_groups, -1)
+        best = largest(np.sort(groups, axis=1)[:, -2:].sum(axis=1), topk_groups)
+        allowed = np.full_like(groups, -np.inf)
+        allowed[best] = groups[best]
+        ids[token] = largest(allowed.reshape(-1), top_k)
+        chosen = original[ids[token]]
+        weights[token] = chosen / chosen.sum() * scale
+    return ids, weights

@@ -24,6 +24,15 @@ def test_the_readmes_layer_runs_when_pasted(num_devices, tmp_path):
     assert done.stdout == f"{(64 * num_devices, 128)}\n"
 
 
+def test_the_programs_of_the_layers_page_run(tmp_path):
+    """All blocks of code of the page, one after the other."""
+    program = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.DOTALL))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    done = subprocess.run([sys.executable], input=program, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(64, 128)\n"
+
+
 def test_the_recipe_of_overlap_is_the_benchmarks_text():
     recipe = re.search(r"^def overlapped.*?(?=^```)", (ROOT / "docs" / "overlap.md").read_text(), re.DOTALL | re.M)[0]
     assert recipe in (ROOT / "benchmarks" / "overlap.py").read_text()
@@ -68,7 +77,8 @@ def anchors(document):
 
 def test_the_api_page_has_all_public_names():
     page = (ROOT / "docs" / "api.md").read_text()
-    assert sorted(re.findall(r"^::: jax_ep\.(\w+)$", page, re.MULTILINE)) == sorted(ep.__all__)
+    names = [*ep.__all__, *(f"moe.{name}" for name in ep.moe.__all__)]
+    assert sorted(re.findall(r"^::: jax_ep\.([\w.]+)$", page, re.MULTILINE)) == sorted(names)
 
 
 def test_the_doctors_page_has_each_section_of_its_output():

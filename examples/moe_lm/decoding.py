@@ -1,6 +1,7 @@
 """The model of model.py one byte at a time, as a server runs it: with a cache of keys and values.
 
-At a few tokens per rank the experts' rows are few: dispatch sends them as fp8, in the layout of a batched product.
+At a few tokens per rank the experts' rows are few: they travel as fp8, and `jax_ep.moe.mlp` pads them for one batched
+matmul, which reads the experts' weights once.
 """
 
 import jax
@@ -64,7 +65,5 @@ def attention(x: jax.Array, position: jax.Array, layer: dict, past: dict, cfg: m
 
 def moe(x: jax.Array, layer: dict, cfg: model.Config, group: ep.Group, wire: str | None) -> jax.Array:
     """Mixture of experts, x [T, H] -> [T, H]."""
-    _, ids, weights = model.route(x, layer, cfg)
-    # Experts whose product takes fp8 rows need no dequantize: recv.scales has a scale per 128 channels.
-    recv = ep.dispatch(x, ids, weights, group=group, layout="expert", wire=wire, dequantize=wire is not None)
-    return ep.combine(model.expert_mlp(recv.x, layer["experts"], jnp.matmul), recv)
+    _, routing = model.route(x, layer, cfg)
+    return model.experts(x, routing, layer, group, wire=wire)
