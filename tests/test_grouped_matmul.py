@@ -130,7 +130,7 @@ def test_weights_may_be_replicated_in_shard_map(check_vma):
         ({"group_sizes": (3,)}, ValueError, "group_sizes has shape .* G = 2"),
         ({"w_dtype": "bfloat16"}, TypeError, "w has dtype bfloat16; it must be float32"),
         ({"rows_dtype": "int32"}, TypeError, "the dtype of rows"),
-        ({"implementation": "grouped"}, ValueError, "cannot multiply these arrays: .*; use \"auto\""),
+        ({"implementation": "grouped"}, ValueError, 'cannot multiply these arrays: .*; use "auto"'),
     ],
 )
 def test_errors(change, error, words):

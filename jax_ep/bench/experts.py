@@ -114,8 +114,8 @@ def _plain_einsum(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.
     return jnp.einsum("gck,gkn->gcn", rows, w)
 
 
-def _of_native() -> Iterator[Candidate]:
-    """Every configuration of the grouped GEMM."""
+def _of_native(kinds: Sequence[str]) -> Iterator[Candidate]:
+    """Every configuration of the grouped GEMM, and cuBLASLt's."""
 
     def run(product: int, config: int, operands: Operands) -> jax.Array:
         rows, w, dy, group_sizes = operands
@@ -126,32 +126,34 @@ def _of_native() -> Iterator[Candidate]:
         return
     for product, name in enumerate(PRODUCTS):
         for config, config_name in enumerate(_native.grouped_matmul.configs(product)):
-            yield Candidate(f"cutlass:{config_name}", name, partial(run, product, config))
+            kind, label = ("cublaslt",) * 2 if config_name == "cublaslt" else ("grouped", f"cutlass:{config_name}")
+            if kind in kinds:
+                yield Candidate(label, name, partial(run, product, config))
 
 
 def _of_pallas() -> Iterator[Candidate]:
     """The example kernels that JAX ships for Hopper, with tile shapes that its own tuning tries."""
 
-    def forward(operands: Operands, **config: int) -> jax.Array:
+    def forward(operands: Operands, **config: Any) -> jax.Array:
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
         rows, w, _, group_sizes = operands
         return ragged_dot(rows, w, group_sizes=group_sizes, block_k=64, **config)
 
-    def rows_gradient(operands: Operands, **config: int) -> jax.Array:
+    def rows_gradient(operands: Operands, **config: Any) -> jax.Array:
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
         _, w, dy, group_sizes = operands
         return ragged_dot(dy, w, group_sizes=group_sizes, block_k=64, transpose_rhs=True, **config)
 
-    def weights_gradient(operands: Operands, **config: int) -> jax.Array:
+    def weights_gradient(operands: Operands, **config: Any) -> jax.Array:
         from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
         rows, _, dy, group_sizes = operands
         return transposed_ragged_dot(rows, dy, group_sizes=group_sizes, block_k=64, **config)
 
-    wide = {"block_m": 128, "block_n": 192, "max_concurrent_steps": 4, "grid_block_n": 1}
-    square = {"block_m": 128, "block_n": 128, "max_concurrent_steps": 5, "grid_block_n": 4}
+    wide: dict[str, Any] = {"block_m": 128, "block_n": 192, "max_concurrent_steps": 4, "grid_block_n": 1}
+    square: dict[str, Any] = {"block_m": 128, "block_n": 128, "max_concurrent_steps": 5, "grid_block_n": 4}
     yield Candidate("pallas:128x192", "forward", partial(forward, **wide))
     yield Candidate("pallas:128x128", "forward", partial(forward, **square))
     yield Candidate("pallas:128x128", "rows_gradient", partial(rows_gradient, **square))
@@ -182,8 +184,7 @@ def _of_tokamax() -> Iterator[Candidate]:
 def candidates(kinds: Sequence[str], *, is_uniform: bool) -> Iterator[Candidate]:
     if "einsum" in kinds and is_uniform:
         yield from _of_function("einsum", _padded(_plain_einsum))
-    if "grouped" in kinds:
-        yield from _of_native()
+    yield from _of_native(kinds)
     if "pallas" in kinds:
         yield from _of_pallas()
     if "tokamax" in kinds:
@@ -243,7 +244,7 @@ def error_of(product: str, result: jax.Array, expected: Expected, sizes: np.ndar
         want = expected.products[product][has_rows]
     if not bool(jnp.isfinite(result[: sizes.sum()] if product != "weights_gradient" else result).all()):
         return math.nan
-    return float(np.linalg.norm(found - want) / max(np.linalg.norm(want), 1e-30))
+    return float(np.linalg.norm(found - want)) / max(float(np.linalg.norm(want)), 1e-30)
 
 
 TOLERANCE = 5e-3  # of bfloat16 and float16 results; a rounding of bfloat16 is 2e-3 of the norm
@@ -264,16 +265,18 @@ def edge_case_error(candidate: Candidate, dtype: Any) -> str | None:
         rows.at[num_valid:].set(jnp.nan), random(len(sizes), k, n), dy.at[num_valid:].set(jnp.nan), jnp.asarray(sizes)
     )
     result = np.asarray(jax.jit(candidate.run)(operands).astype(jnp.float32))
-    rows, w, dy = (np.asarray(array.astype(jnp.float32)) for array in operands[:3])
+    on_host = [np.asarray(array.astype(jnp.float32)) for array in operands[:3]]
     ends = np.cumsum(sizes)
     wrong = []
     for g, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         found = result[g] if candidate.product == "weights_gradient" else result[start:end]
-        want = {
-            "forward": lambda s, e, g: rows[s:e] @ w[g],
-            "rows_gradient": lambda s, e, g: dy[s:e] @ w[g].T,
-            "weights_gradient": lambda s, e, g: rows[s:e].T @ dy[s:e],
-        }[candidate.product](start, end, g)
+        of_rows, of_w, of_dy = on_host[0][start:end], on_host[1][g], on_host[2][start:end]
+        pairs = {
+            "forward": (of_rows, of_w),
+            "rows_gradient": (of_dy, of_w.T),
+            "weights_gradient": (of_rows.T, of_dy),
+        }
+        want = np.matmul(*pairs[candidate.product])
         if not np.linalg.norm(found - want) <= TOLERANCE * np.linalg.norm(want):
             wrong.append(f"group {g} of {sizes[g]} rows")
     if candidate.product == "rows_gradient" and np.any(result[num_valid:] != 0):
@@ -307,7 +310,8 @@ def make_operands(model: Model, sizes: np.ndarray, dtype: Any) -> Operands:
     num_rows, width = int(sizes.sum()), 2 * model.intermediate
     shapes = ((num_rows, model.hidden), (model.experts, model.hidden, width), (num_rows, width))
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    return Operands(*(draw(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)), jnp.asarray(sizes))
+    rows, w, dy = (draw(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    return Operands(rows, w, dy, jnp.asarray(sizes))
 
 
 def measure(
@@ -320,7 +324,7 @@ def measure(
         error = error_of(candidate.product, compiled(operands), expected, sizes)
         us = time_us(lambda: compiled(operands), options.seconds, options.samples)
     except Exception as failure:  # a candidate that cannot run must not end the bench
-        return row | {"error": f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:160]}"}
+        return row | {"error": _in_one_line(failure)}
     _, k = operands.rows.shape
     flops = 2 * float(sizes.sum()) * k * operands.w.shape[2]
     return row | {
@@ -329,6 +333,10 @@ def measure(
         "norm_error": float(f"{error:.1e}"),
         "right": error <= TOLERANCE,
     }
+
+
+def _in_one_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}".strip().partition("\n")[0][:200]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -346,6 +354,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=numbers, default="16" if on_cpu else "16,256,2048", help="rows per expert; a list")
     add("--groups", type=words, default="uniform,lognormal", help=f"of {', '.join(GROUPS)}; a list")
     add("--candidates", type=words, default="einsum,grouped,ragged_dot", help="what to time; a list")
+    add("--cublaslt", metavar="FILE", default="libcublasLt.so.13", help="the library of the candidate cublaslt")
     add("--only", type=words, default="", help="time only candidates whose names contain one of these; a list")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     add("--seconds", type=float, default=0.015, help="length of a chain of executions")
@@ -376,11 +385,13 @@ def run(argv: Sequence[str] | None = None) -> int:
                 json.dump(rows, file, indent=1)
 
     report({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dtype": options.dtype})
+    if "cublaslt" in options.candidates and _native.grouped_matmul is not None:
+        report({"cublaslt": _native.grouped_matmul.load_cublaslt(options.cublaslt) or "loaded"})
     for candidate in _chosen(options, is_uniform=False):
         try:
             wrong = edge_case_error(candidate, dtype)
         except Exception as failure:
-            wrong = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:160]}"
+            wrong = _in_one_line(failure)
         report({"case": "edges", "candidate": candidate.name, "product": candidate.product, "wrong": wrong})
     for name in options.models:
         for rows_per_expert in options.rows:

@@ -33,13 +33,21 @@ def grouped_matmul(
     there. Rows beyond the groups, whatever they hold, contribute nothing to any gradient, and their own gradient is
     zero.
 
-    | implementation | rows | dtypes | how |
-    | --- | --- | --- | --- |
-    | "grouped" | ragged or padded | bfloat16, float16 | CUTLASS's grouped GEMM, on Hopper GPUs. Neither reads nor writes rows beyond the groups, but for the zeros of their gradient. K and N must be multiples of 8. |
-    | "einsum" | padded | any | one batched matrix multiplication, which also multiplies the rows beyond the groups |
-    | "ragged_dot" | ragged | any | `jax.lax.ragged_dot`. XLA multiplies every row with every group's weights, except on a GPU with cuDNN 9.22 or newer |
-    | "tokamax" | ragged | bfloat16, float16 | `tokamax.ragged_dot`; needs the package tokamax |
-    | "auto" | ragged or padded | any | "grouped" where it can run; else "einsum" for padded rows, "ragged_dot" for ragged rows |
+    | implementation | rows | dtypes |
+    | --- | --- | --- |
+    | "grouped" | ragged or padded | bfloat16, float16 |
+    | "einsum" | padded | any |
+    | "ragged_dot" | ragged | any |
+    | "tokamax" | ragged | bfloat16, float16 |
+    | "auto" | ragged or padded | any |
+
+    - "grouped" is CUTLASS's grouped GEMM, on Hopper GPUs. It neither reads nor writes rows beyond the groups, but for
+      the zeros of their gradient. K and N must be multiples of 8.
+    - "einsum" is one batched matrix multiplication, which multiplies the rows beyond the groups, too.
+    - "ragged_dot" is `jax.lax.ragged_dot`. XLA multiplies every row by the weights of every group, except on a GPU with
+      cuDNN 9.22 or newer, where only the gradient of w does.
+    - "tokamax" is `tokamax.ragged_dot`, and needs that package.
+    - "auto" is "grouped" where it can run; otherwise "einsum" for padded rows, and "ragged_dot" for ragged rows.
 
     "auto" looks at shapes, dtypes and the platform only. So every rank takes the same implementation.
 
@@ -219,7 +227,8 @@ def _grouped_backward(falls_back: bool, residuals: Any, dy: jax.Array) -> Any:
         return jax.vjp(lambda rows, w: _portable(rows, w, group_sizes), rows, w)[1](dy)
 
     if not falls_back:
-        return (*native(*residuals, dy), None)
+        rows, w, group_sizes = residuals
+        return (*native(rows, w, group_sizes, dy), None)
     return (*jax.lax.platform_dependent(*residuals, dy, cuda=native, default=portable), None)
 
 
@@ -233,6 +242,7 @@ def _native_product(
     native = _native.grouped_matmul
     assert native is not None
     num_groups = group_sizes.shape[0]
+    shape: tuple[int, ...]
     if product == _Product.WEIGHTS_GRADIENT:
         shape = (num_groups, lhs.shape[-1], rhs.shape[-1])
     else:

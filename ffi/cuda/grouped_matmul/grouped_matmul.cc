@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ffi/cuda/grouped_matmul/configs.h"
+#include "ffi/cuda/grouped_matmul/cublaslt.h"
 
 namespace jax_ep {
 namespace {
@@ -27,6 +28,7 @@ constexpr size_t kGemmWorkspaceBytes = 4 * 128 * kMaxSms + kWorkspaceAlignment;
 std::vector<std::string> grouped_config_names(GroupedProduct product) {
   std::vector<std::string> names;
   for (const GroupedConfig& config : configs_of(product)) names.push_back(config.name);
+  names.push_back("cublaslt");
   return names;
 }
 
@@ -34,7 +36,7 @@ size_t grouped_workspace_bytes(int32_t num_groups) {
   GroupedMatmulArgs args{};
   args.num_groups = num_groups;
   const char* start = nullptr;
-  return static_cast<const char*>(group_arrays(args).gemm_workspace) - start + kGemmWorkspaceBytes;
+  return static_cast<const char*>(group_arrays(args).gemm_workspace) - start + std::max(kGemmWorkspaceBytes, kCublasltWorkspaceBytes);
 }
 
 std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t stream) {
@@ -52,7 +54,14 @@ std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t
            "; the grouped GEMM needs 9.0 (use another implementation)";
   }
   const std::vector<GroupedConfig>& configs = configs_of(args.product);
-  if (args.config < 0 || args.config >= static_cast<int32_t>(configs.size())) {
+  const auto num_configs = static_cast<int32_t>(configs.size());
+  if (args.config == num_configs && args.num_groups > 0) {
+    const GroupArrays arrays = group_arrays(args);
+    status = write_group_arrays(args, arrays, num_sms, stream);
+    if (status != cudaSuccess) return cudaGetErrorString(status);
+    return args.num_rows == 0 ? "" : run_cublaslt(args, arrays, device, stream);
+  }
+  if (args.config < 0 || args.config >= num_configs) {
     return "config is " + std::to_string(args.config) + "; it must be less than " + std::to_string(configs.size());
   }
   const GroupedConfig& config = configs[args.config];

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "ffi/cuda/grouped_matmul/cublaslt.h"
 #include "ffi/cuda/grouped_matmul/grouped_matmul.h"
 #include "ffi/cuda/xla.h"
 
@@ -111,6 +112,7 @@ NB_MODULE(_grouped_matmul, m) {
   m.def("workspace_bytes", grouped_workspace_bytes, nb::arg("num_groups"));
   m.def("configs", [](int32_t product) { return grouped_config_names(static_cast<GroupedProduct>(product)); },
         nb::arg("product"));
+  m.def("load_cublaslt", load_cublaslt, nb::arg("path"));
 }
 
 }  // namespace
