@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -393,19 +394,17 @@ def run(argv: Sequence[str] | None = None) -> int:
         except Exception as failure:
             wrong = _in_one_line(failure)
         report({"case": "edges", "candidate": candidate.name, "product": candidate.product, "wrong": wrong})
-    for name in options.models:
-        for rows_per_expert in options.rows:
-            for groups in options.groups:
-                if time.perf_counter() - begin > options.budget:
-                    report({"case": f"{name}/{rows_per_expert}/{groups}", "error": "no time left"})
-                    continue
-                sizes = GROUPS[groups](rows_per_expert, MODELS[name].experts)
-                operands = make_operands(MODELS[name], sizes, dtype)
-                expected = expect(operands, sizes)
-                for candidate in _chosen(options, is_uniform=groups == "uniform"):
-                    row = measure(candidate, operands, expected, sizes, options)
-                    report({"case": f"{name}/{rows_per_expert}/{groups}"} | row)
-                del operands
+    for rows_per_expert, groups, name in itertools.product(options.rows, options.groups, options.models):
+        case = {"case": f"{name}/{rows_per_expert}/{groups}"}
+        if time.perf_counter() - begin > options.budget:
+            report(case | {"error": "no time left"})
+            continue
+        sizes = GROUPS[groups](rows_per_expert, MODELS[name].experts)
+        operands = make_operands(MODELS[name], sizes, dtype)
+        expected = expect(operands, sizes)
+        for candidate in _chosen(options, is_uniform=groups == "uniform"):
+            report(case | measure(candidate, operands, expected, sizes, options))
+        del operands  # the next ones need the memory
     print(f"{time.perf_counter() - begin:.0f} s")
     _print_table(rows)
     return 0 if all(row.get("right", True) and not row.get("wrong") for row in rows) else 1

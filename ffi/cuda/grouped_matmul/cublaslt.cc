@@ -130,8 +130,8 @@ std::string run_cublaslt(const GroupedMatmulArgs& args, const GroupArrays& array
     check("cublasLtGroupedMatrixLayoutCreate",
           library.layout_create(&layout.object, type, args.num_groups, rows, cols, ld));
     if (!error.empty()) return;
-    check("the width of rows and cols", library.layout_set(layout.object, kIntegerWidthOfRowsAndCols, &kInteger32,
-                                                           sizeof(kInteger32)));
+    check("the width of rows and cols",
+          library.layout_set(layout.object, kIntegerWidthOfRowsAndCols, &kInteger32, sizeof(kInteger32)));
     check("the width of ld", library.layout_set(layout.object, kIntegerWidthOfLd, &kInteger64, sizeof(kInteger64)));
   };
   Owned<cublasLtMatrixLayout_t> first{nullptr, library.layout_destroy}, second{nullptr, library.layout_destroy},
@@ -153,8 +153,9 @@ std::string run_cublaslt(const GroupedMatmulArgs& args, const GroupArrays& array
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<size_t>(arrays.gemm_workspace_bytes));
   prefer(kAverageRowsOfD, args.product == GroupedProduct::kRowsGradient ? args.k : args.n);
   prefer(kAverageColsOfD, is_weights ? args.k : average_rows);
-  prefer(kAverageReductionDim,
-         is_weights ? average_rows : args.product == GroupedProduct::kRowsGradient ? args.n : args.k);
+  prefer(kAverageReductionDim, is_weights                                      ? average_rows
+                               : args.product == GroupedProduct::kRowsGradient ? args.n
+                                                                               : args.k);
   if (!error.empty()) return error;
 
   cublasLtMatmulHeuristicResult_t heuristic{};

@@ -1,13 +1,14 @@
-// One instantiation of CUTLASS's grouped GEMM for Hopper: a persistent, warp-specialized kernel that reads tiles of both
-// operands with TMA and takes each group's shape and pointers from device memory.
+// One instantiation of CUTLASS's grouped GEMM for Hopper: a persistent, warp-specialized kernel that reads tiles of
+// both operands with TMA and takes each group's shape and pointers from device memory.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/cutlass.h>
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
+
+#include <cute/tensor.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/epilogue/dispatch_policy.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
-#include <cutlass/gemm/device/gemm_universal_adapter.h>
 #include <cutlass/gemm/dispatch_policy.hpp>
 #include <cutlass/gemm/group_array_problem_shape.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
@@ -65,8 +66,7 @@ struct GroupedGemm {
       float, Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       typename Schedule::Kernel>::CollectiveOp;
-  using Kernel =
-      cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
   using StrideA = typename Kernel::InternalStrideA;
   using StrideB = typename Kernel::InternalStrideB;
@@ -86,7 +86,10 @@ struct GroupedGemm {
         {num_groups, reinterpret_cast<Shape*>(arrays.shapes), nullptr},
         {reinterpret_cast<const Element**>(arrays.a), reinterpret_cast<StrideA*>(arrays.a_stride),
          reinterpret_cast<const Element**>(arrays.b), reinterpret_cast<StrideB*>(arrays.b_stride)},
-        {{}, nullptr, reinterpret_cast<StrideD*>(arrays.d_stride), reinterpret_cast<Element**>(arrays.d),
+        {{},
+         nullptr,
+         reinterpret_cast<StrideD*>(arrays.d_stride),
+         reinterpret_cast<Element**>(arrays.d),
          reinterpret_cast<StrideD*>(arrays.d_stride)},
         hardware};
     arguments.epilogue.thread.alpha = 1.0f;

@@ -36,7 +36,8 @@ size_t grouped_workspace_bytes(int32_t num_groups) {
   GroupedMatmulArgs args{};
   args.num_groups = num_groups;
   const char* start = nullptr;
-  return static_cast<const char*>(group_arrays(args).gemm_workspace) - start + std::max(kGemmWorkspaceBytes, kCublasltWorkspaceBytes);
+  return static_cast<const char*>(group_arrays(args).gemm_workspace) - start +
+         std::max(kGemmWorkspaceBytes, kCublasltWorkspaceBytes);
 }
 
 std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t stream) {

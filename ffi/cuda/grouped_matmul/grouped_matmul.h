@@ -41,8 +41,8 @@ std::vector<std::string> grouped_config_names(GroupedProduct product);
 // The size of the workspace that every product needs.
 size_t grouped_workspace_bytes(int32_t num_groups);
 
-// Enqueues the kernel that writes the groups' shapes and pointers, and the GEMM. Rows beyond the groups are neither read
-// nor written, except that kRowsGradient writes zeros to them. Returns "", or why it could not.
+// Enqueues the kernel that writes the groups' shapes and pointers, and the GEMM. Rows beyond the groups are neither
+// read nor written, except that kRowsGradient writes zeros to them. Returns "", or why it could not.
 std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t stream);
 
 }  // namespace jax_ep

@@ -25,8 +25,8 @@ struct GroupArrays {
   int64_t* a_stride;  // elements between two consecutive rows (or columns) of A in memory
   int64_t* b_stride;
   int64_t* d_stride;
-  int32_t *m, *n, *k;  // the shapes again, for cuBLASLt
-  float* scalars;      // 1 and 0
+  int32_t *m, *n, *k;    // the shapes again, for cuBLASLt
+  float* scalars;        // 1 and 0
   void* gemm_workspace;  // the rest: TMA descriptors
   size_t gemm_workspace_bytes;
 };

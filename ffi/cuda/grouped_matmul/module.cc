@@ -46,9 +46,8 @@ int64_t product_of(const std::vector<int64_t>& dims) {
 }
 
 // lhs, rhs and out as GroupedProduct says, of one dtype. Ragged operands are [M, .] or, padded, [G, C, .].
-ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                          GroupSizes group_sizes, GroupedMatmulAttrs attrs, ffi::Result<ffi::AnyBuffer> out,
-                          ffi::Result<Workspace> workspace) {
+ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, GroupSizes group_sizes,
+                          GroupedMatmulAttrs attrs, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Workspace> workspace) {
   if (attrs.product < 0 || attrs.product >= kNumGroupedProducts) {
     return invalid("product is " + std::to_string(attrs.product) + "; it must be 0 to 2");
   }
@@ -110,8 +109,9 @@ NB_MODULE(_grouped_matmul, m) {
     return targets;
   });
   m.def("workspace_bytes", grouped_workspace_bytes, nb::arg("num_groups"));
-  m.def("configs", [](int32_t product) { return grouped_config_names(static_cast<GroupedProduct>(product)); },
-        nb::arg("product"));
+  m.def(
+      "configs", [](int32_t product) { return grouped_config_names(static_cast<GroupedProduct>(product)); },
+      nb::arg("product"));
   m.def("load_cublaslt", load_cublaslt, nb::arg("path"));
 }
 
