@@ -17,7 +17,6 @@ from jax_ep._combine import combine
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch
 from jax_ep._group import Group, check_usable
-from jax_ep._types import Dispatched
 from jax_ep.moe._grouped_matmul import grouped_matmul
 
 Experts: TypeAlias = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
@@ -128,7 +127,7 @@ def mlp(
     recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
     rows, w_gate_up, w_down = _compat.vary((dequantize(recv), w_gate_up, w_down), [])
-    matmul = partial(_matmul, recv=recv, implementation=experts)
+    matmul = partial(grouped_matmul, group_sizes=recv.group_sizes, implementation=experts)
 
     gate_up = checkpoint_name(matmul(rows, w_gate_up), "jax_ep_moe_gate_up")
     gate, up = gate_up[..., :inner], gate_up[..., inner:]
@@ -142,16 +141,6 @@ def mlp(
     y = checkpoint_name(matmul(hidden, w_down), "jax_ep_moe_down")
     out = checkpoint_name(combine(y, recv), "jax_ep_moe_output")
     return out.reshape(x.shape)
-
-
-def _matmul(rows: jax.Array, w: jax.Array, *, recv: Dispatched, implementation: Experts) -> jax.Array:
-    """Multiplies rows in the layout of recv by w [E_local, C, C'], one matrix per expert."""
-    if implementation != "einsum":
-        return grouped_matmul(rows, w, recv.group_sizes, implementation=implementation)
-    num_experts, capacity, channels = rows.shape
-    sizes = jnp.full(num_experts, capacity, jnp.int32)  # every expert's block, with the rows that hold no token
-    flat = grouped_matmul(rows.reshape(-1, channels), w, sizes, implementation="einsum")
-    return flat.reshape(num_experts, capacity, w.shape[-1])
 
 
 def _pads_at_no_cost(group: Group, num_tokens: int, dispatch_arguments: dict[str, Any]) -> bool:
