@@ -187,7 +187,7 @@ ALL_TO_ALL = Target(
     "all_to_all",
     (_AXIS_INDEX, Array("x", "M H"), Array("splits", "R*E", _INT), Array("place", "M R", _INT)),
     (Array("out", "R M H"), Array("out_scales", "R M S", _FLOAT), Array("out_splits", "R E", _INT)),
-    ("cast", "zero_pad"),
+    ("cast", "dequantize", "zero_pad"),
 )
 ALL_TO_ALL_BACK = Target(
     "all_to_all_back",
