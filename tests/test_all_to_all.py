@@ -98,12 +98,27 @@ def test_wire(make_group, mesh, wire):
     group = make_group(mesh, SHAPE)
     splits = random_splits(mesh.size, "uneven")
     x = make_inputs(SHAPE, mesh.size).x
-    there = run_spmd(lambda x, splits: ep.all_to_all(x, splits, group=group, wire=wire), mesh, x, splits)
+
+    def exchange(x, splits):
+        there = ep.all_to_all(x, splits, group=group, wire=wire, dequantize=False)
+        return there, ep.dequantize(there), ep.all_to_all(x, splits, group=group, wire=wire)
+
+    there, later, on_arrival = run_spmd(exchange, mesh, x, splits)
     mask = received(splits)
-    for actual, payload in zip((there.x, there.scales), oracle.quantize(x, wire), strict=True):
+    quantised = oracle.quantize(x, wire)
+    dequantised = oracle.dequantize(*quantised, x.dtype)
+    assert on_arrival.scales is None
+    for actual, payload in (
+        (there.x, quantised[0]),
+        (there.scales, quantised[1]),
+        (later, dequantised),
+        (on_arrival.x, dequantised),
+    ):
         blocks, _ = oracle.all_to_all(payload, splits)
         assert actual.shape == blocks.shape
         assert_same_bits(actual[mask], blocks[mask])
+    for sent in (there, on_arrival):
+        assert_same_bits(sent.splits, oracle.all_to_all(x, splits)[1])
 
 
 def test_fewer_rows_than_the_group_allows(make_group, mesh):
@@ -118,8 +133,12 @@ def test_fewer_rows_than_the_group_allows(make_group, mesh):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_each_is_the_gradient_of_the_other(make_group, mesh, check_vma):
-    """Cotangents travel the other way, and those of rows that nobody sent are exactly zero."""
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_each_is_the_gradient_of_the_other(make_group, mesh, wire, check_vma):
+    """Cotangents travel the other way, and those of rows that nobody sent are exactly zero.
+
+    The rounding of a wire is differentiated straight through.
+    """
     group = make_group(mesh, SHAPE)
     splits = random_splits(mesh.size, "uneven")
     mask = received(splits)
@@ -128,7 +147,7 @@ def test_each_is_the_gradient_of_the_other(make_group, mesh, check_vma):
     blocks[~mask] = np.nan
 
     def gradients(x, blocks, splits):
-        there, there_vjp = jax.vjp(lambda x: ep.all_to_all(x, splits, group=group).x, x)
+        there, there_vjp = jax.vjp(lambda x: ep.all_to_all(x, splits, group=group, wire=wire).x, x)
         _, back_vjp = jax.vjp(lambda y: ep.all_to_all_back(y, splits, group=group), blocks)
         return there_vjp(blocks.astype(there.dtype))[0], back_vjp(x)[0]
 

@@ -65,6 +65,6 @@ def attention(x: jax.Array, position: jax.Array, layer: dict, past: dict, cfg: m
 def moe(x: jax.Array, layer: dict, cfg: model.Config, group: ep.Group, wire: str | None) -> jax.Array:
     """Mixture of experts, x [T, H] -> [T, H]."""
     _, ids, weights = model.route(x, layer, cfg)
-    # Experts whose product takes fp8 rows need no dequantize: recv.scales has a scale per 128 channels.
-    recv = ep.dispatch(x, ids, weights, group=group, layout="expert", wire=wire, dequantize=wire is not None)
+    # Experts whose product takes fp8 rows need dequantize=False: recv.scales then has a scale per 128 channels.
+    recv = ep.dispatch(x, ids, weights, group=group, layout="expert", wire=wire)
     return ep.combine(model.expert_mlp(recv.x, layer["experts"], jnp.matmul), recv)

@@ -107,8 +107,7 @@ def route(x: jax.Array, layer: dict, cfg: Config) -> tuple[jax.Array, jax.Array,
 def moe(x: jax.Array, layer: dict, cfg: Config, group: ep.Group) -> tuple[jax.Array, dict]:
     """Mixture of experts, x [T, H] -> [T, H], and its metrics, equal on all devices."""
     probabilities, ids, weights = route(x, layer, cfg)
-    capacity = None if cfg.capacity_factor is None else math.ceil(cfg.capacity_factor * len(x) * cfg.top_k)
-    recv = ep.dispatch(x, ids, weights, group=group, layout="ragged", capacity=capacity)
+    recv = ep.dispatch(x, ids, weights, group=group, layout="ragged", capacity_factor=cfg.capacity_factor)
     y = expert_mlp(recv.x, layer["experts"], partial(jax.lax.ragged_dot, group_sizes=recv.group_sizes))
     out = ep.combine(y, recv)
 

@@ -25,7 +25,7 @@ struct RouteAttrs {
 
 struct AllToAllAttrs {
   int64_t group, hash, cast;
-  bool zero_pad;
+  bool dequantize, zero_pad;
 };
 
 namespace {
@@ -163,7 +163,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   args.num_scales = args.cast != 0 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
   args.splits = data<int32_t>(splits);
   args.known_place = data<int32_t>(place);
-  args.arrival = Arrival::kCopy;
+  args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
   args.is_all_to_all = true;
   args.zero_pad = attrs.zero_pad;
   set_out(args, *out);
@@ -345,4 +345,4 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RouteAttrs, StructMember<int64_t>(
                                       StructMember<int64_t>("alignment"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::AllToAllAttrs, StructMember<int64_t>("group"),
                                       StructMember<int64_t>("hash"), StructMember<int64_t>("cast"),
-                                      StructMember<bool>("zero_pad"));
+                                      StructMember<bool>("dequantize"), StructMember<bool>("zero_pad"));
