@@ -1,6 +1,7 @@
 """all_to_all and all_to_all_back: rows that the caller has sorted by expert."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import assert_same_bits, run_spmd, spmd, to_numpy
+from helpers import assert_same_bits, open_group, run_spmd, spmd, to_numpy
 from shapes import SMALL, make_inputs, random_array
 
 SHAPE = dataclasses.replace(SMALL, tokens=48)
@@ -182,3 +183,27 @@ def test_experts_on_sorted_rows(make_group, mesh):
     expected = x * gains[expert][..., None]
     np.testing.assert_allclose(value, 0.5 * np.sum(expected**2), rtol=1e-5)
     np.testing.assert_allclose(dx, expected * gains[expert][..., None], rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire": "fp8", "dequantize": False}], ids=str)
+def test_debug_nans(mesh, monkeypatch, options):
+    """JAX_EP_DEBUG_NANS=1: rows beyond the splits are NaN, and the rows that arrive are as ever."""
+    monkeypatch.setenv("JAX_EP_DEBUG_NANS", "1")
+    x, splits = make_inputs(SHAPE, mesh.size).x, random_splits(mesh.size, "uneven")
+    mask = received(splits)
+
+    def exchange(group, x, splits):
+        there = ep.all_to_all(x, splits, group=group, **options)
+        return there, ep.all_to_all_back(ep.dequantize(there), splits, group=group)
+
+    with open_group(mesh, SHAPE, backend="reference") as group:
+        there, back = run_spmd(partial(exchange, group), mesh, x, splits)
+    monkeypatch.delenv("JAX_EP_DEBUG_NANS")
+    with open_group(mesh, SHAPE, backend="reference") as group:
+        plain, plain_back = run_spmd(partial(exchange, group), mesh, x, splits)
+    assert_same_bits(back, plain_back)
+    for rows, plain_rows in ((there.x, plain.x), (there.scales, plain.scales)):
+        if rows is None:
+            continue
+        assert np.isnan(rows[~mask].astype(np.float32)).all()
+        assert_same_bits(rows[mask], plain_rows[mask])
