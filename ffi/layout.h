@@ -1,9 +1,9 @@
-// Layout arithmetic that every kernel, handler and host function shares: who owns an expert, how much room a layout
-// takes, and where received rows go.
+// Layout arithmetic for kernels, handlers and host functions: the owners of experts, the capacities of layouts, and the
+// positions of received rows.
 //
-// The functions are constexpr and nothing else: nvcc's --expt-relaxed-constexpr makes such functions callable on the
-// device, so that host and device cannot disagree. Counts of rows are int32, as XLA sees them; sums of counts, row
-// numbers and byte sizes are int64, since they can be larger.
+// All functions are constexpr. nvcc's --expt-relaxed-constexpr makes them callable on the device, so that host and
+// device cannot disagree. Counts of rows are int32, as in XLA. Sums of counts, row numbers and byte sizes are int64,
+// because they can be larger.
 #pragma once
 
 #include <algorithm>
@@ -20,13 +20,13 @@ constexpr int32_t rank_of_expert(int32_t expert, int32_t experts_per_rank) { ret
 
 constexpr int32_t local_expert(int32_t expert, int32_t experts_per_rank) { return expert % experts_per_rank; }
 
-// (Most often there is nothing to do, and a 64-bit division takes a GPU long.)
+// The alignment is usually 1. The comparison avoids a 64-bit division, which is slow on a GPU.
 constexpr int64_t align_up(int64_t n, int64_t alignment) {
   return alignment == 1 ? n : (n + alignment - 1) / alignment * alignment;
 }
 
-// Division by a number that is known before a launch, which takes a GPU a tenth of the time. Exact for n with
-// n * divisor < 2^32.
+// Division by a number that is known before a launch. On a GPU, it takes a tenth of the time of an integer division.
+// Exact for n with n * divisor < 2^32.
 class Divisor {
  public:
   constexpr Divisor() = default;
@@ -42,34 +42,33 @@ class Divisor {
   uint32_t divisor_ = 1, factor_ = 0;
 };
 
-// How the ranks of a group over a network are spread: nodes of `size` ranks in a row, which map each other's memory. A
-// rank's rail peers are the ranks of its number in the other nodes: what goes to a node goes to the rail_peer
-// there.
+// The nodes of a group over a network. A node is `size` consecutive ranks, which map each other's memory. A rank's rail
+// peers are the ranks with its number in the other nodes. Rows and sums for a node go to the rail peer in that node.
 struct Nodes {
   int32_t size = 1, count = 1;
-  int32_t own = 0, number = 0;  // this rank's node, and its number there
+  int32_t own = 0, number = 0;  // this rank's node, and the rank's number in the node
 
   constexpr Nodes() = default;
   constexpr Nodes(int32_t size, int32_t num_ranks, int32_t rank)
       : size(size), count(num_ranks / size), own(rank / size), number(rank % size) {}
 
   constexpr int32_t num_others() const { return count - 1; }
-  // The i-th of the others, beginning behind this one.
+  // The i-th of the other nodes, beginning with the node after this one.
   constexpr int32_t other(int32_t i) const { return (own + 1 + i) % count; }
   constexpr bool is_own(int32_t rank) const { return rank / size == own; }
-  // The rank of the same number as `rank` in a node.
+  // The rank of `node` that has the same number as `rank`.
   constexpr int32_t rail_peer(int32_t rank, int32_t node) const { return node * size + rank % size; }
   constexpr int32_t rail_peer_in(int32_t node) const { return rail_peer(number, node); }
   constexpr bool is_rail_peer(int32_t rank) const { return !is_own(rank) && rank % size == number; }
-  // Whether it is, and of a node that one of `ranks`, as bits, is of.
+  // True if `rank` is a rail peer, and if `ranks` (a bit per rank) has a rank of its node.
   constexpr bool forwards(int32_t rank, uint32_t ranks) const {
     return is_rail_peer(rank) && (ranks >> (rank - rank % size) & 0xffffffffu >> (32 - size)) != 0;
   }
-  // What travels by node is kept behind what the ranks send, as that of the node.
+  // The source under which a rank keeps the rows that another node sends by node. It follows the ranks.
   constexpr int32_t source_of(int32_t node) const { return size * count + node; }
 };
 
-// The smallest capacity that never drops a row, provided that no token names an expert twice.
+// The smallest capacity that never drops a row, if no token names an expert twice.
 constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                    int64_t experts_per_rank, int64_t alignment) {
   if (layout == Layout::kExpert) return num_ranks * num_tokens;
@@ -77,7 +76,7 @@ constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num
   return align_up(most_rows + experts_per_rank * (alignment - 1), alignment);
 }
 
-// Where one local expert has its rows within a rank's flattened buffer.
+// The rows of one local expert in a rank's flattened buffer.
 struct Placement {
   int64_t first_row;
   int32_t group_size;  // the need, rounded up to the alignment in the ragged layout

@@ -94,11 +94,13 @@ def test_splits_that_do_not_fit(round_trip, any_mesh, splits_of_rank):
     assert_same_bits(back, oracle.all_to_all_back(y, splits))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
-def test_wire(make_group, mesh, wire):
-    group = make_group(mesh, SHAPE)
+def test_wire(make_group, mesh, wire, dtype):
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    group = make_group(mesh, shape)
     splits = random_splits(mesh.size, "uneven")
-    x = make_inputs(SHAPE, mesh.size).x
+    x = make_inputs(shape, mesh.size).x
 
     def exchange(x, splits):
         there = ep.all_to_all(x, splits, group=group, wire=wire, dequantize=False)

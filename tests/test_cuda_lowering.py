@@ -15,11 +15,16 @@ TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 
 
 @pytest.fixture
-def group(monkeypatch, mesh):
+def dtype():
+    return jnp.bfloat16
+
+
+@pytest.fixture
+def group(monkeypatch, mesh, dtype):
     """A group of the CUDA backend whose native half does nothing."""
     without_gpus(monkeypatch)
     with ep.Group(
-        mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=jnp.bfloat16
+        mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=dtype
     ) as group:
         yield group
 
@@ -267,6 +272,36 @@ def test_quantized_input(group, layout):
 
     text = lowered(group, body, ((TOKENS, HIDDEN), jnp.float8_e4m3fn), ((TOKENS, HIDDEN // 128), jnp.float32), IDS)
     assert calls(text) == ["jax_ep_dispatch"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_kernels_cast_bfloat16_only(group, layout, dtype, is_split):
+    """XLA casts other dtypes: a split-phase call once, in its start."""
+
+    def body(x, topk_idx, topk_weights):
+        options = {"group": group, "layout": layout, "wire": "fp8", "dequantize": True}
+        if is_split:
+            return ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, **options)).x
+        return ep.dispatch(x, topk_idx, topk_weights, **options).x
+
+    text = lowered(group, body, (X[0], dtype), IDS, WEIGHTS)
+    in_kernel = dtype == jnp.bfloat16
+    kernel = "dispatch_start" if is_split else "dispatch"
+    (settings,) = re.findall(rf"@jax_ep_{kernel}\(.*cast = (\d+) : i64.*dequantize = (\w+)", text)
+    assert settings == (("1", "true") if in_kernel else ("0", "false"))
+    casts = re.findall(r"stablehlo.convert .*-> tensor<[\dx]*f8E4M3FN>", text)
+    assert len(casts) == (0 if in_kernel else 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
+def test_kernels_of_all_to_all_cast_bfloat16_only(group, dtype):
+    def body(x, splits):
+        return ep.all_to_all(x, splits, group=group, wire="fp8").scales
+
+    text = lowered(group, body, (X[0], dtype), ((EXPERTS,), jnp.int32))
+    (cast,) = re.findall(r"@jax_ep_all_to_all\(.*cast = (\d+) : i64", text)
+    assert cast == ("1" if dtype == jnp.bfloat16 else "0")
 
 
 def test_a_cotangent_that_goes_nowhere_is_not_sent(group, layout):

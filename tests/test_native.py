@@ -87,7 +87,9 @@ def test_layout_arithmetic_is_that_of_python(layout, alignment):
             first_row, group_sizes, fits = zip(*native, strict=True)
             assert all(fits) == (needed <= capacity)
             if all(fits):
-                place = _layouts.place(jnp.asarray(need)[:, None], layout=layout, capacity=capacity, alignment=alignment)
+                place = _layouts.place(
+                    jnp.asarray(need)[:, None], layout=layout, capacity=capacity, alignment=alignment
+                )
                 assert list(first_row) == place.first_row.tolist()
                 assert list(group_sizes) == place.group_sizes.tolist()
 

@@ -33,22 +33,22 @@ __device__ inline Fill fill_experts(const int32_t* needs, int32_t num_experts, i
   return share;
 }
 
-// Limits the places of a new route to the capacity: the experts share the room of the rank, and the sources share the
-// room of each expert. Before, the places in `scratch` are those without a limit. Returns the number of dropped rows.
-// One warp calls it, and only if rows do not fit. It takes no operation by value: see operation_of().
+// Limits the destinations of a new route to the capacity: the experts share the room of the rank, and the sources share
+// the room of each expert. Before the call, `scratch` has the destinations without a limit. Returns the number of
+// dropped rows. One warp calls it, and only if rows do not fit. It takes no operation by value: see operation_of().
 __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   const Peers& peers = *state.peers;
   const auto& args = static_cast<const DispatchArgs&>(*state.call);
   const int32_t num_experts = peers.experts_per_rank;
-  const Places places(scratch, peers.num_ranks, num_experts);
+  const Destinations destinations(scratch, peers.num_ranks, num_experts);
   const bool is_ragged = args.layout == Layout::kRagged;
-  __syncwarp();                               // the other lanes have written their places
-  int32_t* const tiles = places.group_sizes;  // in the ragged layout, until the sizes are known
+  __syncwarp();                                     // the other lanes have written their destinations
+  int32_t* const tiles = destinations.group_sizes;  // in the ragged layout, until the sizes are known
   Fill share = {};
   if (is_ragged) {
 #pragma unroll 1
     for (int32_t expert = lane_id(); expert < num_experts; expert += 32) {
-      tiles[expert] = static_cast<int32_t>(align_up(places.counts[expert], args.alignment) / args.alignment);
+      tiles[expert] = static_cast<int32_t>(align_up(destinations.counts[expert], args.alignment) / args.alignment);
     }
     share = fill_experts(tiles, num_experts, static_cast<int32_t>(args.capacity / args.alignment));
   }
@@ -66,14 +66,14 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
       turn += __popc(wanting);
       room = (need <= share.level ? need : share.level + (own_turn < share.left_over)) * args.alignment;
       const int64_t through = rows_before + sum_through(room);
-      if (present) places.first_row[expert] = static_cast<int32_t>(through - room);
+      if (present) destinations.first_row[expert] = static_cast<int32_t>(through - room);
       rows_before = __shfl_sync(kAllLanes, through, 31);
     }
     if (!present) continue;
-    const int32_t need = places.counts[expert], count = static_cast<int32_t>(room < need ? room : need);
-    share_rows(places.first + expert, num_experts, peers.num_ranks, count,
+    const int32_t need = destinations.counts[expert], count = static_cast<int32_t>(room < need ? room : need);
+    share_rows(destinations.first + expert, num_experts, peers.num_ranks, count,
                (peers.rank * num_experts + expert) % peers.num_ranks);
-    places.group_sizes[expert] = is_ragged ? static_cast<int32_t>(room) : count;
+    destinations.group_sizes[expert] = is_ragged ? static_cast<int32_t>(room) : count;
     dropped += need - count;
   }
   return __reduce_add_sync(kAllLanes, dropped);

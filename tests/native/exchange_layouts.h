@@ -123,8 +123,9 @@ void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, 
 // Every operation once. Results are garbage before.
 void run_layout(Session& session) {
   for (auto& rank : session.ranks()) {
-    for (Array<float>* result : {&rank->recv, &rank->weights, &rank->like, &rank->out, &rank->cotangent,
-                                 &rank->weights_cotangent, &rank->x_cotangent, &rank->topk_cotangent}) {
+    for (Array<float>* result :
+         std::initializer_list<Array<float>*>{&rank->recv, &rank->weights, &rank->like, &rank->out, &rank->cotangent,
+                                              &rank->weights_cotangent, &rank->x_cotangent, &rank->topk_cotangent}) {
       must(cudaMemset(result->device, 0xff, result->host.size() * sizeof(float)));
     }
   }
