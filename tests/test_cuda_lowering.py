@@ -297,11 +297,11 @@ def test_kernels_cast_bfloat16_only(group, layout, dtype, is_split):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 def test_kernels_of_all_to_all_cast_bfloat16_only(group, dtype):
     def body(x, splits):
-        return ep.all_to_all(x, splits, group=group, wire="fp8").scales
+        return ep.all_to_all(x, splits, group=group, wire="fp8").x
 
     text = lowered(group, body, (X[0], dtype), ((EXPERTS,), jnp.int32))
-    (cast,) = re.findall(r"@jax_ep_all_to_all\(.*cast = (\d+) : i64", text)
-    assert cast == ("1" if dtype == jnp.bfloat16 else "0")
+    (settings,) = re.findall(r"@jax_ep_all_to_all\(.*cast = (\d+) : i64.*dequantize = (\w+)", text)
+    assert settings == (("1", "true") if dtype == jnp.bfloat16 else ("0", "false"))
 
 
 def test_a_cotangent_that_goes_nowhere_is_not_sent(group, layout):

@@ -30,12 +30,11 @@ struct Held {
   int32_t num_dropped = 0;
 };
 
-Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index) {
-  const Rank& rank = *ranks[index];
+Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, Layout layout, int64_t capacity) {
   Held held;
-  held.rows.resize(rank.num_rows);
+  const bool is_ragged = layout == Layout::kRagged;
+  held.rows.resize(is_ragged ? capacity : experts_per_rank * capacity);
   const auto num_ranks = static_cast<int32_t>(ranks.size());
-  const bool is_ragged = rank.shape.layout == Layout::kRagged;
   std::vector<std::vector<std::vector<Held::Row>>> all(experts_per_rank);  // by expert and source
   std::vector<std::vector<int32_t>> needs(experts_per_rank);
   std::vector<int32_t> totals, tiles;
@@ -55,13 +54,13 @@ Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index) {
     totals.push_back(total);
     tiles.push_back((total + kAlignment - 1) / kAlignment);
   }
-  if (is_ragged) tiles = shared_fairly(tiles, rank.capacity / kAlignment, 0);
+  if (is_ragged) tiles = shared_fairly(tiles, capacity / kAlignment, 0);
   int64_t first = 0;
   for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
-    const int64_t room = is_ragged ? tiles[expert] * kAlignment : rank.capacity;
+    const int64_t room = is_ragged ? tiles[expert] * kAlignment : capacity;
     const auto count = static_cast<int32_t>(std::min<int64_t>(totals[expert], room));
     const auto kept = shared_fairly(needs[expert], count, (index * experts_per_rank + expert) % num_ranks);
-    if (!is_ragged) first = expert * rank.capacity;
+    if (!is_ragged) first = expert * capacity;
     auto row = held.rows.begin() + first;
     for (int32_t source = 0; source < num_ranks; ++source) {
       row = std::copy_n(all[expert][source].begin(), kept[source], row);
@@ -84,7 +83,7 @@ struct Returned {
 void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, std::vector<Returned>& returned) {
   static const std::vector<float> zeros(kHidden);
   Rank& rank = *ranks[index];
-  const Held held = held_by(ranks, index);
+  const Held held = held_by(ranks, index, rank.shape.layout, rank.capacity);
   EXPECT_EQ(rank.counts.download(), held.counts);
   EXPECT_EQ(rank.group_sizes.download(), held.group_sizes);
   EXPECT_EQ(rank.num_dropped.download()[0], held.num_dropped);
