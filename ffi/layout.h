@@ -79,25 +79,75 @@ constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num
 // The rows of one local expert in a rank's flattened buffer.
 struct Placement {
   int64_t first_row;
-  int32_t count;       // rows kept
-  int32_t group_size;  // count, rounded up to the alignment in the ragged layout
+  int32_t group_size;  // the need, rounded up to the alignment in the ragged layout
+  bool fits;
 };
 
-// Places `need` rows of local expert `expert`. If there is too little room, the expert keeps its first rows.
-// `rows_before` is the sum of align_up(need, alignment) over the experts before it; only the ragged layout uses it.
-//
-// The result does not depend on the number of rows that earlier groups dropped. The capacity is a multiple of the
-// alignment, so a group that overflows fills the buffer to its end, and it is enough to clip `rows_before` to the
-// capacity. So a parallel prefix sum over `need` places all groups.
+// Places `need` rows of local expert `expert`. `rows_before` is the sum of align_up(need, alignment) over the experts
+// before it, and matters in the ragged layout only. If any expert of the rank does not fit, share_rows() and fill()
+// decide which rows all experts keep.
 constexpr Placement place_group(Layout layout, int32_t expert, int64_t rows_before, int32_t need, int64_t capacity,
                                 int64_t alignment) {
-  if (layout == Layout::kExpert) {
-    const int32_t count = static_cast<int32_t>(std::min<int64_t>(need, capacity));
-    return {expert * capacity, count, count};
+  if (layout == Layout::kExpert) return {expert * capacity, need, need <= capacity};
+  const int64_t size = align_up(need, alignment);
+  return {rows_before, static_cast<int32_t>(size), rows_before + size <= capacity};
+}
+
+// Too little room is shared fairly: each keeps min(need, level), for the highest level that fits. The `left_over` is
+// too small to raise the level: one each goes to those that need more than the level.
+struct Fill {
+  int32_t level, left_over;
+};
+
+// One step towards the level, from level 0. The needs that are at most `share.level` sum up to `met`; `num_wanting`
+// needs are larger. Returns false if share.level is the highest level that fits. Each step but the last two meets at
+// least one more need.
+constexpr bool raise_level(Fill& share, int32_t met, int32_t num_wanting, int32_t room) {
+  if (num_wanting == 0) return false;
+  const int32_t level = (room - met) / num_wanting;
+  if (level > share.level) {
+    share.level = level;
+    return true;
   }
-  const int64_t first_row = std::min(rows_before, capacity);
-  const int32_t count = static_cast<int32_t>(std::min<int64_t>(need, capacity - first_row));
-  return {first_row, count, static_cast<int32_t>(align_up(count, alignment))};
+  share.left_over = room - met - num_wanting * share.level;
+  return false;
+}
+
+// Shares `room` among `num` needs. `ends` has their running sums: need i is ends[(i + 1) * stride] - ends[i * stride].
+constexpr Fill fill(const int32_t* ends, int32_t stride, int32_t num, int32_t room) {
+  Fill share = {0, 0};
+  int32_t met = 0, num_wanting = 0;
+  do {
+    met = num_wanting = 0;
+    for (int32_t i = 0; i < num; ++i) {
+      const int32_t need = ends[(i + 1) * stride] - ends[i * stride];
+      met += need <= share.level ? need : 0;
+      num_wanting += need > share.level;
+    }
+  } while (raise_level(share, met, num_wanting, room));
+  return share;
+}
+
+// Shares `room` rows of one expert among the source ranks. first[source * stride] is the position of the source's first
+// row in the expert's group, and first[num_ranks * stride] is the number of all rows: before the call without a limit,
+// after it with the rows that are kept. What is left over goes to source `start` first.
+constexpr void share_rows(int32_t* first, int32_t stride, int32_t num_ranks, int32_t room, int32_t start) {
+  if (first[num_ranks * stride] <= room) return;
+  const Fill share = fill(first, stride, num_ranks, room);
+  int32_t turn = 0;  // of a source that wants more: how many others have the left-over rows before it
+  for (int32_t source = start; source < num_ranks; ++source) {
+    turn += first[(source + 1) * stride] - first[source * stride] > share.level;
+  }
+  int32_t begin = 0, kept = 0;
+  for (int32_t source = 0; source < num_ranks; ++source) {
+    const int32_t end = first[(source + 1) * stride], need = end - begin;
+    if (source == start) turn = 0;
+    first[source * stride] = kept;
+    kept += need <= share.level ? need : share.level + (turn < share.left_over);
+    turn += need > share.level;
+    begin = end;
+  }
+  first[num_ranks * stride] = kept;
 }
 
 }  // namespace jax_ep

@@ -159,6 +159,9 @@ def there_and_back(group, layout, x, topk_idx):
     return ep.combine(recv.x, recv)
 
 
+FP8_ROWS = {"wire": "fp8_pow2", "dequantize": False}
+
+
 def every_operation(group, x, topk_idx, topk_weights, splits):
     """Two trees of results: rows, which are the same bits on every backend, and sums."""
 
@@ -175,7 +178,7 @@ def every_operation(group, x, topk_idx, topk_weights, splits):
     for layout in ("expert", "ragged"):
         recv, out = layer(x, topk_weights, layout)
         _, transpose = jax.vjp(lambda x, weights, layout=layout: layer(x, weights, layout)[1], x, topk_weights)
-        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, wire="fp8_pow2")
+        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, **FP8_ROWS)
         rows[layout] = {
             "dispatch": (recv.x, recv.weights, recv.counts),
             "dispatch_like": ep.dispatch_like(x, recv),
@@ -184,7 +187,7 @@ def every_operation(group, x, topk_idx, topk_weights, splits):
         sums[layout] = {
             "combine": out,
             "gradients": transpose(out),
-            "dequantize": layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1],
+            "dequantize": layer(x, topk_weights, layout, wire="fp8")[1],
         }
         # Behind the others, of which XLA could put more between a start and its done than there is room for.
         rows, sums, x = jax.lax.optimization_barrier((rows, sums, x))

@@ -16,8 +16,8 @@ SHAPE = dataclasses.replace(SMALL, hidden=128, dtype="float32")
 OPTIONS = {
     "plain": {},
     "short": {"capacity": 16, "alignment": 8},
-    "fp8": {"wire": "fp8"},
-    "dequantized": {"wire": "fp8_pow2", "dequantize": True},
+    "fp8": {"wire": "fp8", "dequantize": False},
+    "dequantized": {"wire": "fp8_pow2"},
 }
 
 

@@ -128,8 +128,8 @@ def test_wire_and_both_ways_to_dequantize(make_group, mesh, layout, wire, dtype)
     y = random_rows(quantised.route, shape.hidden, dtype)
 
     def dispatch_both(y, *inputs):
-        recv = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, zero_pad=True)
-        on_arrival = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, dequantize=True, zero_pad=True)
+        recv = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, dequantize=False, zero_pad=True)
+        on_arrival = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, zero_pad=True)
         return recv, ep.dequantize(recv), on_arrival, ep.combine(y, recv)
 
     recv, later, on_arrival, out = run_spmd(dispatch_both, mesh, y, *inputs)
@@ -146,7 +146,7 @@ def test_wire_with_too_little_room(make_group, mesh, layout, wire):
     alignment = 8
     capacity = oracle.needed_capacity(inputs.topk_idx, SHAPE.num_experts, layout, alignment) - alignment
     options = {"layout": layout, "wire": wire, "alignment": alignment, "capacity": max(capacity, alignment)}
-    recv = run_spmd(lambda *inputs: ep.dispatch(*inputs, group=group, **options), mesh, *inputs)
+    recv = run_spmd(lambda *inputs: ep.dispatch(*inputs, group=group, dequantize=False, **options), mesh, *inputs)
     assert_dispatched(recv, oracle.dispatch(*inputs, num_experts=SHAPE.num_experts, **options))
 
 
@@ -169,15 +169,15 @@ def test_kernels_refuse_to_cast_other_dtypes(make_group, mesh, op, monkeypatch):
 
 
 def test_quantised_input(make_group, mesh, layout):
-    """x quantised by the caller travels as it is, with its scales."""
+    """x quantised by the caller travels as it is, with its scales. By default it arrives in the group's dtype."""
     x, topk_idx, topk_weights = make_inputs(SHAPE, mesh.size, "uneven")
     inputs = (oracle.quantize(x, "fp8"), topk_idx, topk_weights)
     group = make_group(mesh, SHAPE)
     options = {"num_experts": SHAPE.num_experts, "layout": layout}
 
     def dispatch_both(*inputs):
-        recv = ep.dispatch(*inputs, group=group, layout=layout)
-        on_arrival = ep.dispatch(*inputs, group=group, layout=layout, dequantize=True)
+        recv = ep.dispatch(*inputs, group=group, layout=layout, dequantize=False)
+        on_arrival = ep.dispatch(*inputs, group=group, layout=layout)
         return recv, ep.dequantize(recv), on_arrival
 
     recv, later, on_arrival = run_spmd(dispatch_both, mesh, *inputs)

@@ -37,16 +37,18 @@ struct Lookup {
 
 // The destinations of arriving rows; in dynamic shared memory.
 struct Destinations {
-  int32_t* first;        // [R, E_local]: the position, in the expert's group, of each source's first row
-  int32_t* first_row;    // [E_local]
+  // [R + 1, E_local]: the position, in the expert's group, of each source's first row. The last row has the counts, so
+  // that a source keeps the rows before the next one's first position.
+  int32_t* first;
   int32_t* counts;       // [E_local]
+  int32_t* first_row;    // [E_local]
   int32_t* group_sizes;  // [E_local]
 
   __device__ Destinations(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
     first = static_cast<int32_t*>(memory);
-    first_row = first + num_ranks * experts_per_rank;
-    counts = first_row + experts_per_rank;
-    group_sizes = counts + experts_per_rank;
+    counts = first + num_ranks * experts_per_rank;
+    first_row = counts + experts_per_rank;
+    group_sizes = first_row + experts_per_rank;
   }
 };
 

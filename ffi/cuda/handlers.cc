@@ -27,7 +27,7 @@ struct RouteAttrs {
 
 struct AllToAllAttrs {
   int64_t group, hash, cast;
-  bool zero_pad;
+  bool dequantize, zero_pad;
 };
 
 namespace {
@@ -173,7 +173,8 @@ ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, 
 ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
                       Operand x_scales, Operand splits, Operand send_slot, Result out, Result out_scales,
                       Result out_splits) {
-  const ffi::Error error = check_bfloat16("all_to_all", "x", x, attrs.cast != 0);
+  ffi::Error error = check_bfloat16("all_to_all", "x", x, attrs.cast != 0);
+  if (error.success()) error = check_bfloat16("all_to_all", "out", *out, attrs.dequantize);
   if (error.failure()) return error;
   DispatchArgs args = {};
   args.op = OpKind::kAllToAll;
@@ -185,7 +186,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   set_wire(args, attrs.cast, x, x_scales);
   args.splits = data<int32_t>(splits);
   args.known_send_slot = data<int32_t>(send_slot);
-  args.arrival = Arrival::kCopy;
+  args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
   args.is_all_to_all = true;
   args.zero_pad = attrs.zero_pad;
   set_out(args, *out);
@@ -368,4 +369,4 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RouteAttrs, StructMember<int64_t>(
                                       StructMember<int64_t>("alignment"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::AllToAllAttrs, StructMember<int64_t>("group"),
                                       StructMember<int64_t>("hash"), StructMember<int64_t>("cast"),
-                                      StructMember<bool>("zero_pad"));
+                                      StructMember<bool>("dequantize"), StructMember<bool>("zero_pad"));

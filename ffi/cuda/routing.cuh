@@ -2,7 +2,7 @@
 // sums over the counts that arrive.
 #pragma once
 
-#include "ffi/cuda/dispatch_operands.cuh"
+#include "ffi/cuda/share_room.cuh"
 
 namespace jax_ep {
 
@@ -148,11 +148,12 @@ struct Routing : DispatchOperands<Config> {
   __device__ void give_up() const { atomicExch(&shared.gives_up, 1); }
 
   // Computes the first row of each expert's group, by a prefix sum over the sizes of the groups. A known route has the
-  // sizes. One warp calls it; a lane computes two experts.
+  // sizes. One warp calls it; a lane computes two experts. If rows do not fit, share_room() then decides which are
+  // kept.
   __device__ void compute_destinations(const Destinations& p) const {
     if (args.is_all_to_all) return;
     int64_t rows_before = 0;
-    int32_t dropped = 0;
+    bool fits = true;
 #pragma unroll 1
     for (int32_t base = 0; base < experts_per_rank(); base += 64) {
       const int32_t first = base + 2 * lane_id(), end = min(first + 2, experts_per_rank());
@@ -177,13 +178,14 @@ struct Routing : DispatchOperands<Config> {
         if (expert >= end) break;
         const Placement group = place_group(args.layout, expert, begin, need[i], args.capacity, args.alignment);
         p.first_row[expert] = static_cast<int32_t>(group.first_row);
-        p.counts[expert] = new_route() ? group.count : __ldg(args.known_counts + expert);
-        p.group_sizes[expert] = new_route() ? group.group_size : need[i];
-        dropped += need[i] - group.count;
+        p.counts[expert] = new_route() ? need[i] : __ldg(args.known_counts + expert);
+        p.group_sizes[expert] = group.group_size;
+        fits &= group.fits;
         begin += size[i];
       }
     }
-    dropped = __reduce_add_sync(kAllLanes, dropped);
+    const bool overflows = __any_sync(kAllLanes, !fits) && new_route();
+    const int32_t dropped = overflows ? share_room(op.state, scratch) : 0;
     if (lane_id() == 0) shared.dropped = dropped;
   }
 
@@ -224,16 +226,6 @@ struct Routing : DispatchOperands<Config> {
     }
   }
 
-  // The inclusive prefix sum over a warp's lanes.
-  __device__ static int64_t sum_through(int64_t value) {
-#pragma unroll
-    for (int32_t offset = 1; offset < 32; offset *= 2) {
-      const int64_t before = __shfl_up_sync(kAllLanes, value, offset);
-      if (lane_id() >= offset) value += before;
-    }
-    return value;
-  }
-
   __device__ void write_counts(const Destinations& p) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; args.is_all_to_all && i < num_experts(); i += op.num_workers) {
@@ -254,8 +246,9 @@ struct Routing : DispatchOperands<Config> {
 
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Destinations& destinations) const {
     if (header.expert < 0) return -1;
-    const int32_t position = destinations.first[source * experts_per_rank() + header.expert] + header.position;
-    return position < destinations.counts[header.expert] ? destinations.first_row[header.expert] + position : -1;
+    const int32_t* const first = destinations.first + source * experts_per_rank() + header.expert;
+    const int32_t position = first[0] + header.position;
+    return position < first[experts_per_rank()] ? destinations.first_row[header.expert] + position : -1;
   }
 };
 

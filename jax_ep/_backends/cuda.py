@@ -87,7 +87,8 @@ class CudaBackend(NativeGroup, Backend):
             route=call.route(RouteArrays(**{name: got[name] for name in RouteArrays._fields})),
         )
 
-    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
+    def dispatch_like(self, route: Route, x: jax.Array, *, zero_pad: bool) -> jax.Array:
+        del zero_pad  # the kernels always write zeros here
         channels = x.shape[1]
         x = _pad_to_units(x)
         operands = {"x": x, **route.arrays._asdict()}
@@ -134,8 +135,11 @@ class CudaBackend(NativeGroup, Backend):
         got = self._call(targets.COMBINE_BACK, operands, results, **_route_attributes(route))
         return got["y_cotangent"], None if y is None else got["weights_cotangent"]
 
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
+    def all_to_all(
+        self, x: jax.Array, splits: jax.Array, wire: str | None, *, dequantize: bool, zero_pad: bool
+    ) -> AllToAll:
         group, num_rows = self.group, x.shape[0]
+        returns_fp8 = wire is not None and not (dequantize and self._kernels_cast)
         blocks = _layouts.split_blocks(splits, num_rows, group.num_ranks)
         rows, scales = self._cast_for_wire(x, wire)
         operands = {
@@ -147,12 +151,22 @@ class CudaBackend(NativeGroup, Backend):
         results = targets.ALL_TO_ALL.result_types(
             operands,
             {"E": group.experts_per_rank, "S": group.hidden // CHANNELS_PER_SCALE},
-            {"out": x.dtype if wire is None else _wires.FP8},
-            absent=["out_scales"] if wire is None else [],
+            {"out": _wires.FP8 if returns_fp8 else x.dtype},
+            absent=[] if returns_fp8 else ["out_scales"],
         )
-        cast = _wires.cast_of(wire if scales is None else None)
-        got = self._call(targets.ALL_TO_ALL, operands, results, agreed=(wire,), cast=cast, zero_pad=zero_pad)
-        return AllToAll(got["out"], got["out_splits"], None if wire is None else got["out_scales"], group)
+        got = self._call(
+            targets.ALL_TO_ALL,
+            operands,
+            results,
+            agreed=(wire,),
+            cast=_wires.cast_of(wire if scales is None else None),
+            dequantize=wire is not None and not returns_fp8,
+            zero_pad=zero_pad,
+        )
+        out, out_scales = got["out"], got["out_scales"] if returns_fp8 else None
+        if out_scales is not None and dequantize:
+            out, out_scales = _wires.dequantize(out, out_scales, group.dtype), None
+        return AllToAll(out, got["out_splits"], out_scales, group)
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows = y.shape[1]

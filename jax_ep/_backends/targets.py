@@ -193,7 +193,7 @@ ALL_TO_ALL = Target(
         Array("send_slot", "M R", _INT),
     ),
     (Array("out", "R M H"), Array("out_scales", "R M S", _FLOAT), Array("out_splits", "R E", _INT)),
-    ("cast", "zero_pad"),
+    ("cast", "dequantize", "zero_pad"),
 )
 ALL_TO_ALL_BACK = Target(
     "all_to_all_back",

@@ -70,10 +70,10 @@ def mlp(
         experts: how the experts multiply. "einsum" is one batched matmul over rows that are padded for each expert
             (dispatch's layout "expert"). All others use the layout "ragged": "grouped", "ragged_dot"
             (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T is at most 64 for T tokens
-            per rank and neither `capacity` nor `alignment` is given; else it is the fastest of the others. The rule
-            uses static values that all ranks share, so all ranks choose alike.
-        **dispatch_arguments: capacity, alignment, wire, dequantize and zero_pad, as for `dispatch`. The unit of
-            `capacity` depends on the layout. dequantize is True by default: with an fp8 wire, rows arrive in
+            per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is given; else it is the fastest
+            of the others. The rule uses static values that all ranks share, so all ranks choose alike.
+        **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
+            The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by default: with an fp8 wire, rows arrive in
             group.dtype, and the layer is differentiable.
 
     Returns:
@@ -145,7 +145,8 @@ def mlp(
 
 def _pads_at_no_cost(group: Group, num_tokens: int, dispatch_arguments: dict[str, Any]) -> bool:
     """Whether "auto" uses the layout "expert". The unit of a capacity is that of the layout "ragged" otherwise."""
-    has_own_room = dispatch_arguments.get("capacity") is not None or dispatch_arguments.get("alignment", 1) != 1
+    given = [dispatch_arguments.get(name) is not None for name in ("capacity", "capacity_factor")]
+    has_own_room = any(given) or dispatch_arguments.get("alignment", 1) != 1
     return group.num_ranks * num_tokens <= FEW_ROWS and not has_own_room
 
 

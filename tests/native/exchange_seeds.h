@@ -5,8 +5,8 @@
 #include <iostream>
 #include <string>
 
-#include "exchange.h"
 #include "exchange_all_to_all.h"
+#include "exchange_layouts.h"
 #include "ffi/emulator/adversary.h"
 #include "ffi/emulator/machine.h"
 #include "ffi/emulator/runtime.h"
@@ -282,6 +282,33 @@ void run_streams(Session& session) {
   session.check_results();
 }
 
+// Dispatches with this capacity, and checks which rows are kept: their weights tell.
+void check_kept_rows(Session& session, Layout layout, int64_t capacity) {
+  session.whole([&](Rank& rank) {
+    DispatchArgs args = rank.dispatch(session.cast());
+    args.layout = layout, args.capacity = capacity;
+    args.alignment = layout == Layout::kRagged ? kAlignment : 1;
+    args.num_rows = layout == Layout::kRagged ? capacity : experts_per_rank * capacity;
+    return args;
+  });
+  session.wait();
+  session.expect_no_failure();
+  for (int32_t r = 0; r < session.num_ranks(); ++r) {
+    Rank& rank = *session.ranks()[r];
+    const Held held = held_by(session.ranks(), r, layout, capacity);
+    EXPECT_EQ(rank.counts.download(), held.counts);
+    EXPECT_EQ(rank.group_sizes.download(), held.group_sizes);
+    EXPECT_EQ(rank.num_dropped.download()[0], held.num_dropped);
+    rank.weights.download();
+    for (size_t i = 0; i < held.rows.size(); ++i) {
+      const Held::Row row = held.rows[i];
+      const float weight =
+          row.source < 0 ? 0 : session.ranks()[row.source]->topk_weights.host[row.token * top_k + row.k];
+      EXPECT_EQ(rank.weights.host[i], weight);
+    }
+  }
+}
+
 // More rows than there is room for: the places of those that are dropped are empty for later operations, too.
 void run_dropped(Session& session, std::mt19937& random) {
   for (int32_t i = 0; i < 5; ++i) {
@@ -290,6 +317,10 @@ void run_dropped(Session& session, std::mt19937& random) {
       args.capacity = args.num_rows = kAlignment;
       return args;
     });
+  }
+  for (int64_t tiles : {1, 3, 8}) {
+    check_kept_rows(session, Layout::kRagged, std::min(tiles * kAlignment, session.ranks()[0]->num_rows));
+    check_kept_rows(session, Layout::kExpert, std::min(tiles, session.ranks()[0]->num_rows / experts_per_rank));
   }
   session.randomize(random);
   session.run_whole();
