@@ -73,8 +73,8 @@ def mlp(
             per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is given; else it is the fastest
             of the others. The rule uses static values that all ranks share, so all ranks choose alike.
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
-            The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by default: with an fp8 wire, rows arrive in
-            group.dtype, and the layer is differentiable.
+            The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by
+            default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
 
     Returns:
         [..., H] in group.dtype.
