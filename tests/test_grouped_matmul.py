@@ -97,10 +97,11 @@ def test_rows_beyond_the_groups_contribute_nothing(implementation, layout):
     expect_close(d_w, expected[2], tolerance)
 
 
+@pytest.mark.parametrize("layout", ["ragged", "expert"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_weights_may_be_replicated_in_shard_map(check_vma):
+def test_weights_may_be_replicated_in_shard_map(check_vma, layout):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
-    rows, w, group_sizes, dy, valid = arrays(SIZES["ragged"], "ragged", "float32", num_beyond=3)
+    rows, w, group_sizes, dy, valid = arrays(SIZES["ragged"], layout, "float32", num_beyond=3)
     rows, dy = (jnp.stack([array, 2 * array]) for array in (rows, dy))
     spec = jax.sharding.PartitionSpec("ep")
 

@@ -169,6 +169,7 @@ _rows_with_gradient_in_groups.defvjp(
 
 
 def _ragged_dot(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    # XLA documents no gradient of the rows beyond the groups, and has several kernels.
     return jax.lax.ragged_dot(_rows_with_gradient_in_groups(rows, group_sizes), w, group_sizes)
 
 

@@ -28,7 +28,9 @@ constexpr size_t kGemmWorkspaceBytes = 4 * 128 * kMaxSms + kWorkspaceAlignment;
 std::vector<std::string> grouped_config_names(GroupedProduct product) {
   std::vector<std::string> names;
   for (const GroupedConfig& config : configs_of(product)) names.push_back(config.name);
+#ifdef JAX_EP_CUBLASLT
   names.push_back("cublaslt");
+#endif
   return names;
 }
 
@@ -56,12 +58,14 @@ std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t
   }
   const std::vector<GroupedConfig>& configs = configs_of(args.product);
   const auto num_configs = static_cast<int32_t>(configs.size());
+#ifdef JAX_EP_CUBLASLT
   if (args.config == num_configs && args.num_groups > 0) {
     const GroupArrays arrays = group_arrays(args);
     status = write_group_arrays(args, arrays, num_sms, stream);
     if (status != cudaSuccess) return cudaGetErrorString(status);
     return args.num_rows == 0 ? "" : run_cublaslt(args, arrays, device, stream);
   }
+#endif
   if (args.config < 0 || args.config >= num_configs) {
     return "config is " + std::to_string(args.config) + "; it must be less than " + std::to_string(configs.size());
   }

@@ -112,7 +112,9 @@ NB_MODULE(_grouped_matmul, m) {
   m.def(
       "configs", [](int32_t product) { return grouped_config_names(static_cast<GroupedProduct>(product)); },
       nb::arg("product"));
+#ifdef JAX_EP_CUBLASLT
   m.def("load_cublaslt", load_cublaslt, nb::arg("path"));
+#endif
 }
 
 }  // namespace
