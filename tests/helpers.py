@@ -37,6 +37,9 @@ NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 # How long emulated GPUs wait for the host before they let time pass to the next time-out, in real seconds.
 PATIENCE_S = 20
 
+# Backends without native code. They hold no memory outside of XLA's and cannot fail on a device.
+PURE_JAX = ("reference", "collectives")
+
 # Under jax-ep launch every process runs the tests.
 ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
 in_one_process = pytest.mark.skipif(ONE_OF_SEVERAL, reason="starts processes, or looks at all memory")
