@@ -160,7 +160,7 @@ class CollectivesBackend(ReferenceBackend):
 
 
 def _carry_dtype(dtype: Any) -> Any:
-    """The dtype in which a loop carries rows of `dtype`: integers where XLA on CPUs would widen all rows in each step."""
+    """The dtype in which a loop carries rows of `dtype`: integers where XLA on CPUs would widen all rows in a step."""
     dtype = jnp.dtype(dtype)
     is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return jnp.dtype(f"uint{8 * dtype.itemsize}") if is_small else dtype
