@@ -56,6 +56,11 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> 
     return mesh
 
 
+def mesh_axis_of(mesh: Mesh, axis_name: str) -> Mesh:
+    """The devices of a mesh of one axis, with another name for the axis."""
+    return Mesh(mesh.devices, (axis_name,))
+
+
 def without_gpus(monkeypatch: pytest.MonkeyPatch, **functions: Callable) -> None:
     """From here on groups are of the CUDA backend, whose native half does nothing, or calls `functions`."""
     idle = {
