@@ -174,9 +174,9 @@ def test_maxtexts_rows_know_their_expert(mesh):
     assert np.all(fits)
 
 
-def te_layer(experts, capacity, mesh):
+def te_layer(experts, capacity, mesh, alignment=0):
     """As TransformerEngine's users write a layer: global arrays, and the weights by hand."""
-    cfg = transformer_engine.EpLayerConfig(top_k=K)
+    cfg = transformer_engine.EpLayerConfig(top_k=K, dispatch_output_per_expert_alignment=alignment)
     split = P("ep")
 
     def ffn(rows, counts, w13, w2):
@@ -202,13 +202,15 @@ def test_transformer_engine(backend, mesh):
     experts.close()
 
 
-def test_transformer_engines_fifth_result_tells_of_overflow(mesh):
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_transformer_engines_fifth_result_tells_of_overflow(mesh, alignment):
     x, topk_idx, topk_weights, w13, w2, _ = make_operands(mesh.size)
     experts = te_experts(mesh, "reference")
-    rows = np.bincount(topk_idx.ravel() // EXPERTS_PER_RANK, minlength=mesh.size)
-    for capacity in (rows.max(), rows.max() - 1):
-        _, total = jax.jit(te_layer(experts, int(capacity), mesh))(x, topk_idx, topk_weights, w13, w2)
-        np.testing.assert_array_equal(total, rows[:, None])
+    wanted = np.bincount(topk_idx.ravel(), minlength=EXPERTS_PER_RANK * mesh.size).reshape(mesh.size, -1)
+    padded = (-(-wanted // alignment) * alignment).sum(axis=1)
+    for capacity in (padded.max(), padded.max() - alignment):
+        _, total = jax.jit(te_layer(experts, int(capacity), mesh, alignment))(x, topk_idx, topk_weights, w13, w2)
+        np.testing.assert_array_equal(total, padded[:, None])
     experts.close()
 
 

@@ -1,8 +1,9 @@
 """TransformerEngine's JAX calls for expert parallelism, on jax_ep.
 
 TransformerEngine 2.19 (transformer_engine/jax/ep.py) works on global arrays, whose leading axis is sharded over the EP
-axis. `ep_dispatch` returns five results; the fifth tells of overflow. `ep_combine` adds without weights: the caller
-multiplies by `recv_topk_weights` before. The functions here have the same arguments, results and meaning.
+axis. `ep_dispatch` returns five results (four in earlier releases); the fifth tells of overflow. `ep_combine` adds
+without weights: the caller multiplies by `recv_topk_weights` before. The functions here have the same arguments,
+results and meaning.
 
     experts = ExpertParallel(mesh, "ep", num_experts=E, max_tokens_per_rank=T, hidden_dim=H)  # for ep_bootstrap
     ep_dispatch, ep_combine = experts.ep_dispatch, experts.ep_combine
@@ -67,9 +68,9 @@ class ExpertParallel:
     ) -> tuple[jax.Array, jax.Array, Any, jax.Array, jax.Array]:
         """tokens [..., H], topk_idx and topk_weights [..., K], with the leading axis sharded over the EP axis.
 
-        Returns recv_tokens [R, capacity, H], recv_topk_weights [R, capacity], handle_mem, token_counts [R, E_local] and
-        total_recv_tokens [R, 1]: rows that each rank would have received with enough room. A rank dropped rows if its
-        total exceeds the capacity; with an alignment, padding takes room, too.
+        Returns recv_tokens [R, capacity, H], recv_topk_weights [R, capacity], handle_mem, token_counts [R, E_local]
+        with the padding of the alignment, and total_recv_tokens [R, 1]: the rows that each rank would have with enough
+        room, padding included. The step has overflowed if a total exceeds the capacity.
         """
         del out_sharding
         alignment = max(1, cfg.dispatch_output_per_expert_alignment)
@@ -86,7 +87,7 @@ class ExpertParallel:
                 alignment=alignment,
                 zero_pad=True,
             )
-            total = jnp.sum(recv.counts) + recv.num_dropped
+            total = _rows_wanted(topk_idx.reshape(-1), group, alignment)
             # ep_combine adds without weights. It needs the route, and no rows: H = 0 makes them free.
             handle_mem = dataclasses.replace(recv, x=recv.x[:, :0], weights=jnp.ones_like(recv.weights))
             results = recv.x, recv.weights, handle_mem, recv.group_sizes, total[None]
@@ -129,3 +130,13 @@ class ExpertParallel:
     def _map(self, on_rank: Any) -> Any:
         split = P(self._axis)
         return jax.shard_map(on_rank, mesh=self._mesh, in_specs=split, out_specs=split)
+
+
+def _rows_wanted(experts: jax.Array, group: ep.Group, alignment: int) -> jax.Array:
+    """The rows that this rank would receive if it had room for all, each expert's rounded up to the alignment: []."""
+    is_expert = (experts >= 0) & (experts < group.num_experts)
+    sent = (
+        jnp.zeros(group.num_experts, jnp.int32).at[jnp.where(is_expert, experts, group.num_experts)].add(1, mode="drop")
+    )
+    wanted = jax.lax.psum_scatter(sent, group.axis_name, tiled=True)  # of this rank's experts
+    return jnp.sum((wanted + (alignment - 1)) // alignment * alignment)
