@@ -77,9 +77,9 @@ def test_gradients_are_the_references(largest_mesh):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("platform", "backend"), [("cpu", "reference"), ("tpu", "collectives")])
-def test_auto_without_gpus(platform, backend):
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", "reference"), ("tpu", "collectives")])
+def test_auto_without_gpus(platform, expected):
     """CPUs take the backend that defines the results, other accelerators the one that needs less memory."""
     device = type("Device", (), {"platform": platform, "process_index": 0})()
     mesh = type("Mesh", (), {"devices": np.array([device]), "shape": {"ep": 1}})()
-    assert _backends.choose("auto", mesh, "ep") == backend
+    assert _backends.choose("auto", mesh, "ep") == expected
