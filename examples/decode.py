@@ -104,7 +104,7 @@ def parse_options() -> argparse.Namespace:
     add("--expert-hidden", type=positive(int), default=256, help="channels inside an expert")
     add("--wire", default="fp8", choices=["fp8", "fp8_pow2", "none"], help="what rows travel as to the experts")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of activations and weights")
-    add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="of jax_ep")
+    add("--backend", default="auto", choices=["auto", "cuda", "collectives", "reference"], help="of jax_ep")
     options = parser.parse_args()
     for wrong in misfits(options):
         parser.error(wrong)

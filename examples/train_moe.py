@@ -239,7 +239,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--remat", action="store_true", help="compute layers again in the backward pass, to save memory")
     add("--dtype", choices=["bfloat16", "float32"], help="of activations (bfloat16 on GPUs, else float32)")
-    add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="of jax_ep (auto)")
+    add("--backend", default="auto", choices=["auto", "cuda", "collectives", "reference"], help="of jax_ep (auto)")
     add("--mesh", type=mesh_shape, metavar="DATAxEP", help="shape (EP as large as devices and experts allow)")
     add(
         "--distributed",

@@ -37,6 +37,9 @@ NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 # How long emulated GPUs wait for the host before they let time pass to the next time-out, in real seconds.
 PATIENCE_S = 20
 
+# Backends without native code. They hold no memory outside of XLA's and cannot fail on a device.
+PURE_JAX = ("reference", "collectives")
+
 # Under jax-ep launch every process runs the tests.
 ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
 in_one_process = pytest.mark.skipif(ONE_OF_SEVERAL, reason="starts processes, or looks at all memory")
@@ -51,6 +54,11 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> 
     if not mesh.local_devices:
         pytest.skip("the mesh has no device of this process")
     return mesh
+
+
+def mesh_axis_of(mesh: Mesh, axis_name: str) -> Mesh:
+    """The devices of a mesh of one axis, with another name for the axis."""
+    return Mesh(mesh.devices, (axis_name,))
 
 
 def without_gpus(monkeypatch: pytest.MonkeyPatch, **functions: Callable) -> None:

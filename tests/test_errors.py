@@ -40,7 +40,7 @@ GROUP = [
     ({"max_tokens_per_rank": 0}, ValueError, [0, 1]),
     ({"dtype": jnp.int32}, TypeError, ["int32", "bfloat16", "float16", "float32"]),
     ({"dtype": jnp.float8_e4m3fn}, TypeError, ["float8_e4m3fn", "bfloat16", "float16", "float32"]),
-    ({"backend": "gpu"}, ValueError, ["gpu", "auto", "cuda", "reference"]),
+    ({"backend": "gpu"}, ValueError, ["gpu", "auto", "cuda", "collectives", "reference"]),
     ({"num_sms": 0}, ValueError, [0, 1]),
     ({"timeout": 0}, ValueError, [0]),
     ({"timeout": None}, TypeError, ["None", "seconds"]),
@@ -67,7 +67,7 @@ def test_cuda_backend_needs_gpus(make_group):
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("ep",))
     with pytest.raises(ValueError, match="GPUs") as raised:
         make_group(mesh, SMALL, backend="cuda")
-    assert_names(raised.value, "backend", "cuda", "reference")
+    assert_names(raised.value, "backend", "cuda", "collectives", "reference")
 
 
 def test_cuda_backend_needs_an_axis_of_at_most_32():
@@ -76,8 +76,8 @@ def test_cuda_backend_needs_an_axis_of_at_most_32():
     with pytest.raises(ValueError, match="axis_name") as raised:
         _backends.choose("cuda", mesh, "ep")
     assert_names(raised.value, "backend", "'cuda'", "'ep'", 33, "at most 32", "('data', 'ep')")
-    with pytest.warns(UserWarning, match="uses the slow reference backend on GPUs: axis_name is 'ep'"):
-        assert _backends.choose("auto", mesh, "ep") == "reference"
+    with pytest.warns(UserWarning, match="uses XLA's collectives on GPUs, not its kernels: axis_name is 'ep'"):
+        assert _backends.choose("auto", mesh, "ep") == "collectives"
 
 
 def test_quantised_x_needs_blocks_of_128(make_group, mesh):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class ReferenceBackend(Backend):
     ) -> tuple[jax.Array | None, jax.Array | None]:
         x = topk_weights = None
         if rows is not None:
-            x = self._sum_over_ranks(_partial_sums(route, rows, None).astype(rows.dtype), rows.dtype)
+            x = self._sum_rows(route, rows, None, rows.dtype)
         if weights is not None:
             # Each (token, k) has its row on one rank at most; the others add zero.
             topk_weights = self._sum_over_ranks(_take(weights.reshape(-1), route.arrays.row), weights.dtype)
@@ -108,7 +109,7 @@ class ReferenceBackend(Backend):
 
     def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: None, out_dtype: Any) -> jax.Array:
         del started
-        return self._sum_over_ranks(_partial_sums(route, y, weights).astype(y.dtype), out_dtype)
+        return self._sum_rows(route, y, weights, out_dtype)
 
     def combine_back(
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
@@ -203,6 +204,10 @@ class ReferenceBackend(Backend):
         zeros = jnp.zeros(_size(route.rows_shape), jnp.float32)
         return zeros.at[row].set(weights, mode="drop").reshape(route.rows_shape)
 
+    def _sum_rows(self, route: Route, rows: jax.Array, weights: jax.Array | None, out_dtype: Any) -> jax.Array:
+        """Sums rows [rows, H'] times weights [rows], or unweighted, to [T, H'] on the tokens' ranks."""
+        return self._sum_over_ranks(_partial_sums(route, rows, weights).astype(rows.dtype), out_dtype)
+
     def _gather(self, x: jax.Array) -> jax.Array:
         """Every rank's x: [R, ...]."""
         return _as_bits(lambda bits: lax.all_gather(bits, self.group.axis_name), x)
@@ -253,19 +258,28 @@ def _size(shape: tuple[int, ...]) -> int:
     return reduce(operator.mul, shape)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _as_bits(move: Any, x: jax.Array) -> jax.Array:
+def _as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Moves floating-point x as integers, so that no compiler pass may widen, flush or otherwise change a value."""
+    return _from_bits(move(_to_bits(x)), x.dtype)
+
+
+@jax.custom_jvp
+def _to_bits(x: jax.Array) -> jax.Array:
+    """x as integers of its size if it is floating-point, else x itself."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return move(x)
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(move(bits), x.dtype)
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
-@_as_bits.defjvp
-def _as_bits_jvp(move: Any, primals: Any, tangents: Any) -> Any:
+@_to_bits.defjvp
+def _to_bits_jvp(primals: Any, tangents: Any) -> Any:
     # The rules of the public functions come first; without this, a second derivative would be a silent zero.
     raise TypeError(
         "jax_ep: dispatch, combine and their like have first derivatives only, in reverse mode; use no jvp, hessian or "
         "second grad through them"
     )
+
+
+def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Inverts `_to_bits`."""
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
