@@ -28,7 +28,7 @@ class Group(GroupSettings):
         mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`.
         axis_name: the mesh axis along which experts are spread.
         num_experts: experts in all, a multiple of the number of ranks.
-        top_k: experts per token, 1 to 32.
+        top_k: experts per token, 1 to 32, and at most num_experts.
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T of any call.
         dtype: the dtype of activations: bfloat16, float16 or float32.

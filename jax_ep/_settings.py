@@ -39,8 +39,6 @@ class GroupSettings:
         self.num_ranks: int = mesh.shape[axis_name]
         self.num_experts = _checks.integer("num_experts", num_experts, 1, _checks.MAX_INT32)
         self.top_k = _checks.integer("top_k", top_k, 1, MAX_TOP_K)
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k is {top_k}; it must be at most num_experts = {num_experts}")
         self.max_tokens_per_rank = _checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1, _checks.MAX_INT32)
         self.dtype = _checks.dtype("dtype", dtype)
         self.hidden = _checks.integer("hidden", hidden, 1, _checks.MAX_INT32 // self.dtype.itemsize)
@@ -52,6 +50,8 @@ class GroupSettings:
                 f"num_experts is {num_experts}; it must be a multiple of the {self.num_ranks} ranks along mesh axis "
                 f"{axis_name!r}, e.g. {up}"
             )
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {top_k}; it must be at most num_experts = {num_experts}")
         self.experts_per_rank = self.num_experts // self.num_ranks
         row_bytes = self.hidden * self.dtype.itemsize
         if row_bytes % 16:
