@@ -38,22 +38,12 @@ class CollectivesRoute(NamedTuple):
     row: jax.Array  # [R, T, K] int32, this rank's row of each (source rank, token, k)
     num_rounds: jax.Array  # [] int32, rounds that are not empty, the same on all ranks of the group
     num_layers: jax.Array  # [rounds] int32, the most rows that a slot of the round has at this rank
-    slot_row: (
-        jax.Array
-    )  # [rounds, K, R, C] int32, this rank's row of each (layer, source rank, slot), in the order of k
+    slot_row: jax.Array  # [rounds, K, R, C] int32, this rank's row of each (layer, source rank, slot), by rising k
     sent_token: jax.Array  # [rounds, R, C] int32, the token that this rank sends in each (destination rank, slot)
 
 
 class CollectivesBackend(ReferenceBackend):
     """Moves rows by `lax.all_to_all` in rounds. It takes from the reference all that does not move rows."""
-
-    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
-        def place(rows: jax.Array, row: jax.Array, arrived: jax.Array) -> jax.Array:
-            return rows.at[row].set(_to_carry(arrived), mode="drop")
-
-        rows = jnp.zeros((_size(route.rows_shape), *x.shape[1:]), _carry_dtype(x.dtype))
-        rows = self._receive(route, x, rows, place)
-        return _from_bits(rows, x.dtype).reshape(*route.rows_shape, *x.shape[1:])
 
     def combine_back(
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
@@ -78,6 +68,14 @@ class CollectivesBackend(ReferenceBackend):
         of_y, of_weights = self._receive(route, g, zeros, place)
         of_y = _from_bits(of_y, g.dtype).reshape(*route.rows_shape, -1)
         return of_y, None if y is None else of_weights.reshape(route.rows_shape)
+
+    def _rows(self, route: Route, x: jax.Array) -> jax.Array:
+        def place(rows: jax.Array, row: jax.Array, arrived: jax.Array) -> jax.Array:
+            return rows.at[row].set(_to_carry(arrived), mode="drop")
+
+        rows = jnp.zeros((_size(route.rows_shape), *x.shape[1:]), _carry_dtype(x.dtype))
+        rows = self._receive(route, x, rows, place)
+        return _from_bits(rows, x.dtype).reshape(*route.rows_shape, *x.shape[1:])
 
     def _receive(
         self, route: Route, x: jax.Array, initial: Carry, place: Callable[[Carry, jax.Array, jax.Array], Carry]

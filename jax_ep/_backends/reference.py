@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -186,8 +186,9 @@ class ReferenceBackend(Backend):
         return _take(tokens, route.arrays.source).reshape(*route.rows_shape, *x.shape[1:])
 
     def _holds_token(self, route: Route) -> jax.Array:
-        """bool [rows]"""
-        return (route.arrays.source < self.group.num_ranks * route.num_tokens).reshape(route.rows_shape)
+        """Which rows hold a token: bool [rows]."""
+        none = jnp.zeros(_size(route.rows_shape), jnp.bool)
+        return none.at[route.arrays.row.reshape(-1)].set(True, mode="drop").reshape(route.rows_shape)
 
     def _fill_unspecified(self, rows: jax.Array, is_specified: jax.Array) -> jax.Array:
         """`rows` [*rows, ...] with NaN, or the largest integer, where it is not specified, to show who reads there."""
