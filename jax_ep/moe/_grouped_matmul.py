@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import importlib.util
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -47,9 +46,9 @@ def grouped_matmul(
     - "ragged_dot" is `jax.lax.ragged_dot`. XLA multiplies every row by the weights of every group, except on a GPU with
       cuDNN 9.22 or newer, where only the gradient of w does.
     - "tokamax" is `tokamax.ragged_dot`, and needs that package.
-    - "auto" is "grouped" where it can run; otherwise "einsum" for padded rows, and "ragged_dot" for ragged rows.
+    - "auto" is "einsum" for padded rows, and "ragged_dot" for ragged rows. So every rank takes the same implementation.
 
-    "auto" looks at shapes, dtypes and the platform only. So every rank takes the same implementation.
+    "grouped" has not run on a GPU yet, so "auto" does not take it.
 
     Args:
         rows: [M, K] or [G, C, K]; bfloat16, float16 or float32.
@@ -75,9 +74,9 @@ def grouped_matmul(
     _check(rows, w, group_sizes, implementation)
     rows, w, group_sizes = _compat.vary((rows, w, group_sizes), ())
     if implementation == "auto":
-        return _auto(rows, w, group_sizes)
+        implementation = "einsum" if rows.ndim == 3 else "ragged_dot"
     if implementation == "grouped":
-        return _grouped(rows, w, group_sizes, False)
+        return _grouped(rows, w, group_sizes)
     if implementation == "einsum":
         return _einsum(rows, w, group_sizes)
     ragged = _ragged_dot if implementation == "ragged_dot" else _tokamax
@@ -108,19 +107,6 @@ def _check(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, implementation
         raise ValueError(f'{_OP}: implementation="grouped" cannot multiply these arrays: {reason}; use "auto"')
     if implementation == "tokamax" and importlib.util.find_spec("tokamax") is None:
         raise ValueError(f'{_OP}: implementation="tokamax" needs the package tokamax; install it, or use "auto"')
-
-
-# --- auto -----------------------------------------------------------------------------------------------------------
-
-
-def _auto(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    if _no_grouped_reason(rows, w) is None:
-        return _grouped(rows, w, group_sizes, True)
-    return _portable(rows, w, group_sizes)
-
-
-def _portable(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return (_einsum if rows.ndim == 3 else _ragged_dot)(rows, w, group_sizes)
 
 
 # --- einsum ---------------------------------------------------------------------------------------------------------
@@ -206,31 +192,19 @@ def _no_grouped_reason(rows: jax.Array, w: jax.Array) -> str | None:
     return None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, falls_back: bool) -> jax.Array:
-    """The grouped GEMM on GPUs. On other platforms an error, or with `falls_back` what those have."""
-    call = partial(_native_product, _Product.FORWARD)
-    if not falls_back:
-        return call(rows, w, group_sizes)
-    return jax.lax.platform_dependent(rows, w, group_sizes, cuda=call, default=_portable)
+@jax.custom_vjp
+def _grouped(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _native_product(_Product.FORWARD, rows, w, group_sizes)
 
 
-def _grouped_forward(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, falls_back: bool) -> Any:
-    return _grouped(rows, w, group_sizes, falls_back), (rows, w, group_sizes)
+def _grouped_forward(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
+    return _grouped(rows, w, group_sizes), (rows, w, group_sizes)
 
 
-def _grouped_backward(falls_back: bool, residuals: Any, dy: jax.Array) -> Any:
-    def native(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, dy: jax.Array) -> Any:
-        d_rows = _native_product(_Product.ROWS_GRADIENT, dy, w, group_sizes)
-        return d_rows, _native_product(_Product.WEIGHTS_GRADIENT, rows, dy, group_sizes)
-
-    def portable(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, dy: jax.Array) -> Any:
-        return jax.vjp(lambda rows, w: _portable(rows, w, group_sizes), rows, w)[1](dy)
-
-    if not falls_back:
-        rows, w, group_sizes = residuals
-        return (*native(rows, w, group_sizes, dy), None)
-    return (*jax.lax.platform_dependent(*residuals, dy, cuda=native, default=portable), None)
+def _grouped_backward(residuals: Any, dy: jax.Array) -> Any:
+    rows, w, group_sizes = residuals
+    d_rows = _native_product(_Product.ROWS_GRADIENT, dy, w, group_sizes)
+    return d_rows, _native_product(_Product.WEIGHTS_GRADIENT, rows, dy, group_sizes), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

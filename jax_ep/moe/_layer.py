@@ -70,8 +70,8 @@ def mlp(
         experts: how the experts multiply. "einsum" is one batched matmul over rows that are padded for each expert
             (dispatch's layout "expert"). All others use the layout "ragged": "grouped", "ragged_dot"
             (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T is at most 64 for T tokens
-            per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is given; else it is the fastest
-            of the others. The rule uses static values that all ranks share, so all ranks choose alike.
+            per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is given; else it is
+            "ragged_dot". The rule uses static values that all ranks share, so all ranks choose alike.
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
             The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by
             default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
