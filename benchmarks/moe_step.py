@@ -6,35 +6,31 @@ The layer consists of a router, a dispatch, SwiGLU experts and a combine. The pr
 weights, without rematerialisation. The router's gradient stays on each rank, because a training step sums it in the
 same way for every variant. The variants differ only in how they move the tokens:
 
-    all_to_all          LaxExchange of jax_ep.bench: sorts copies of tokens by expert, sends padded blocks with
-                        lax.all_to_all, and sorts again
-    ragged_all_to_all   the same with lax.ragged_all_to_all, without padding (XLA:CPU does not have it)
-    jax_ep              jax_ep.dispatch and jax_ep.combine
-    ideal               LocalExchange, without communication: every rank keeps its tokens, and uses its own experts in
-                        place of the others. It still sorts copies by expert, writes each copy to its expert's rows, and
-                        sums the outputs, in both passes, with gathers only. So the overhead of another variant is its
-                        time in addition to this local work
+    all_to_all          LaxExchange of jax_ep.bench: copies of tokens sorted by expert, lax.all_to_all of padded blocks,
+                        and sorted again
+    ragged_all_to_all   the same over lax.ragged_all_to_all, without padding (XLA:CPU has none)
+    jax_ep              jax_ep.moe.mlp
+    ideal               LocalExchange, without communication: every rank keeps its tokens, and its own experts stand in
+                        for the others'. XLA still sorts copies by expert, writes each to its expert's rows and sums
+                        the outputs, forwards and backwards, all of it with gathers. This is not a lower bound: a
+                        variant that writes rows faster than XLA can have a negative overhead, so no ratio is reported
 
-In every variant, the experts use buffers of the same size: --capacity-factor times the mean number of rows. The padded
-blocks of all_to_all have the same total size. A routing that does not fit is an error, so no variant drops rows. The
-experts are a batched einsum over [E_local, capacity, H] or, with --compute ragged_dot, lax.ragged_dot over [capacity,
-H]. XLA:GPU computes the weights' gradient of ragged_dot as a dense product of each expert with all rows, and in some
-releases also the rest of it.
+Every variant's experts work on buffers of one size, --capacity-factor times the mean number of rows; the padded blocks
+of all_to_all have as much room. A routing that does not fit is an error, so that nobody drops rows. The experts compute
+as jax_ep.moe.mlp does with experts= the value of --compute, in all variants: "einsum" is a batched matmul over
+[E_local, capacity, H]; "auto" is the fastest matmul of ragged groups over [capacity, H], and "ragged_dot" is JAX's own.
 
-All ranks hold the same experts. So all variants, even ideal, must give the same loss and gradients. (For experts, this
-holds for the sum of the gradients over the ranks.) The program reports and checks the largest difference from
-all_to_all, relative in norm.
+All ranks hold the same experts, so that even the ideal must give the same loss and gradients (those of the experts in
+the sum over the ranks). The largest difference from all_to_all, relative in norm, is reported and checked.
 
-Every variant is a separate executable. The variants take turns. In a turn, a variant runs IN_A_ROW times, without
-waiting in between, on the host's clock. In the JSON file:
+Every variant is an executable of its own. By turns each runs IN_A_ROW times, one execution behind the other, on the
+host's clock. In the JSON file:
 
-    step_ms             the time of one execution: the median over --samples turns
-    overhead_ms         step_ms, minus the step_ms of ideal
-    overhead_ratio      the overhead of jax_ep, divided by the overhead of the better lax variant; null if that is 0 or
-                        less
-    executable_bytes    the memory that XLA allocates per rank for one execution: arguments, results and temporaries,
-                        from compiled.memory_analysis()
-    group_bytes         the memory that the group holds per rank in addition
+    step_ms             the median over --samples turns, of one execution
+    overhead_ms         what that is beyond the ideal's
+    executable_bytes    what XLA allocates per rank for one execution: arguments, results and temporaries, by
+                        compiled.memory_analysis()
+    group_bytes         what the group holds per rank besides
 """
 
 from __future__ import annotations
@@ -56,16 +52,17 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ep as ep
+from jax_ep._layouts import LayoutName
 from jax_ep.bench import report
 from jax_ep.bench.cases import Case
 from jax_ep.bench.devices import allow_virtual_cpus
-from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange, LaxExchange, LocalExchange, open_group
+from jax_ep.bench.exchanges import AXIS, Exchange, LaxExchange, LocalExchange, open_group
 from jax_ep.bench.options import mismatches
+from jax_ep.moe._grouped_matmul import grouped_matmul
 
 WARM_UPS = 2
 IN_A_ROW = 5
-LAX = ("all_to_all", "ragged_all_to_all")
-TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-3}  # float32: wide enough for TF32
+TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-3}  # the last leaves room for TF32
 
 
 class Operands(NamedTuple):
@@ -77,33 +74,41 @@ class Operands(NamedTuple):
     down: jax.Array  # [E_local, I, H]
 
 
-class Compute(NamedTuple):
-    """How experts compute: the layout of rows, and the function product(rows, weights, group_sizes)."""
-
-    layout: str
-    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+LAYOUTS: dict[str, LayoutName] = {"einsum": "expert", "auto": "ragged", "ragged_dot": "ragged"}  # of --compute
 
 
-COMPUTES = {
-    "einsum": Compute("expert", lambda rows, weights, group_sizes: jnp.einsum("ech,ehf->ecf", rows, weights)),
-    "ragged_dot": Compute("ragged", lax.ragged_dot),
-}
+def matmul(compute: str, rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Rows in the layout of `compute`, times one matrix per expert."""
+    if compute == "einsum":
+        return jnp.einsum("ech,ehf->ecf", rows, weights)
+    return grouped_matmul(rows, weights, group_sizes, implementation=compute)
+
+
+Layer = Callable[..., jax.Array]  # (x, topk_idx, topk_weights, gate_up, down) -> [T, H]
+
+
+def layer_over(exchange: Exchange, compute: str) -> Layer:
+    """The layer of jax_ep.moe.mlp, with another exchange."""
+
+    def layer(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array, gate_up: Any, down: Any) -> jax.Array:
+        recv = exchange.dispatch(x, topk_idx, topk_weights)
+        gate, up = jnp.split(matmul(compute, exchange.rows(recv), gate_up, recv.group_sizes), 2, axis=-1)
+        return exchange.combine(matmul(compute, jax.nn.silu(gate) * up, down, recv.group_sizes), recv)
+
+    return layer
 
 
 def route(x: jax.Array, router: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns each token's experts and their weights, [T, K] int32 and float32."""
-    probabilities = jax.nn.softmax(jnp.dot(x, router, preferred_element_type=jnp.float32))
-    weights, topk_idx = lax.top_k(probabilities, top_k)
-    return topk_idx, weights / weights.sum(axis=-1, keepdims=True)
+    """Each token's experts and their weights, [T, K] int32 and float32."""
+    routing = ep.moe.route(jnp.dot(x, router, preferred_element_type=jnp.float32), top_k=top_k)
+    return routing.topk_idx, routing.topk_weights
 
 
-def loss(operands: Operands, exchange: Exchange, compute: Compute, top_k: int) -> jax.Array:
-    """Returns half the sum of squares of the layer's result. So the cotangent of the result is the result itself."""
+def loss(operands: Operands, layer: Layer, top_k: int) -> jax.Array:
+    """Half the sum of squares of what the layer gives: its cotangent is the layer's result."""
     x, router, gate_up, down = operands
-    recv = exchange.dispatch(x, *route(x, router, top_k))
-    gate, up = jnp.split(compute.product(exchange.rows(recv), gate_up, recv.group_sizes), 2, axis=-1)
-    y = compute.product(jax.nn.silu(gate) * up, down, recv.group_sizes)
-    return 0.5 * jnp.square(exchange.combine(y, recv).astype(jnp.float32)).sum()
+    out = layer(x, *route(x, router, top_k), gate_up, down)
+    return 0.5 * jnp.square(out.astype(jnp.float32)).sum()
 
 
 def make_operands(case: Case, expert_hidden: int) -> Operands:
@@ -141,27 +146,24 @@ def needed_capacity_factor(topk_idx: np.ndarray, case: Case) -> float:
     )
 
 
-def make_exchanges(case: Case, factor: float, group: ep.Group) -> dict[str, Exchange]:
-    """Makes the variants. The program compares the results of the others with the first."""
-    rows = factor * case.tokens * case.top_k  # per rank
+def make_layers(case: Case, factor: float, group: ep.Group, compute: str) -> dict[str, Layer]:
+    """The variants. The first is what the others are compared with."""
+    rows = factor * case.tokens * case.top_k  # of a rank
     capacity = math.ceil(rows / case.experts_per_rank if case.layout == "expert" else rows)
     over_lax = partial(LaxExchange, case, capacity=capacity, slots_per_rank=math.ceil(rows / case.ranks))
     return {
-        "all_to_all": over_lax(ragged=False),
-        "ragged_all_to_all": over_lax(ragged=True),
-        "jax_ep": EpExchange(group, case.layout, wire=None, capacity=capacity),
-        "ideal": LocalExchange(case, capacity),
+        "all_to_all": layer_over(over_lax(ragged=False), compute),
+        "ragged_all_to_all": layer_over(over_lax(ragged=True), compute),
+        "jax_ep": partial(ep.moe.mlp, group=group, experts=compute, capacity=capacity),
+        "ideal": layer_over(LocalExchange(case, capacity), compute),
     }
 
 
-def compile_step(name: str, exchange: Exchange, compute: Compute, top_k: int, mesh: Mesh, operands: Operands) -> Any:
-    """Compiles a function from operands to (losses [R], gradients).
-
-    Returns None if XLA does not have the collective here, or lacks memory for its buffers.
-    """
+def compile_step(name: str, layer: Layer, top_k: int, mesh: Mesh, operands: Operands) -> Any:
+    """operands -> losses [R], gradients; None where XLA has no such collective, or no room for its buffers."""
 
     def step(operands: Operands) -> tuple[jax.Array, Operands]:
-        value, gradients = jax.value_and_grad(loss)(operands, exchange, compute, top_k)
+        value, gradients = jax.value_and_grad(loss)(operands, layer, top_k)
         return value[None], gradients
 
     try:
@@ -223,8 +225,7 @@ def executable_bytes(step: Any) -> int:
 
 
 def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
-    """Measures all variants. Returns the content of the JSON file."""
-    compute = COMPUTES[options.compute]
+    """What the JSON file holds."""
     case = Case(
         ranks=mesh.size,
         tokens=options.tokens,
@@ -233,7 +234,7 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         experts=options.experts,
         dtype=options.dtype,
         wire=None,
-        layout=compute.layout,
+        layout=LAYOUTS[options.compute],
         routing="router",
     )
     operands = on_ranks(partial(make_operands, case, options.expert_hidden), mesh)()
@@ -242,11 +243,8 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     if needed > options.capacity_factor:
         raise SystemExit(f"--capacity-factor is {options.capacity_factor}; this routing needs {needed:.3f}")
     with open_group(case, mesh, options.backend) as group:
-        exchanges = make_exchanges(case, options.capacity_factor, group)
-        compiled = {
-            name: compile_step(name, exchange, compute, case.top_k, mesh, operands)
-            for name, exchange in exchanges.items()
-        }
+        layers = make_layers(case, options.capacity_factor, group, options.compute)
+        compiled = {name: compile_step(name, layer, case.top_k, mesh, operands) for name, layer in layers.items()}
         steps = {name: step for name, step in compiled.items() if step}
         differences = {
             name: largest_difference(step(operands), steps["all_to_all"](operands), mesh, any_rank=name == "ideal")
@@ -257,7 +255,6 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         backend, group_bytes = group.backend, group.memory_bytes
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     overheads = {name: ms - medians["ideal"] for name, ms in medians.items()}
-    best_lax = min(overheads[name] for name in LAX if name in overheads)
     return {name: value for name, value in vars(options).items() if name != "json"} | {
         "ranks": case.ranks,
         "device": mesh.devices.flat[0].device_kind,
@@ -276,7 +273,6 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
             }
             for name, step in steps.items()
         ],
-        "overhead_ratio": overheads["jax_ep"] / best_lax if best_lax > 0 else None,
         "checked": all(difference <= TOLERANCE[case.dtype] for difference in differences.values()),
     }
 
@@ -294,8 +290,6 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(row["variant"], *cells)
     console = Console()
     console.print(table)
-    if result["overhead_ratio"] is not None:
-        console.print(f"jax_ep's overhead is {result['overhead_ratio']:.3f} of the better lax variant's")
     if not result["checked"]:
         console.print(f"WRONG: a difference is larger than {TOLERANCE[result['dtype']]}")
 
@@ -313,19 +307,12 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add("--expert-hidden", type=int, default=32 if on_cpu else 1536, help="channels inside an expert")
     add("--experts", type=int, default=16 if on_cpu else 64, help="experts in all")
     add("--top-k", type=int, default=4 if on_cpu else 8, help="experts per token")
-    add("--dtype", choices=TOLERANCE, default="bfloat16", help="dtype of activations and weights")
-    add("--compute", choices=COMPUTES, default="einsum", help="how the experts compute")
-    add(
-        "--capacity-factor",
-        type=float,
-        default=2.0 if on_cpu else 1.25,
-        help="capacity, divided by the mean number of rows",
-    )
-    add("--backend", choices=["auto", *ep.backends()], default="auto", help="backend of jax_ep")
-    add(
-        "--samples", type=int, default=3 if on_cpu else 20, help=f"turns; in a turn, each variant runs {IN_A_ROW} steps"
-    )
-    add("--json", metavar="FILE", help="write the results to FILE")
+    add("--dtype", choices=TOLERANCE, default="bfloat16", help="of activations and weights")
+    add("--compute", choices=LAYOUTS, default="einsum", help="what the experts are made of")
+    add("--capacity-factor", type=float, default=2.0 if on_cpu else 1.25, help="room for rows, over their mean number")
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
+    add("--samples", type=int, default=3 if on_cpu else 20, help=f"turns; one is {IN_A_ROW} steps of each variant")
+    add("--json", metavar="FILE", help="write what was measured there")
     options = parser.parse_args(argv)
     for wrong in mismatches(options, num_ranks):
         parser.error(wrong)

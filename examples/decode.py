@@ -4,8 +4,8 @@
     python examples/decode.py --checkpoint-dir run    # with weights of train_moe.py --checkpoint-dir run; else random
     python examples/decode.py --batch 1 --wire none   # one sequence per device; rows travel in the activations' dtype
 
-This is the core of a server. moe_lm/decoding.py has the decoding step and its cache of keys and values. The step's MoE
-layers send fp8 rows to experts in the "expert" layout. This file has the loop.
+The core of a server: moe_lm/decoding.py holds the step with its cache of keys and values, whose MoE layers send fp8
+rows to the experts; this file holds the loop.
 """
 
 import argparse
@@ -108,9 +108,9 @@ def parse_options() -> argparse.Namespace:
     add("--experts", type=positive(int), default=8, help="experts of a layer")
     add("--top-k", type=positive(int), default=2, help="experts per token")
     add("--expert-hidden", type=positive(int), default=256, help="channels inside an expert")
-    add("--wire", default="fp8", choices=["fp8", "fp8_pow2", "none"], help="format of rows on the way to the experts")
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="dtype of activations and weights")
-    add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="backend of jax_ep")
+    add("--wire", default="fp8", choices=["fp8", "fp8_pow2", "none"], help="what rows travel as to the experts")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of activations and weights")
+    add("--backend", default="auto", choices=["auto", "cuda", "collectives", "reference"], help="of jax_ep")
     options = parser.parse_args()
     for wrong in mismatches(options):
         parser.error(wrong)

@@ -6,8 +6,8 @@
     python examples/train_moe.py --hidden 2048 --heads 16 --experts 64 --top-k 8 --layers 4 --expert-hidden 1024 \
         --seq-len 1024 --batch 64 --accumulate 4 --remat --capacity-factor 2 --learning-rate 3e-4   # for several GPUs
 
-You can start a real project from these files. moe_lm/model.py has the model; its MoE layers use jax_ep.dispatch,
-jax.lax.ragged_dot and jax_ep.combine. This file has the sharding, the training step and the options.
+A place to start a real project from: moe_lm/model.py holds the model, whose MoE layers are jax_ep.moe.route and
+jax_ep.moe.mlp; this file holds the sharding, the training step and the options.
 """
 
 import argparse
@@ -238,14 +238,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="capacity of a rank, divided by its rows under a balanced load (room for all rows)",
     )
     add("--remat", action="store_true", help="compute layers again in the backward pass, to save memory")
-    add("--dtype", choices=["bfloat16", "float32"], help="dtype of activations (bfloat16 on GPUs, else float32)")
-    add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="backend of jax_ep (auto)")
-    add(
-        "--mesh",
-        type=mesh_shape,
-        metavar="DATAxEP",
-        help="shape of the mesh (EP as large as devices and experts allow)",
-    )
+    add("--dtype", choices=["bfloat16", "float32"], help="of activations (bfloat16 on GPUs, else float32)")
+    add("--backend", default="auto", choices=["auto", "cuda", "collectives", "reference"], help="of jax_ep (auto)")
+    add("--mesh", type=mesh_shape, metavar="DATAxEP", help="shape (EP as large as devices and experts allow)")
     add(
         "--distributed",
         nargs="*",

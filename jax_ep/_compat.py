@@ -51,15 +51,17 @@ def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def named(function: F) -> F:
-    """Decorates a public function: profilers show everything that it traces under its name, such as jax_ep.dispatch.
+    """Decorates a public function: profilers show everything that it traces under its public name: jax_ep.dispatch.
 
     (jax.named_scope as a decorator would mix up threads that trace at the same time: JAX 0.10 makes one scope for all
     calls.)
     """
+    modules = [name for name in function.__module__.split(".") if not name.startswith("_")]
+    scope = ".".join([*modules, function.__name__])
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(f"jax_ep.{function.__name__}"):
+        with jax.named_scope(scope):
             return function(*args, **kwargs)
 
     return cast(F, call)

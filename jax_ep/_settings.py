@@ -50,6 +50,8 @@ class GroupSettings:
                 f"num_experts is {num_experts}; it must be a multiple of the {self.num_ranks} ranks along mesh axis "
                 f"{axis_name!r}, e.g. {up}"
             )
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {top_k}; it must be at most num_experts = {num_experts}")
         self.experts_per_rank = self.num_experts // self.num_ranks
         row_bytes = self.hidden * self.dtype.itemsize
         if row_bytes % 16:

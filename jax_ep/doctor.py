@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep as ep
-from jax_ep import _backends, _checks, _native, _network, _processes
+from jax_ep import _backends, _checks, _hardware, _native, _network, _processes
 from jax_ep._backends import native_group
 from jax_ep._constants import MAX_RANKS, MAX_TOP_K
 from jax_ep._errors import Error
@@ -39,7 +39,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _MOST = {"top_k": MAX_TOP_K, "ranks": MAX_RANKS}
 _ROW_BYTES, _ROWS = 8192, 4096  # 32 MiB: large enough that the start and end of two kernels hardly count
 _TRANSPORTS = {
-    None: "XLA's collectives: the reference backend gathers all tokens on every rank",
+    "reference": "XLA's collectives: the reference backend gathers all tokens on every rank",
+    "collectives": "XLA's collectives: one copy of a token to each rank that has one of its experts",
     "none": "peer memory: all devices are of this process",
     "descriptor": "peer memory, which processes share as file descriptors",
     "ipc": "peer memory, which processes share by CUDA IPC",
@@ -105,6 +106,7 @@ def _versions() -> dict[str, str]:
 def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
     return {
         "error": None,
+        "hardware": list(dict.fromkeys(str(_hardware.find(device)) for device in devices)),
         "platform": devices[0].platform,
         "kinds": dict(Counter(device.device_kind for device in devices)),
         "process": jax.process_index(),
@@ -138,7 +140,7 @@ def _agreed_group(devices: Sequence[jax.Device], rendezvous: _processes.Rendezvo
             is_network = _network.is_needed(np.array([devices]), hosts)
             native = cast(ModuleType, _native.cuda)
             sharing = "network" if is_network else native_group.choose_sharing(np.array(devices), native)
-        transport = _TRANSPORTS[sharing]
+        transport = _TRANSPORTS[sharing or backend]
     except (ValueError, Error) as error:  # the error that a group would raise: the environment is wrong
         backend, reason, transport = None, str(error), str(error)
     here = [(rank, str(device)) for rank, device in enumerate(devices) if device.process_index == me]
@@ -272,6 +274,7 @@ def report(findings: dict[str, Any]) -> str:
     sections = {
         "versions": [f"{name} {version}" for name, version in findings["versions"].items()],
         "devices": [_devices_line(findings["devices"])],
+        "hardware": findings["devices"].get("hardware", []),
         "processes": _processes_lines(findings["processes"]) if are_several else [],
         "links": _links_lines(findings["links"]),
         "extensions": [

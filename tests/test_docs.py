@@ -1,15 +1,21 @@
 """The documents agree with the tree."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_ep as ep
+import oracle
+from helpers import make_mesh, open_group
 from jax_ep import doctor
+from shapes import SMALL, make_inputs
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -24,6 +30,35 @@ def test_the_readmes_layer_runs_when_pasted(num_devices, tmp_path):
     done = subprocess.run([sys.executable], input=layer, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{(64 * num_devices, 128)}\n"
+
+
+def test_the_programs_of_the_layers_page_run(tmp_path):
+    """All blocks of code of the page, one after the other."""
+    program = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.DOTALL))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    done = subprocess.run([sys.executable], input=program, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(64, 128)\n"
+
+
+def test_the_example_of_num_dropped_runs():
+    """Over two axes of which both split the tokens, with rows dropped: all devices return the same sum."""
+    text = (ROOT / "docs" / "sharp_bits.md").read_text()
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "recv.num_dropped" in code]
+    mesh = make_mesh((2, 2), ("data", "ep"))
+    group = open_group(mesh, SMALL, backend="reference")
+    inputs = make_inputs(SMALL, mesh.size)
+    inputs.topk_idx[...] %= SMALL.num_experts // 2  # all of them are the first rank's
+    names = {"mesh": mesh, "group": group, "ep": ep, "jax": jax, "jnp": jnp, "partial": functools.partial}
+    names |= {"P": jax.sharding.PartitionSpec} | {k: v.reshape(-1, v.shape[-1]) for k, v in inputs._asdict().items()}
+    exec(example, names)
+    capacity = int(1.25 * SMALL.tokens * SMALL.top_k)
+    groups_idx = inputs.topk_idx.reshape(2, 2, SMALL.tokens, SMALL.top_k)
+    routes = [oracle.route(i, num_experts=16, layout="ragged", capacity=capacity) for i in groups_idx]
+    expected = sum(route.num_dropped.sum() for route in routes)
+    assert expected > 0
+    assert names["num_dropped"] == expected
+    assert names["share"] == pytest.approx(expected / inputs.topk_idx.size)
 
 
 def test_the_recipe_of_overlap_is_the_benchmarks_text():
@@ -97,7 +132,8 @@ def anchors(document):
 
 def test_the_api_page_has_all_public_names():
     page = (ROOT / "docs" / "api.md").read_text()
-    assert sorted(re.findall(r"^::: jax_ep\.(\w+)$", page, re.MULTILINE)) == sorted(ep.__all__)
+    names = [*ep.__all__, *(f"moe.{name}" for name in ep.moe.__all__)]
+    assert sorted(re.findall(r"^::: jax_ep\.([\w.]+)$", page, re.MULTILINE)) == sorted(names)
 
 
 def test_the_doctors_page_has_each_section_of_its_output():

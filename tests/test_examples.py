@@ -160,9 +160,13 @@ def test_a_wrong_option_is_named(script, options, message):
     assert message in result.stderr.splitlines()[-1]
 
 
-def test_flax_layer_learns():
-    losses = re.findall(r"loss (\S+) nats", run("flax_moe.py"))
+@pytest.mark.parametrize("framework", ["flax", "equinox"])
+def test_a_frameworks_layer_learns(framework):
+    pytest.importorskip(framework)
+    stdout = run(f"{framework}_moe.py")
+    losses = re.findall(r"loss (\S+) nats", stdout)
     assert float(losses[-1]) < 2.6 < float(losses[0])
+    assert "gate_up of all layers: (2, 16, 128, 512); on each device (2, 2, 128, 512)" in stdout
 
 
 def test_decoding_tells_its_speed():

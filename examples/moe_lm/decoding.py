@@ -1,6 +1,7 @@
 """Runs the model of model.py one byte at a time, with a cache of keys and values, as a server does.
 
-There are few tokens per rank, so experts get few rows: dispatch sends fp8 rows, in the layout for a batched product.
+At a few tokens per rank the experts' rows are few: they travel as fp8, and `jax_ep.moe.mlp` pads them for one batched
+matmul, which reads the experts' weights once.
 """
 
 import jax
@@ -65,7 +66,5 @@ def attention(x: jax.Array, position: jax.Array, layer: dict, past: dict, cfg: m
 
 def moe(x: jax.Array, layer: dict, cfg: model.Config, group: ep.Group, wire: str | None) -> jax.Array:
     """Mixture of experts, x [T, H] -> [T, H]."""
-    _, ids, weights = model.route(x, layer, cfg)
-    # If the experts' product takes fp8 rows, use dequantize=False: recv.scales then has a scale per 128 channels.
-    recv = ep.dispatch(x, ids, weights, group=group, layout="expert", wire=wire, dequantize=wire is not None)
-    return ep.combine(model.expert_mlp(recv.x, layer["experts"], jnp.matmul), recv)
+    _, routing = model.route(x, layer, cfg)
+    return model.experts(x, routing, layer, group, wire=wire)

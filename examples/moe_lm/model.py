@@ -6,8 +6,6 @@ one device's arrays. The batch is split over both axes, and the experts over "ep
 
 import dataclasses
 import math
-from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -97,31 +95,36 @@ def attention(x: jax.Array, layer: dict, cfg: Config) -> jax.Array:
     return out.reshape(x.shape) @ layer["attention_out"].astype(x.dtype)
 
 
-def route(x: jax.Array, layer: dict, cfg: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes x [T, H]. Returns all probabilities [T, E], and the ids and weights of the chosen experts [T, top_k]."""
-    probabilities = jax.nn.softmax(x.astype(jnp.float32) @ layer["router"].astype(jnp.float32))
-    weights, ids = jax.lax.top_k(probabilities, cfg.top_k)
-    return probabilities, ids, weights / weights.sum(axis=-1, keepdims=True)
+def route(x: jax.Array, layer: dict, cfg: Config) -> tuple[jax.Array, ep.moe.Routing]:
+    """For x [T, H]: the router's logits [T, E], float32, and the experts chosen."""
+    logits = x.astype(jnp.float32) @ layer["router"].astype(jnp.float32)
+    return logits, ep.moe.route(logits, top_k=cfg.top_k)
+
+
+def experts(x: jax.Array, routing: ep.moe.Routing, layer: dict, group: ep.Group, **options) -> jax.Array:
+    """Weighted sum of the experts' outputs for each token, x [T, H] -> [T, H]."""
+    weights = (layer["experts"][name].astype(x.dtype) for name in ("gate_up", "down"))
+    return ep.moe.mlp(x, routing.topk_idx, routing.topk_weights, *weights, group=group, **options)
 
 
 def moe(x: jax.Array, layer: dict, cfg: Config, group: ep.Group) -> tuple[jax.Array, dict]:
-    """Mixture of experts, x [T, H] -> [T, H]. Also returns metrics, which are equal on all devices."""
-    probabilities, ids, weights = route(x, layer, cfg)
+    """Mixture of experts, x [T, H] -> [T, H], and its metrics, equal on all devices."""
+    logits, routing = route(x, layer, cfg)
     capacity = None if cfg.capacity_factor is None else math.ceil(cfg.capacity_factor * len(x) * cfg.top_k)
-    recv = ep.dispatch(x, ids, weights, group=group, layout="ragged", capacity=capacity)
-    y = expert_mlp(recv.x, layer["experts"], partial(jax.lax.ragged_dot, group_sizes=recv.group_sizes))
-    out = ep.combine(y, recv)
+    out = experts(x, routing, layer, group, capacity=capacity)
 
-    # Switch Transformer's balancing loss. Its gradient lowers the probability of an expert with an excess load.
-    load = jax.lax.pmean(jax.nn.one_hot(ids, cfg.experts).mean(axis=(0, 1)), AXES)
-    balance = cfg.experts * jnp.sum(load * jax.lax.pmean(probabilities.mean(axis=0), AXES))
-    return out, {"load": load, "balance": balance, "dropped": jax.lax.psum(recv.num_dropped, AXES)}
+    # The loss of ep.moe.route balances each device's tokens by themselves. This one balances those of all devices.
+    load = jax.lax.pmean(routing.load, AXES)
+    balance = cfg.experts * jnp.sum(load * jax.lax.pmean(jax.nn.softmax(logits).mean(axis=0), AXES))
+    dropped = jnp.int32(0) if capacity is None else dropped_rows(routing, capacity, group)
+    return out, {"load": load, "balance": balance, "dropped": dropped}
 
 
-def expert_mlp(rows: jax.Array, experts: dict, matmul: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """Applies each expert's SwiGLU to its rows. `matmul` multiplies dispatch's rows by one matrix per expert."""
-    gate, up = jnp.split(matmul(rows, experts["gate_up"].astype(rows.dtype)), 2, axis=-1)
-    return matmul(jax.nn.silu(gate) * up, experts["down"].astype(rows.dtype))
+def dropped_rows(routing: ep.moe.Routing, capacity: int, group: ep.Group) -> jax.Array:
+    """Rows, over all devices, that do not fit in the capacity of their rank."""
+    of_experts = jax.lax.psum(jnp.round(routing.load * routing.topk_idx.size), "ep")
+    of_ranks = of_experts.reshape(group.num_ranks, -1).sum(axis=1)
+    return jax.lax.psum(jnp.maximum(of_ranks - capacity, 0).sum().astype(jnp.int32), "data")
 
 
 def unembed(x: jax.Array, params: dict) -> jax.Array:

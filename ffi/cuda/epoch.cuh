@@ -47,6 +47,7 @@ struct Epoch : Waiting {
     uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
     if (lane_id() == 0) {
+      publish();
       if (takes_epoch()) {
         enter_epoch();
       } else {
@@ -58,9 +59,9 @@ struct Epoch : Waiting {
     __syncwarp();
     if (!state.slot_is_free && !warp_has_failed()) {
       if (sends(state.ticket)) {
-        claim_slots(*this);
+        wait_slots_free(state);
       } else if (call.phase != Phase::kStart && peer == 0) {
-        await_own_slot(*this);
+        wait_own_slot_free(state);
       }
       __syncwarp();
     }
@@ -68,6 +69,14 @@ struct Epoch : Waiting {
       if (state.ticket == 0 && lane_id() == 0) order_words();
       __syncwarp();
     }
+  }
+
+  // For operation_of().
+  __device__ __forceinline__ void publish() const {
+    state.peers = &peers;
+    state.call = &call;
+    state.result = result;
+    state.num_workers = num_workers;
   }
 
   // True for a whole operation and for a start. A done uses the epoch of its start.
@@ -102,11 +111,11 @@ struct Epoch : Waiting {
     if (!has_former_left && !state.failed) fail_overlap();
     store_relaxed(&own().num_left[~epoch & 1], 0);
     if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
-    if (!state.failed) expect_rank(axis_index);
+    if (!state.failed) check_rank(axis_index);
   }
 
   // Fails the operation: blocks of two launches are in operations of the group at the same time.
-  __device__ void fail_overlap() const { fail(*this, FailureReason::kOverlap, peers.rank, 1, 2); }
+  __device__ void fail_overlap() const { fail(state, FailureReason::kOverlap, peers.rank, 1, 2); }
 
   // Writes the entry word for the next launch. The block that has entered last calls it, when all blocks of the launch
   // know its epoch.
@@ -129,15 +138,16 @@ struct Epoch : Waiting {
 
   __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
 
-  __device__ __forceinline__ void expect_rank(int32_t axis_index) const {
-    if (axis_index != peers.rank) fail(*this, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
+  __device__ __forceinline__ void check_rank(int32_t axis_index) const {
+    if (axis_index != peers.rank) fail(state, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
   }
 
   // Waits until every peer has read the former rows of the slot: before that, this rank must not write to the peer's
   // slot. One warp calls it.
-  __device__ __noinline__ static void claim_slots(Epoch op) {
+  __device__ __noinline__ static void wait_slots_free(State& state) {
+    const auto op = operation_of<Epoch>(state);
     const int32_t peer = lane_id();
-    if (peer == op.peers.rank) await_own_slot(op);  // first: while it is taken, peers' slots are, too
+    if (peer == op.peers.rank) wait_own_slot_free(state);  // first: while it is taken, peers' slots are, too
     __syncwarp();
     if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
   }
@@ -153,7 +163,8 @@ struct Epoch : Waiting {
 
   // Waits until the former operation of the slot, which another launch may still run, has read its rows on this rank.
   // Before that, this launch must not look for rows in the slot.
-  __device__ __noinline__ static void await_own_slot(Epoch op) {
+  __device__ __noinline__ static void wait_own_slot_free(State& state) {
+    const auto op = operation_of<Epoch>(state);
     const auto newest = [&] { return op.newest_known(op.peers.rank); };
     op.wait_for(op.peers.rank, op.epoch_before(), newest, FailureReason::kSlotTaken);
   }

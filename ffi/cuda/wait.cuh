@@ -16,6 +16,11 @@ __device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t va
 
 // The state of an operation in a block's shared memory. The control warp writes it in enter().
 struct State {
+  // The members of Waiting, for operation_of().
+  const Peers* peers;
+  const Call* call;
+  const void* result;
+  int32_t num_workers;
   PeerTable table;
   uint32_t epoch;
   int32_t slot;
@@ -33,7 +38,7 @@ struct State {
 enum class Stamp : int32_t {
   kBegun = 0,
   kEntered = 1,    // the block has its role
-  kPlaced = 2,     // the block knows where its rows go, or has sent the numbers of rows
+  kRouted = 2,     // the block knows where its rows go, or has sent the numbers of rows
   kMoved = 3,      // a sender has sent a row; a receiver has a row
   kWarpsDone = 4,  // all warps of the block are done
   kLeft = 5,
@@ -41,6 +46,14 @@ enum class Stamp : int32_t {
   kWritten = 7,  // a receiver has written it
   kLooked = 8,   // a receiver has looked for its first row
 };
+
+// Returns the operation of this block. A function that is not inlined takes the state as its argument and calls this.
+// An operation as the argument would take many more registers and instructions, and the kernel pays for them even where
+// it never makes the call.
+template <typename Operation>
+__device__ __forceinline__ Operation operation_of(State& state) {
+  return Operation{*state.peers, *state.call, state.result, state, state.num_workers};
+}
 
 struct Waiting {
   const Peers& peers;
@@ -87,7 +100,7 @@ struct Waiting {
       poll_pause();
       if (polls % 64 > 1) continue;  // few instructions between two polls
       if (state.failed) return false;
-      if (polls % 64 == 0) deadline_ns = check_deadline(*this, deadline_ns, reason, blamed(peer), expected, seen);
+      if (polls % 64 == 0) deadline_ns = check_deadline(state, deadline_ns, reason, blamed(peer), expected, seen);
     }
   }
 
@@ -108,28 +121,31 @@ struct Waiting {
   // at the first call, then the value that the former call returned: the end of a short wait, an even number; after
   // that, the deadline that the blocks share, an odd number. Most waits are short: they do not touch the word that the
   // blocks share.
-  __device__ __noinline__ static uint64_t check_deadline(Waiting op, uint64_t deadline_ns, FailureReason reason,
+  __device__ __noinline__ static uint64_t check_deadline(State& state, uint64_t deadline_ns, FailureReason reason,
                                                          int32_t peer, uint32_t expected, uint32_t seen) {
+    const auto op = operation_of<Waiting>(state);
     constexpr uint64_t kShortWaitNs = 1'000'000;
     const uint64_t now = globaltimer_ns();
-    if (load_relaxed(&op.own().failed) != 0) op.state.failed = true;
+    if (load_relaxed(&op.own().failed) != 0) state.failed = true;
     if (deadline_ns == 0) return (now + min(op.peers.timeout_ns, kShortWaitNs)) & ~uint64_t{1};
     if (now < deadline_ns) return deadline_ns;
-    if (deadline_ns % 2 == 0) return op.deadline(now) | 1;
-    if (reason == FailureReason::kTimeout && op.state.entered) {
-      op.expect_no_other_call();
+    if (deadline_ns % 2 == 0) return deadline(state, now) | 1;
+    if (reason == FailureReason::kTimeout && state.entered) {
+      op.check_no_other_call();
       if constexpr (kHasNetwork) peer = op.silent_rank(peer);
     }
-    fail(op, reason, peer, expected, seen);
+    fail(state, reason, peer, expected, seen);
     return deadline_ns;
   }
 
   // The deadline that all blocks of the operation share: the time of its first long wait, plus the time-out. So a peer
   // that is late several times cannot extend it. A block that has not entered yet has a deadline of its own.
-  __device__ __forceinline__ uint64_t deadline(uint64_t now) const {
+  __device__ __noinline__ static uint64_t deadline(State& state, uint64_t now) {
     constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
-    if (!state.entered) return now + peers.timeout_ns;
-    unsigned long long* const word = &own().first_wait[call.phase == Phase::kDone][state.slot];
+    const auto op = operation_of<Waiting>(state);
+    const uint64_t timeout_ns = op.peers.timeout_ns;
+    if (!state.entered) return now + timeout_ns;
+    unsigned long long* const word = &op.own().first_wait[op.call.phase == Phase::kDone][state.slot];
     const uint32_t tick = static_cast<uint32_t>(now >> kLogTickNs) | 1;  // never 0: a word of 0 means no wait
     unsigned long long first = load_relaxed(word);
     if (first >> 32 != state.epoch || first == 0) {
@@ -139,17 +155,17 @@ struct Waiting {
     // Another block may have read its clock later than this one, and have written first.
     const auto waited_ticks = max(static_cast<int32_t>(tick - static_cast<uint32_t>(first)), 0);
     const uint64_t waited_ns = uint64_t{static_cast<uint32_t>(waited_ticks)} << kLogTickNs;
-    return now + peers.timeout_ns - min(waited_ns, peers.timeout_ns);
+    return now + timeout_ns - min(waited_ns, timeout_ns);
   }
 
   // Fails with kOtherOp if a rank is in another operation: then the awaited data never comes.
-  __device__ void expect_no_other_call() const {
+  __device__ void check_no_other_call() const {
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
       const unsigned long long word = load_relaxed(&own().op[state.slot][rank]);
       const uint32_t hash = static_cast<uint32_t>(word);
       if (word >> 32 == state.epoch && hash != call.hash) {
-        fail(*this, FailureReason::kOtherOp, rank, call.hash, hash);
+        fail(state, FailureReason::kOtherOp, rank, call.hash, hash);
       }
     }
   }
@@ -165,10 +181,11 @@ struct Waiting {
   }
 
   // Records the first failure of this rank and makes every rank of the group give up.
-  __device__ __noinline__ static void fail(Waiting op, FailureReason reason, int32_t peer, uint32_t expected,
+  __device__ __noinline__ static void fail(State& state, FailureReason reason, int32_t peer, uint32_t expected,
                                            uint32_t seen) {
+    const auto op = operation_of<Waiting>(state);
     const int32_t self = op.peers.rank;
-    op.state.failed = true;
+    state.failed = true;
     if (atomic_cas_relaxed_sys(&op.own().failed, 0u, 1u + self) != 0) return;
     op.record_failure(reason, self, peer, expected, seen);
 #pragma unroll 1

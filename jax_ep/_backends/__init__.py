@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_ep import _checks, _native, _network, _processes
+from jax_ep._backends.collectives import CollectivesBackend
 from jax_ep._backends.cuda import CudaBackend
 from jax_ep._backends.emulated import EmulatedBackend
 from jax_ep._backends.reference import ReferenceBackend
@@ -36,10 +37,14 @@ def backends() -> dict[str, BackendStatus]:
 
     Example:
         >>> sorted(ep.backends())
-        ['cuda', 'reference']
+        ['collectives', 'cuda', 'reference']
     """
     reason = _cuda_reason()
-    return {"cuda": BackendStatus(reason is None, reason or ""), "reference": BackendStatus(True, "")}
+    return {
+        "cuda": BackendStatus(reason is None, reason or ""),
+        "collectives": BackendStatus(True, ""),
+        "reference": BackendStatus(True, ""),
+    }
 
 
 def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: float = 300.0) -> str:
@@ -52,23 +57,30 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
     if is_emulated and _native.emulated is not None:  # for tests: `backends()` does not list it
         return requested
     _checks.choice("backend", requested, ("auto", *known))
-    if requested == "reference":
+    if requested in ("reference", "collectives"):
         return requested
-    on_gpus = mesh.devices.flat[0].platform == "gpu"
+    platform = mesh.devices.flat[0].platform
     reason = _mesh_reason(mesh, axis_name) or _agreed_reason(known["cuda"].reason, mesh, axis_name, timeout)
     if not reason:
         return "cuda"
     if requested == "cuda":
-        raise ValueError(f"backend is 'cuda', which cannot be used here: {reason}. Use backend='auto' or 'reference'.")
-    if on_gpus:
-        warnings.warn(f"jax_ep uses the slow reference backend on GPUs: {reason}", stacklevel=4)
-    return "reference"
+        raise ValueError(
+            f"backend is 'cuda', which cannot be used here: {reason}. Use backend='auto', 'collectives' or 'reference'."
+        )
+    if platform == "cpu":
+        return "reference"
+    if platform != "gpu":
+        return "collectives"
+    warnings.warn(f"jax_ep uses XLA's collectives on GPUs, not its kernels: {reason}", stacklevel=4)
+    return "collectives"
 
 
 def open_backend(name: str, group: GroupSettings) -> Backend:
     """Makes the backend for `group`. `name` is a result of `choose`."""
     if name == "reference":
         return ReferenceBackend(group)
+    if name == "collectives":
+        return CollectivesBackend(group)
     if name == "emulated":
         return EmulatedBackend(group)
     return CudaBackend(group, cast(ModuleType, _native.cuda))

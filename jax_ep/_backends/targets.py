@@ -39,7 +39,7 @@ class Result(NamedTuple):
 NONE = Result((0,), jnp.float32)
 _INT, _FLOAT = jnp.int32, jnp.float32
 _AXIS_INDEX = Array("axis_index", "", _INT)  # the rank that XLA runs; kernels compare it with the group's mesh
-_TICKET = Array("ticket", "2", _INT)  # struct Ticket in ffi/cuda/call.h
+_TICKET = Array("ticket", "2", _INT)  # struct PendingCall in ffi/cuda/call.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +134,9 @@ _ROUTE = (
     # The index of each token among the rows sent to each rank; for this rank, the number of the token; -1 if the token
     # was not sent. Over a network, T more entries for the tokens that this rank forwarded (DispatchArgs in
     # ffi/cuda/dispatch.h).
-    Array("place", "P R", _INT),
-    Array("rows", "R T K", _INT),  # the row on this rank of each (source rank, index, k) that arrived, or -1
-    Array("num_arrived", "R", _INT),  # the number of rows that came from each rank
+    Array("send_slot", "P R", _INT),
+    Array("recv_row", "R T K", _INT),  # the row on this rank of each (source rank, index, k) that arrived, or -1
+    Array("num_recv_per_rank", "R", _INT),  # the number of rows that came from each rank
 )
 _COUNTS = (Array("counts", "E", _INT), Array("group_sizes", "E", _INT))
 _LAYOUT = ("layout", "capacity", "alignment")
@@ -188,13 +188,19 @@ COMBINE_BACK = Target(
 )
 ALL_TO_ALL = Target(
     "all_to_all",
-    (_AXIS_INDEX, Array("x", "M H"), Array("splits", "R*E", _INT), Array("place", "M R", _INT)),
+    (
+        _AXIS_INDEX,
+        Array("x", "M H"),
+        Array("x_scales", "M S", _FLOAT),
+        Array("splits", "R*E", _INT),
+        Array("send_slot", "M R", _INT),
+    ),
     (Array("out", "R M H"), Array("out_scales", "R M S", _FLOAT), Array("out_splits", "R E", _INT)),
-    ("cast", "zero_pad"),
+    ("cast", "dequantize", "zero_pad"),
 )
 ALL_TO_ALL_BACK = Target(
     "all_to_all_back",
-    (_AXIS_INDEX, Array("y", "R M H"), Array("num_sent", "R", _INT), Array("place", "M R", _INT)),
+    (_AXIS_INDEX, Array("y", "R M H"), Array("num_sent", "R", _INT), Array("send_slot", "M R", _INT)),
     (Array("out", "M H"),),
 )
 TARGETS = (DISPATCH, DISPATCH_LIKE, DISPATCH_BACK, COMBINE, COMBINE_BACK, ALL_TO_ALL, ALL_TO_ALL_BACK)

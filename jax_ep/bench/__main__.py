@@ -237,6 +237,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs the command `jax-ep bench`, in one process or several. Returns its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "experts":
+        from jax_ep.bench import experts
+
+        return experts.run(argv[1:])
     if not _processes.join():
         allow_virtual_cpus()
     return main(argv)

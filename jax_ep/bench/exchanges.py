@@ -81,6 +81,7 @@ class EpExchange:
             layout=self.layout,
             capacity=self.capacity,
             wire=self.wire,
+            dequantize=False,
             zero_pad=self.zero_pad,
         )
 
@@ -267,7 +268,7 @@ def _layout(case: Case, capacity: int | None, group_sizes: jax.Array) -> tuple[j
         alignment=1,
     )
     shape = _layouts.rows_shape(case.layout, capacity=capacity, experts_per_rank=case.experts_per_rank)
-    return _layouts.place(group_sizes, layout=case.layout, capacity=capacity, alignment=1).first_row, shape
+    return _layouts.place(group_sizes[:, None], layout=case.layout, capacity=capacity, alignment=1).first_row, shape
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
