@@ -31,7 +31,8 @@ def all_to_all(
         splits: [E] int32, the number of rows for each expert. If their sum is less than M, the rows beyond the sum are
             not sent. If it is more, experts get rows in order until all M rows are used; the received splits show this.
         group: the `Group`.
-        wire, dequantize: the same as for `dispatch`.
+        wire: the same as for `dispatch`.
+        dequantize: the same as for `dispatch`.
 
     Returns:
         `AllToAll`.

@@ -40,8 +40,8 @@ class GroupStats:
         >>> stats = group.stats()
         >>> stats.ranks == tuple(range(R))  # in one process
         True
-        >>> stats.to_dict()["ranks"][0]["rank"]
-        0
+        >>> [entry["rank"] for entry in stats.to_dict()["ranks"]] == list(range(R))
+        True
     """
 
     ranks: tuple[int, ...]
