@@ -71,10 +71,9 @@ def compile_program(program: Callable[..., Any], mesh: jax.sharding.Mesh, sizes:
     return jax.jit(mapped).lower(*arguments).compile(), arguments
 
 
-def measure(backend: str, mesh: jax.sharding.Mesh, sizes: Sizes, repeats: int) -> dict[str, tuple[float, float]]:
-    """MiB of temporary memory and the least of `repeats` times in ms, for each program; no times if repeats is 0."""
-    results = {}
-    with ep.Group(
+def open_group(backend: str, mesh: jax.sharding.Mesh, sizes: Sizes) -> ep.Group:
+    """Makes the group for a backend. The caller closes it."""
+    return ep.Group(
         mesh,
         num_experts=sizes.experts,
         top_k=sizes.top_k,
@@ -82,7 +81,13 @@ def measure(backend: str, mesh: jax.sharding.Mesh, sizes: Sizes, repeats: int) -
         max_tokens_per_rank=sizes.tokens,
         dtype=jnp.dtype(sizes.dtype),
         backend=backend,
-    ) as group:
+    )
+
+
+def measure(backend: str, mesh: jax.sharding.Mesh, sizes: Sizes, repeats: int) -> dict[str, tuple[float, float]]:
+    """MiB of temporary memory and the least of `repeats` times in ms, for each program; no times if repeats is 0."""
+    results = {}
+    with open_group(backend, mesh, sizes) as group:
         for name, program in programs(group, sizes).items():
             executable, arguments = compile_program(program, mesh, sizes)
             times = []

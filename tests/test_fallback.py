@@ -25,15 +25,7 @@ def test_memory_is_less_than_a_third_of_the_references(largest_mesh, program):
     sizes = fallback.Sizes()
     memory = {}
     for backend in fallback.BACKENDS:
-        with ep.Group(
-            largest_mesh,
-            num_experts=sizes.experts,
-            top_k=sizes.top_k,
-            hidden=sizes.hidden,
-            max_tokens_per_rank=sizes.tokens,
-            dtype=sizes.dtype,
-            backend=backend,
-        ) as group:
+        with fallback.open_group(backend, largest_mesh, sizes) as group:
             executable, _ = fallback.compile_program(fallback.programs(group, sizes)[program], largest_mesh, sizes)
             memory[backend] = executable.memory_analysis().temp_size_in_bytes
     assert memory["collectives"] < memory["reference"] / 3
