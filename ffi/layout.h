@@ -93,6 +93,13 @@ constexpr Placement place_group(Layout layout, int32_t expert, int64_t rows_befo
   return {rows_before, static_cast<int32_t>(size), rows_before + size <= capacity};
 }
 
+// Keeps nvcc from unrolling a loop of code that runs seldom.
+#ifdef __CUDACC__
+#define JAX_EP_DO_NOT_UNROLL _Pragma("unroll 1")
+#else
+#define JAX_EP_DO_NOT_UNROLL
+#endif
+
 // Too little room is shared fairly: each keeps min(need, level), for the highest level that fits. The `left_over` is
 // too small to raise the level: one each goes to those that need more than the level.
 struct Fill {
@@ -119,6 +126,7 @@ constexpr Fill fill(const int32_t* ends, int32_t stride, int32_t num, int32_t ro
   int32_t met = 0, num_wanting = 0;
   do {
     met = num_wanting = 0;
+    JAX_EP_DO_NOT_UNROLL
     for (int32_t i = 0; i < num; ++i) {
       const int32_t need = ends[(i + 1) * stride] - ends[i * stride];
       met += need <= share.level ? need : 0;
@@ -135,10 +143,12 @@ constexpr void share_rows(int32_t* first, int32_t stride, int32_t num_ranks, int
   if (first[num_ranks * stride] <= room) return;
   const Fill share = fill(first, stride, num_ranks, room);
   int32_t turn = 0;  // of a source that wants more: how many others have the left-over rows before it
+  JAX_EP_DO_NOT_UNROLL
   for (int32_t source = start; source < num_ranks; ++source) {
     turn += first[(source + 1) * stride] - first[source * stride] > share.level;
   }
   int32_t begin = 0, kept = 0;
+  JAX_EP_DO_NOT_UNROLL
   for (int32_t source = 0; source < num_ranks; ++source) {
     const int32_t end = first[(source + 1) * stride], need = end - begin;
     if (source == start) turn = 0;

@@ -42,15 +42,16 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   const int32_t num_experts = peers.experts_per_rank;
   const Destinations destinations(scratch, peers.num_ranks, num_experts);
   const bool is_ragged = args.layout == Layout::kRagged;
-  __syncwarp();                                     // the other lanes have written their destinations
-  int32_t* const tiles = destinations.group_sizes;  // in the ragged layout, until the sizes are known
+  const auto alignment = static_cast<uint32_t>(args.alignment);  // the capacity is an int32, too
+  __syncwarp();                                                  // the other lanes have written their destinations
+  int32_t* const tiles = destinations.group_sizes;               // in the ragged layout, until the sizes are known
   Fill share = {};
   if (is_ragged) {
 #pragma unroll 1
     for (int32_t expert = lane_id(); expert < num_experts; expert += 32) {
-      tiles[expert] = static_cast<int32_t>(align_up(destinations.counts[expert], args.alignment) / args.alignment);
+      tiles[expert] = static_cast<int32_t>((destinations.counts[expert] + alignment - 1) / alignment);
     }
-    share = fill_experts(tiles, num_experts, static_cast<int32_t>(args.capacity / args.alignment));
+    share = fill_experts(tiles, num_experts, static_cast<int32_t>(static_cast<uint32_t>(args.capacity) / alignment));
   }
   int64_t rows_before = 0;
   int32_t dropped = 0, turn = 0;  // turn: how many experts have had a claim to the tiles that are left over
