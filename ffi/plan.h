@@ -44,7 +44,6 @@ constexpr bool has_control_warp(Variant variant) { return is_low_latency(variant
 constexpr int32_t most_threads(Variant variant) {
   return 32 * (is_low_latency(variant) ? kLowLatencyBlockWarps + 1 : kMaxBlockWarps);
 }
-constexpr int32_t least_blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
 // A thread block is a sender or a receiver. With work stealing, a sender also receives, after it has sent. Blocks get
 // their roles in the order in which they enter: senders come first, and wait for no peer's rows. So the rows that a

@@ -6,7 +6,7 @@ namespace jax_ep {
 namespace {
 
 template <typename X, Variant kVariant>
-__global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kVariant))
+__global__ void __launch_bounds__(most_threads(kVariant), 1)
     combine_kernel(const __grid_constant__ Peers peers, const __grid_constant__ CombineArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   JAX_EP_SHARED(State, state);

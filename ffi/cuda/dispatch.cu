@@ -8,7 +8,7 @@ namespace jax_ep {
 namespace {
 
 template <typename X, bool kCasts, Arrival kArrival, Variant kVariant>
-__global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kVariant))
+__global__ void __launch_bounds__(most_threads(kVariant), is_low_latency(kVariant) ? 2 : 1)
     dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
                     const __grid_constant__ LaunchPlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
