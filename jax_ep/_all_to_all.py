@@ -50,7 +50,7 @@ def all_to_all(
     _checks.num_rows("all_to_all", "M", x.shape[0], group.max_tokens_per_rank)
     _checks.array("all_to_all", "splits", splits, {"E": group.num_experts}, jnp.int32)
     _checks.wire("all_to_all", wire, group.hidden)
-    return _all_to_all((group, wire), *_compat.vary((x, splits), [group.axis_name]))
+    return _all_to_all((group, wire), *_compat.vary((x, splits), group.axis_names))
 
 
 @_compat.named
@@ -84,7 +84,7 @@ def all_to_all_back(
     _checks.array("all_to_all_back", "y", y, {"R": group.num_ranks, "M": None, "H": group.hidden}, group.dtype)
     _checks.num_rows("all_to_all_back", "M", y.shape[1], group.max_tokens_per_rank)
     _checks.array("all_to_all_back", "splits", splits, {"E": group.num_experts}, jnp.int32)
-    return _all_to_all_back(group, *_compat.vary((y, splits), [group.axis_name]))
+    return _all_to_all_back(group, *_compat.vary((y, splits), group.axis_names))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import core, distributed
+from jax._src import mesh as mesh_lib
 from jax._src.interpreters import partial_eval
 from jax.extend import core as jex_core
 
@@ -48,6 +49,14 @@ def vary(operands: T, axes: Iterable[str]) -> T:
 def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a foreign call's result that varies over the same manual mesh axes as `operand`."""
     return jax.typeof(operand).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
+
+
+def mesh_in_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """The mesh of `jax.set_mesh`, also while a function is traced; else that of `jax.sharding.use_abstract_mesh`."""
+    for mesh in (mesh_lib.get_concrete_mesh(), jax.sharding.get_abstract_mesh()):
+        if not mesh.empty:
+            return mesh
+    return None
 
 
 def named(function: F) -> F:
@@ -126,7 +135,12 @@ def differentiable(function: Callable[..., Any], forward: Callable[..., Any], ba
     """
     rule = jax.custom_vjp(function, nondiff_argnums=(0,))
     rule.defvjp(forward, backward, symbolic_zeros=True)
-    compiled = partial(jax.jit, static_argnums=(0,))(rule)
+    jitted = partial(jax.jit, static_argnums=(0,))(rule)
+
+    def compiled(*arguments: Any) -> Any:
+        with jax.disable_jit(False):  # under jax.disable_jit, all but the operations runs step by step
+            return jitted(*arguments)
+
     return lambda static, *operands: (rule if _is_tracing() else compiled)(static, *operands)
 
 

@@ -257,6 +257,9 @@ class FakeNative:
     def group_failure(self, group_id):
         return None
 
+    def group_stats(self, group_id):
+        return []
+
 
 def pretend_cuda():
     """The CUDA backend's way of making groups, on CPU devices."""

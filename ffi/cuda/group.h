@@ -136,7 +136,8 @@ class Group {
   std::atomic<bool> closed_ = false;
 };
 
-// Groups by the number that stands in compiled programs, which is the same in all processes. A closed group keeps it.
+// Groups by the number that stands in compiled programs, which is the same in all processes. A closed group keeps it
+// until an equal group is opened: programs of the closed group then call the new one.
 void open_group(int64_t id, GroupConfig config);
 void close_group(int64_t id);   // does nothing if there is none, as its opening has failed
 Group* find_group(int64_t id);  // null if this process has made no such group
