@@ -36,10 +36,15 @@ def vary(operands: T, axes: Iterable[str]) -> T:
 
     A collective or foreign call mixes its operands, so each result varies over the union. The cast's transpose is the
     sum over the added axes, which is what makes gradients right for an operand that was replicated.
+
+    An operand that is sharded over explicit axes, which the shard_map has left out, is gathered along them. XLA does
+    the same for automatic axes.
     """
     union = varying_axes(operands) | set(axes)
 
     def cast(leaf: Any) -> Any:
+        if any(jax.typeof(leaf).sharding.spec):
+            leaf = jax.sharding.reshard(leaf, jax.sharding.PartitionSpec(*[None] * leaf.ndim))
         missing = tuple(sorted(union - varying_axes(leaf)))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
