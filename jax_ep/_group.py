@@ -17,23 +17,29 @@ BackendName: TypeAlias = Literal["auto", "cuda", "reference", "emulated"]
 
 
 class Group(GroupSettings):
-    """An expert-parallel group: the devices along one mesh axis, which share `num_experts` experts.
+    """An expert-parallel group: the devices along one or more mesh axes, which share `num_experts` experts.
 
     Rank r, the index along `axis_name`, owns the experts [r * E_local, (r + 1) * E_local) with
     E_local = num_experts // num_ranks. For each index along the mesh's other axes, the devices along `axis_name` form a
     separate group of the same shape. A group is static data: it is hashed by identity, and jitted functions may close
     over it. It is a context manager that closes the group at the end. All arguments are read-only attributes. So are
-    num_ranks, experts_per_rank and backend (the name of the chosen backend).
+    num_ranks, experts_per_rank, axis_names (axis_name as a tuple), has_devices and backend (the name of the chosen
+    backend).
 
     Args:
-        mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`.
-        axis_name: the mesh axis along which experts are spread.
+        mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`. None takes the mesh of `jax.set_mesh`. With a
+            `jax.sharding.AbstractMesh`, the group has no devices: programs with it can be traced, lowered and exported,
+            and run when an equal group is open on devices (`open`).
+        axis_name: the mesh axis along which experts are spread, or a tuple of axes. With a tuple, a rank is the index
+            along the flattened axes, the first axis major. `jax.shard_map` must make these axes manual; it may leave
+            the other axes automatic.
         num_experts: experts in all, a multiple of the number of ranks.
-        top_k: experts per token, 1 to 32.
+        top_k: experts per token, 1 to 32 and at most num_experts.
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T of any call.
         dtype: the dtype of activations: bfloat16, float16 or float32.
-        backend: "auto" chooses the fastest backend that works on the mesh. `jax_ep.backends()` lists the backends.
+        backend: "auto" chooses the fastest backend that works on the mesh. `jax_ep.backends()` lists the backends. On
+            an AbstractMesh, "auto" goes by its abstract_device.
             "emulated" is for the tests of a source checkout: it runs the kernels of "cuda" on CPU devices.
         num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
             split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs, and at most 32 with None.
