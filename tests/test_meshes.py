@@ -226,7 +226,7 @@ def test_parts_of_a_mesh(make_group):
 
 # --- without devices ------------------------------------------------------------------------------------------------
 
-ABSTRACT = AbstractMesh((2, 2), ("data", "ep"))
+ABSTRACT = AbstractMesh((2, 2), ("data", "ep"), axis_types=(AxisType.Auto,) * 2)
 AXES = ("data", "ep")
 UNUSED_SIZE = 2 * SHAPE.tokens  # max_tokens_per_rank of groups that must have no equal group among those still open
 
