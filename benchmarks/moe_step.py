@@ -1,25 +1,24 @@
-"""Value and gradient of one MoE layer over jax_ep, over lax's collectives, and without communication.
+"""Times the value and gradient of one MoE layer over jax_ep, over lax's collectives, and without communication.
 
     python benchmarks/moe_step.py --json moe_step.json        # all GPUs of this machine, else 8 virtual CPU devices
 
-The layer is a router, a dispatch, SwiGLU experts and a combine; its gradient is taken in x and in all weights. Nothing
-is rematerialised, and the router's gradient is left on each rank: summing it is a training step's task, whatever moves
-the tokens. The variants differ in nothing but that:
+The layer consists of a router, a dispatch, SwiGLU experts and a combine. The program takes its gradient in x and in all
+weights, without rematerialisation. The router's gradient stays on each rank, because a training step sums it in the
+same way for every variant. The variants differ only in how they move the tokens:
 
     all_to_all          LaxExchange of jax_ep.bench: copies of tokens sorted by expert, lax.all_to_all of padded blocks,
                         and sorted again
     ragged_all_to_all   the same over lax.ragged_all_to_all, without padding (XLA:CPU has none)
-    jax_ep              jax_ep.dispatch and jax_ep.combine
+    jax_ep              jax_ep.moe.mlp
     ideal               LocalExchange, without communication: every rank keeps its tokens, and its own experts stand in
-                        for the others'. It still sorts copies by expert, writes each to its expert's rows and sums the
-                        outputs, forwards and backwards, all of it gathers; so an overhead is what a variant takes
-                        beyond those
+                        for the others'. XLA still sorts copies by expert, writes each to its expert's rows and sums
+                        the outputs, forwards and backwards, all of it with gathers. This is not a lower bound: a
+                        variant that writes rows faster than XLA can have a negative overhead, so no ratio is reported
 
 Every variant's experts work on buffers of one size, --capacity-factor times the mean number of rows; the padded blocks
-of all_to_all have as much room. A routing that does not fit is an error, so that nobody drops rows. The experts are a
-batched einsum over [E_local, capacity, H], or with --compute ragged_dot lax.ragged_dot over [capacity, H]. XLA:GPU
-computes the latter's gradient in the weights, and in some releases all of it, as a dense product of each expert with
-all rows.
+of all_to_all have as much room. A routing that does not fit is an error, so that nobody drops rows. The experts compute
+as jax_ep.moe.mlp does with experts= the value of --compute, in all variants: "einsum" is a batched matmul over
+[E_local, capacity, H]; "auto" is the fastest matmul of ragged groups over [capacity, H], and "ragged_dot" is JAX's own.
 
 All ranks hold the same experts, so that even the ideal must give the same loss and gradients (those of the experts in
 the sum over the ranks). The largest difference from all_to_all, relative in norm, is reported and checked.
@@ -29,7 +28,6 @@ host's clock. In the JSON file:
 
     step_ms             the median over --samples turns, of one execution
     overhead_ms         what that is beyond the ideal's
-    overhead_ratio      jax_ep's overhead, divided by that of the better lax variant; null if that has none
     executable_bytes    what XLA allocates per rank for one execution: arguments, results and temporaries, by
                         compiled.memory_analysis()
     group_bytes         what the group holds per rank besides
@@ -54,20 +52,21 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ep as ep
+from jax_ep._layouts import LayoutName
 from jax_ep.bench import report
 from jax_ep.bench.cases import Case
 from jax_ep.bench.devices import allow_virtual_cpus
-from jax_ep.bench.exchanges import AXIS, EpExchange, Exchange, LaxExchange, LocalExchange, open_group
+from jax_ep.bench.exchanges import AXIS, Exchange, LaxExchange, LocalExchange, open_group
 from jax_ep.bench.options import mismatches
+from jax_ep.moe._grouped_matmul import grouped_matmul
 
 WARM_UPS = 2
 IN_A_ROW = 5
-LAX = ("all_to_all", "ragged_all_to_all")
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-3}  # the last leaves room for TF32
 
 
 class Operands(NamedTuple):
-    """A layer's arrays, or their gradients. Of one rank: x [T, H], router [H, E] and its experts' weights."""
+    """One rank's arrays of a layer, or their gradients: x [T, H], router [H, E] and the weights of its experts."""
 
     x: jax.Array
     router: jax.Array
@@ -75,37 +74,45 @@ class Operands(NamedTuple):
     down: jax.Array  # [E_local, I, H]
 
 
-class Compute(NamedTuple):
-    """How experts compute: in which layout, and its product (rows, weights, group_sizes)."""
-
-    layout: str
-    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+LAYOUTS: dict[str, LayoutName] = {"einsum": "expert", "auto": "ragged", "ragged_dot": "ragged"}  # of --compute
 
 
-COMPUTES = {
-    "einsum": Compute("expert", lambda rows, weights, group_sizes: jnp.einsum("ech,ehf->ecf", rows, weights)),
-    "ragged_dot": Compute("ragged", lax.ragged_dot),
-}
+def matmul(compute: str, rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Rows in the layout of `compute`, times one matrix per expert."""
+    if compute == "einsum":
+        return jnp.einsum("ech,ehf->ecf", rows, weights)
+    return grouped_matmul(rows, weights, group_sizes, implementation=compute)
+
+
+Layer = Callable[..., jax.Array]  # (x, topk_idx, topk_weights, gate_up, down) -> [T, H]
+
+
+def layer_over(exchange: Exchange, compute: str) -> Layer:
+    """The layer of jax_ep.moe.mlp, with another exchange."""
+
+    def layer(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array, gate_up: Any, down: Any) -> jax.Array:
+        recv = exchange.dispatch(x, topk_idx, topk_weights)
+        gate, up = jnp.split(matmul(compute, exchange.rows(recv), gate_up, recv.group_sizes), 2, axis=-1)
+        return exchange.combine(matmul(compute, jax.nn.silu(gate) * up, down, recv.group_sizes), recv)
+
+    return layer
 
 
 def route(x: jax.Array, router: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
     """Each token's experts and their weights, [T, K] int32 and float32."""
-    probabilities = jax.nn.softmax(jnp.dot(x, router, preferred_element_type=jnp.float32))
-    weights, topk_idx = lax.top_k(probabilities, top_k)
-    return topk_idx, weights / weights.sum(axis=-1, keepdims=True)
+    routing = ep.moe.route(jnp.dot(x, router, preferred_element_type=jnp.float32), top_k=top_k)
+    return routing.topk_idx, routing.topk_weights
 
 
-def loss(operands: Operands, exchange: Exchange, compute: Compute, top_k: int) -> jax.Array:
+def loss(operands: Operands, layer: Layer, top_k: int) -> jax.Array:
     """Half the sum of squares of what the layer gives: its cotangent is the layer's result."""
     x, router, gate_up, down = operands
-    recv = exchange.dispatch(x, *route(x, router, top_k))
-    gate, up = jnp.split(compute.product(exchange.rows(recv), gate_up, recv.group_sizes), 2, axis=-1)
-    y = compute.product(jax.nn.silu(gate) * up, down, recv.group_sizes)
-    return 0.5 * jnp.square(exchange.combine(y, recv).astype(jnp.float32)).sum()
+    out = layer(x, *route(x, router, top_k), gate_up, down)
+    return 0.5 * jnp.square(out.astype(jnp.float32)).sum()
 
 
 def make_operands(case: Case, expert_hidden: int) -> Operands:
-    """This rank's arrays: tokens of its own, weights as on all ranks."""
+    """Makes this rank's arrays. The tokens differ between ranks; the weights are the same on all ranks."""
 
     def normal(seed: int, *shape: int) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), shape, case.dtype) / jnp.sqrt(shape[-2]).astype(case.dtype)
@@ -120,13 +127,13 @@ def make_operands(case: Case, expert_hidden: int) -> Operands:
 
 
 def on_ranks(fn: Callable, mesh: Mesh) -> Any:
-    """fn of one rank's arrays, jitted; outside, the ranks' arrays are joined along their first axis."""
+    """Jits `fn`, a function of one rank's arrays. Its callers pass the ranks' arrays joined along the first axis."""
     split = PartitionSpec(AXIS)
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
 
 
 def needed_capacity_factor(topk_idx: np.ndarray, case: Case) -> float:
-    """The largest load, over the mean, of an expert, of an expert in the ideal, and between two ranks."""
+    """Returns the largest ratio of a load to its mean: per expert, per expert in ideal, and per pair of ranks."""
     rank, local = np.arange(case.ranks)[:, None, None], case.experts_per_rank
 
     def largest(group: np.ndarray, num_groups: int) -> float:
@@ -139,24 +146,24 @@ def needed_capacity_factor(topk_idx: np.ndarray, case: Case) -> float:
     )
 
 
-def make_exchanges(case: Case, factor: float, group: ep.Group) -> dict[str, Exchange]:
+def make_layers(case: Case, factor: float, group: ep.Group, compute: str) -> dict[str, Layer]:
     """The variants. The first is what the others are compared with."""
     rows = factor * case.tokens * case.top_k  # of a rank
     capacity = math.ceil(rows / case.experts_per_rank if case.layout == "expert" else rows)
     over_lax = partial(LaxExchange, case, capacity=capacity, slots_per_rank=math.ceil(rows / case.ranks))
     return {
-        "all_to_all": over_lax(ragged=False),
-        "ragged_all_to_all": over_lax(ragged=True),
-        "jax_ep": EpExchange(group, case.layout, wire=None, capacity=capacity),
-        "ideal": LocalExchange(case, capacity),
+        "all_to_all": layer_over(over_lax(ragged=False), compute),
+        "ragged_all_to_all": layer_over(over_lax(ragged=True), compute),
+        "jax_ep": partial(ep.moe.mlp, group=group, experts=compute, capacity=capacity),
+        "ideal": layer_over(LocalExchange(case, capacity), compute),
     }
 
 
-def compile_step(name: str, exchange: Exchange, compute: Compute, top_k: int, mesh: Mesh, operands: Operands) -> Any:
+def compile_step(name: str, layer: Layer, top_k: int, mesh: Mesh, operands: Operands) -> Any:
     """operands -> losses [R], gradients; None where XLA has no such collective, or no room for its buffers."""
 
     def step(operands: Operands) -> tuple[jax.Array, Operands]:
-        value, gradients = jax.value_and_grad(loss)(operands, exchange, compute, top_k)
+        value, gradients = jax.value_and_grad(loss)(operands, layer, top_k)
         return value[None], gradients
 
     try:
@@ -171,7 +178,10 @@ def compile_step(name: str, exchange: Exchange, compute: Compute, top_k: int, me
 
 
 def largest_difference(found: Any, wanted: Any, mesh: Mesh, *, any_rank: bool) -> float:
-    """Of two results of a step, relative in norm; with any_rank, an expert's gradient may be on any rank."""
+    """Returns the largest difference between two results of a step, relative in norm.
+
+    With any_rank, compares the sums over the ranks of the experts' gradients.
+    """
 
     def over_ranks(result: tuple[jax.Array, Operands]) -> Any:
         value, gradients = jax.tree.map(lambda a: a.astype(jnp.float32), result)
@@ -191,7 +201,7 @@ def largest_difference(found: Any, wanted: Any, mesh: Mesh, *, any_rank: bool) -
 
 
 def time_steps(steps: dict[str, Any], operands: Operands, samples: int) -> dict[str, list[float]]:
-    """Milliseconds of a step, `samples` times each, in turn."""
+    """Times the steps in turn. Returns `samples` times of each, in milliseconds."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(WARM_UPS + samples):
         for name, step in steps.items():
@@ -216,7 +226,6 @@ def executable_bytes(step: Any) -> int:
 
 def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     """What the JSON file holds."""
-    compute = COMPUTES[options.compute]
     case = Case(
         ranks=mesh.size,
         tokens=options.tokens,
@@ -225,7 +234,7 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         experts=options.experts,
         dtype=options.dtype,
         wire=None,
-        layout=compute.layout,
+        layout=LAYOUTS[options.compute],
         routing="router",
     )
     operands = on_ranks(partial(make_operands, case, options.expert_hidden), mesh)()
@@ -234,11 +243,8 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     if needed > options.capacity_factor:
         raise SystemExit(f"--capacity-factor is {options.capacity_factor}; this routing needs {needed:.3f}")
     with open_group(case, mesh, options.backend) as group:
-        exchanges = make_exchanges(case, options.capacity_factor, group)
-        compiled = {
-            name: compile_step(name, exchange, compute, case.top_k, mesh, operands)
-            for name, exchange in exchanges.items()
-        }
+        layers = make_layers(case, options.capacity_factor, group, options.compute)
+        compiled = {name: compile_step(name, layer, case.top_k, mesh, operands) for name, layer in layers.items()}
         steps = {name: step for name, step in compiled.items() if step}
         differences = {
             name: largest_difference(step(operands), steps["all_to_all"](operands), mesh, any_rank=name == "ideal")
@@ -249,7 +255,6 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         backend, group_bytes = group.backend, group.memory_bytes
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     overheads = {name: ms - medians["ideal"] for name, ms in medians.items()}
-    best_lax = min(overheads[name] for name in LAX if name in overheads)
     return {name: value for name, value in vars(options).items() if name != "json"} | {
         "ranks": case.ranks,
         "device": mesh.devices.flat[0].device_kind,
@@ -268,7 +273,6 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
             }
             for name, step in steps.items()
         ],
-        "overhead_ratio": overheads["jax_ep"] / best_lax if best_lax > 0 else None,
         "checked": all(difference <= TOLERANCE[case.dtype] for difference in differences.values()),
     }
 
@@ -286,27 +290,25 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(row["variant"], *cells)
     console = Console()
     console.print(table)
-    if result["overhead_ratio"] is not None:
-        console.print(f"jax_ep's overhead is {result['overhead_ratio']:.3f} of the better lax variant's")
     if not result["checked"]:
         console.print(f"WRONG: a difference is larger than {TOLERANCE[result['dtype']]}")
 
 
 def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
-    """The options; small by default on CPUs."""
+    """Parses the options. The default sizes are small on CPUs."""
     parser = argparse.ArgumentParser(
         description="Times the value and gradient of a MoE layer over jax_ep, over lax's collectives, and without "
         "communication.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=int, default=64 if on_cpu else 4096, help="per rank")
+    add("--tokens", type=int, default=64 if on_cpu else 4096, help="tokens per rank")
     add("--hidden", type=int, default=64 if on_cpu else 4096, help="channels of a token")
     add("--expert-hidden", type=int, default=32 if on_cpu else 1536, help="channels inside an expert")
     add("--experts", type=int, default=16 if on_cpu else 64, help="experts in all")
     add("--top-k", type=int, default=4 if on_cpu else 8, help="experts per token")
     add("--dtype", choices=TOLERANCE, default="bfloat16", help="of activations and weights")
-    add("--compute", choices=COMPUTES, default="einsum", help="what the experts are made of")
+    add("--compute", choices=LAYOUTS, default="einsum", help="what the experts are made of")
     add("--capacity-factor", type=float, default=2.0 if on_cpu else 1.25, help="room for rows, over their mean number")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
     add("--samples", type=int, default=3 if on_cpu else 20, help=f"turns; one is {IN_A_ROW} steps of each variant")

@@ -1,28 +1,30 @@
-"""How much of the communication hides behind computation: dispatch and combine beside GEMMs of equal length.
+"""Measures how much of the communication hides behind computation: dispatch and combine beside GEMMs of equal length.
 
     python benchmarks/overlap.py --json overlap.json          # all GPUs of this machine, else 8 virtual CPU devices
 
-Two forms (docs/overlap.md has the recipes; the code here is theirs):
+The program measures two forms, with the recipes of docs/overlap.md:
 
-    shared expert   GEMMs that need nothing of the experts run beside a dispatch, and others beside the combine
-    two halves      the experts of one half of the batch run beside the other half's dispatch and combine; the first
-                    dispatch and the last combine have nothing beside them, so that half is all that can be hidden
+    shared expert   GEMMs that do not depend on the experts run beside the dispatch, and more GEMMs beside the combine
+    two halves      the experts of one half of the batch run beside the dispatch and the combine of the other half.
+                    Nothing runs beside the first dispatch and the last combine, so at most half of the communication
+                    can be hidden
 
-Each form is a chain of STEPS steps in one executable. GEMMs stand for the experts: what arrived goes straight back, so
-that only the communication and the GEMMs count. Beside each operation run as many GEMMs as take its time when it is
-alone. The chain is run with nothing overlapped, and with the recipe, for each number of streaming multiprocessors (SMs)
-that an operation may use, and with GEMMs of cuBLAS and of Triton: left to itself, XLA takes what is faster alone, which
-is now the one and now the other. All tokens must come back as they were, to the bit. Times are those of the GPUs' time
-lines, by the profiler; in the JSON file, per step, medians over executions and GPUs:
+Each form is a chain of STEPS steps in one executable. GEMMs take the place of the experts, and the rows that arrive go
+back unchanged, so only the communication and the GEMMs count. The number of GEMMs beside each operation is chosen so
+that they take as long as the operation alone. The program runs each chain sequentially, and overlapped by the recipe,
+for each number of streaming multiprocessors (SMs) that an operation may use. It runs them with GEMMs of cuBLAS and of
+Triton, because XLA by itself chooses the one that is faster alone, and its choice varies between runs. All tokens must
+come back unchanged, bit for bit. Times are from a profiler trace of the GPUs. In the JSON file, they are per step, and
+medians over executions and GPUs:
 
     alone_us            the communication without GEMMs
     gemms_us            the GEMMs without communication
-    sequential_us       one after the other
-    overlapped_us       by the recipe
-    hidden_share        (sequential_us - overlapped_us) / alone_us: the share of the communication that costs no time
-    beside_gemms        the share of the communication kernels' time in which a GEMM ran on the same GPU
-    gemms_slowed        the GEMMs' time by the recipe, over that one after the other: what they lose by having fewer SMs
-    gemm_kernels        the names of their kernels
+    sequential_us       the communication and the GEMMs, one after the other
+    overlapped_us       the communication and the GEMMs, overlapped by the recipe
+    hidden_share        (sequential_us - overlapped_us) / alone_us: the fraction of the communication that costs no time
+    beside_gemms        the fraction of the communication kernels' time in which a GEMM ran on the same GPU
+    gemms_slowed        the GEMMs' time overlapped, divided by their time sequentially: they have fewer SMs
+    gemm_kernels        the names of the GEMMs' kernels
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ from jax_ep.bench.options import mismatches, sms_or_auto
 from jax_ep.bench.timeline import KINDS, TRACE_OPTIONS, Event, trace
 
 STEPS = 8
-EXECUTIONS = 5  # that are traced
+EXECUTIONS = 5  # traced executions
 WARM_UPS = 2
 GEMMS_TIMED = 32
-CAPACITY_FACTOR = 2  # room for rows, over their mean number
+CAPACITY_FACTOR = 2  # capacity, divided by the mean number of rows
 GEMMS_BY = {"auto": {}, "cublas": {"xla_gpu_enable_triton_gemm": False}, "triton": {"xla_gpu_cublas_fallback": False}}
 
 
@@ -66,14 +68,14 @@ def overlapped(start: Callable, operands: Any, done: Callable, compute: Callable
 
 
 def sequential(start: Callable, operands: Any, done: Callable, compute: Callable, x: Any) -> tuple[Any, Any]:
-    """The same, one after the other; nothing beside them either."""
+    """The same results, one after the other. Nothing else runs beside them."""
     operands, x = lax.optimization_barrier((operands, x))
     result, x = lax.optimization_barrier((done(start(*operands)), x))
     return lax.optimization_barrier((result, compute(x)))
 
 
 class Work(NamedTuple):
-    """How many GEMMs stand beside a dispatch and beside a combine."""
+    """The number of GEMMs beside a dispatch and beside a combine."""
 
     dispatch: int
     combine: int
@@ -108,7 +110,7 @@ def two_halves(order: Callable, group: ep.Group, work: Work, weights: jax.Array,
     start = partial(start_dispatch, group)
     half = inputs.x.shape[0] // 2
     first, second = jax.tree.map(lambda a: a[:half], inputs), jax.tree.map(lambda a: a[half:], inputs)
-    # The GEMMs stand for a half's experts, so they come after its rows.
+    # The GEMMs take the place of the experts of a half, so they run after its rows have arrived.
     recv, rows = lax.optimization_barrier((ep.dispatch_done(start(*first)), rows))
     recv_2, rows = order(start, second, ep.dispatch_done, Gemms(weights, work.dispatch), rows)
     recv_2, rows = lax.optimization_barrier((recv_2, rows))
@@ -119,17 +121,17 @@ def two_halves(order: Callable, group: ep.Group, work: Work, weights: jax.Array,
 
 class Form(NamedTuple):
     step: Callable
-    parts: int  # dispatches, and combines, of a step
+    parts: int  # the number of dispatches in a step, and of combines
 
 
 FORMS = {"shared expert": Form(shared_expert, 1), "two halves": Form(two_halves, 2)}
 
 
 class Bench(NamedTuple):
-    """What all chains of a run share."""
+    """The data that all chains of a run share."""
 
     group: ep.Group
-    inputs: Inputs  # of all ranks, joined along the first axis
+    inputs: Inputs  # the ranks' arrays, joined along the first axis
     weights: jax.Array
     rows: jax.Array
     gemms_by: str = "auto"
@@ -145,12 +147,12 @@ def make_bench(group: ep.Group, case: Case, gemm_rows: int) -> Bench:
 
 
 def compile_chain(bench: Bench, form: Form, order: Callable, work: Work) -> Callable[[], Any]:
-    """STEPS steps, each with the results of the one before."""
+    """Compiles a chain of STEPS steps. Each step uses the results of the step before."""
 
     def chain(inputs: Inputs, weights: jax.Array, rows: jax.Array) -> Any:
         for _ in range(STEPS):
             x, rows = form.step(order, bench.group, work, weights, inputs, rows)
-            x, rows = lax.optimization_barrier((x, rows))  # or else halves of two steps would overlap
+            x, rows = lax.optimization_barrier((x, rows))  # without it, two steps would overlap
             inputs = inputs._replace(x=x)
         return inputs.x, rows
 
@@ -170,7 +172,7 @@ def compile_on_ranks(fn: Callable, bench: Bench) -> Callable[[], Any]:
 
 
 def events_of(run: Callable[[], Any]) -> list[list[Event]]:
-    """What each GPU did in EXECUTIONS executions; empty where there is no GPU."""
+    """Returns the events of each GPU in EXECUTIONS executions. The list is empty without GPUs."""
 
     def executions(times: int) -> None:
         for _ in range(times):
@@ -187,7 +189,7 @@ def communicates(event: Event, kinds: Sequence[str] = (*KINDS, "start", "hold"))
 
 
 def by_step(events: Sequence[Event]) -> list[list[Event]]:
-    """The events of each step, of all executions; of each step there are equally many."""
+    """Splits the events of all executions into steps. Every step has the same number of events."""
     size, rest = divmod(len(events), STEPS * EXECUTIONS)
     if rest or not size:
         raise SystemExit(
@@ -197,9 +199,9 @@ def by_step(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def step_us(gpus: Sequence[Sequence[Event]]) -> float:
-    """The time of a step: from the second's first communication to the last one's.
+    """Returns the time of a step. Measures from the first communication of the second step to that of the last step.
 
-    In the first, the GPU whose host was first waits for the other GPUs' hosts.
+    In the first step, a GPU whose host was early waits for the other GPUs' hosts.
     """
     times = []
     for events in gpus:
@@ -211,7 +213,7 @@ def step_us(gpus: Sequence[Sequence[Event]]) -> float:
 
 
 def kind_us(gpus: Sequence[Sequence[Event]], kind: str) -> float:
-    """How long the kernels of one kind take in a step."""
+    """Returns the time of the kernels of one kind in a step."""
     return statistics.median(
         sum(event.duration_ns for event in step) / 1e3
         for events in gpus
@@ -220,13 +222,13 @@ def kind_us(gpus: Sequence[Sequence[Event]], kind: str) -> float:
 
 
 def compute_us(gpus: Sequence[Sequence[Event]]) -> float:
-    """How long all that does not communicate takes in an execution."""
+    """Returns the time of all kernels that do not communicate, in one execution."""
     busy = (sum(event.duration_ns for event in events if not communicates(event)) for events in gpus)
     return statistics.median(busy) / 1e3 / EXECUTIONS
 
 
 def beside_gemms(gpus: Sequence[Sequence[Event]]) -> float:
-    """The share of the communication's time in which another kernel runs on the same GPU."""
+    """Returns the fraction of the communication's time in which another kernel runs on the same GPU."""
     total = beside = 0.0
     for events in gpus:
         gemms = [(e.start_ns, e.start_ns + e.duration_ns) for e in events if not communicates(e)]  # one at a time
@@ -238,7 +240,7 @@ def beside_gemms(gpus: Sequence[Sequence[Event]]) -> float:
 
 
 def measure(bench: Bench, form: Form) -> dict[str, Any]:
-    """A row of the JSON file, without the settings."""
+    """Measures a form. Returns a row of the JSON file, without the settings."""
     work, row = Work(1, 1), {}
     alone = events_of(compile_chain(bench, form, sequential, Work(0, 0)))
     gemms = events_of(compile_gemms(bench))
@@ -261,7 +263,7 @@ def measure(bench: Bench, form: Form) -> dict[str, Any]:
 
 
 def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
-    """What the JSON file holds."""
+    """Measures all forms. Returns the content of the JSON file."""
     rows = []
     for num_sms in options.num_sms:
         case = Case(
@@ -323,23 +325,25 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
-    """The options; small by default on CPUs."""
+    """Parses the options. The default sizes are small on CPUs."""
     parser = argparse.ArgumentParser(
         description="Measures how much of dispatch and combine hides behind GEMMs of equal length.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=int, default=16 if on_cpu else 4096, help="per rank, an even number")
+    add("--tokens", type=int, default=16 if on_cpu else 4096, help="tokens per rank, an even number")
     add("--hidden", type=int, default=32 if on_cpu else 4096, help="channels of a token")
     add("--experts", type=int, default=16 if on_cpu else 64, help="experts in all")
     add("--top-k", type=int, default=2 if on_cpu else 8, help="experts per token")
-    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of activations and GEMMs")
-    add("--gemm-rows", type=int, help="of the GEMMs, per rank (all tokens)")
+    add(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="dtype of activations and GEMMs"
+    )
+    add("--gemm-rows", type=int, help="rows of the GEMMs, per rank; None: all tokens")
     by = ["auto"] if on_cpu else ["cublas", "triton"]
-    add("--gemms-by", choices=GEMMS_BY, nargs="+", default=by, help="whose GEMMs; auto: what XLA finds fastest alone")
+    add("--gemms-by", choices=GEMMS_BY, nargs="+", default=by, help="library of the GEMMs; auto: XLA chooses")
     add("--num-sms", type=sms_or_auto, nargs="+", default=[24, None], help="SMs that an operation may use, or auto")
-    add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
-    add("--json", metavar="FILE", help="write what was measured there")
+    add("--backend", choices=["auto", *ep.backends()], default="auto", help="backend of jax_ep")
+    add("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args(argv)
     if options.gemm_rows is None:
         options.gemm_rows = options.tokens

@@ -5,7 +5,7 @@
     python examples/decode.py --batch 1 --wire none   # one sequence per device; rows travel in the activations' dtype
 
 The core of a server: moe_lm/decoding.py holds the step with its cache of keys and values, whose MoE layers send fp8
-rows to experts in the "expert" layout; this file holds the loop.
+rows to the experts; this file holds the loop.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 from moe_lm import corpus, decoding, model
 from moe_lm.checkpoints import Checkpoints
-from moe_lm.options import model_misfits, positive
+from moe_lm.options import model_mismatches, positive
 
-SEQUENCES = P("ep")  # every device has sequences of its own
+SEQUENCES = P("ep")  # each device decodes its own sequences
 
 
 def make_params(cfg: model.Config, mesh: jax.sharding.Mesh, checkpoint_dir: Path | None) -> dict:
-    """Those of the latest checkpoint, or random ones, as `decoding.step` takes them."""
+    """Returns the parameters of the latest checkpoint, or random ones, in the form that `decoding.step` takes."""
 
     def init(key):
         return model.init(key, cfg)
@@ -45,7 +45,7 @@ def make_params(cfg: model.Config, mesh: jax.sharding.Mesh, checkpoint_dir: Path
 
 
 def make_step(params: dict, cfg: model.Config, group: ep.Group, wire: str | None):
-    """params, cache (donated), bytes read [B], position -> the next bytes [B], cache."""
+    """Compiles (params, cache (donated), bytes read [B], position) -> (next bytes [B], cache)."""
 
     def step(params, cache, read, position):
         logits, cache = decoding.step(params, cache, read, position, cfg, group, wire)
@@ -58,7 +58,7 @@ def make_step(params: dict, cfg: model.Config, group: ep.Group, wire: str | None
 
 
 def decode(step, params: dict, prompts: np.ndarray, length: int, cfg: model.Config, mesh: jax.sharding.Mesh):
-    """Continues prompts uint8 [B, S] to `length` bytes: the bytes [B, length], and each step's seconds."""
+    """Continues prompts, uint8 [B, S], to `length` bytes. Returns the bytes [B, length], and each step's seconds."""
     sharding = NamedSharding(mesh, SEQUENCES)
     cache = jax.jit(partial(decoding.empty_cache, len(prompts), length, cfg), out_shardings=sharding)()
     text, seconds = np.zeros((len(prompts), length), np.int32), []
@@ -66,16 +66,16 @@ def decode(step, params: dict, prompts: np.ndarray, length: int, cfg: model.Conf
     for position in range(length - 1):
         begun = time.perf_counter()
         following, cache = step(params, cache, jax.device_put(text[:, position], sharding), position)
-        following = np.asarray(following)  # on the host after each step, as a server hands bytes out while they come
+        following = np.asarray(following)  # a server also needs the bytes on the host after each step
         seconds.append(time.perf_counter() - begun)
         if position + 1 >= prompts.shape[1]:
             text[:, position + 1] = following
     return text, seconds
 
 
-def misfits(options: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with the options, and what would be right."""
-    yield from model_misfits(options, ranks=jax.device_count())
+def mismatches(options: argparse.Namespace) -> Iterator[str]:
+    """Yields a message for each wrong option, with a correct value."""
+    yield from model_mismatches(options, ranks=jax.device_count())
     if options.prompt >= options.length:
         yield f"--prompt {options.prompt} must be less than --length {options.length}"
     if options.wire != "none" and options.hidden % 128:
@@ -92,10 +92,16 @@ def parse_options() -> argparse.Namespace:
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--batch", type=positive(int), nargs="+", default=[1, 8, 64], help="sequences per device, each number in turn")
-    add("--prompt", type=positive(int), default=32, help="bytes that are given of each sequence")
-    add("--length", type=positive(int), default=96, help="bytes of a sequence, those given included")
-    add("--checkpoint-dir", type=Path, help="a training run with the same sizes; without, weights are random")
+    add(
+        "--batch",
+        type=positive(int),
+        nargs="+",
+        default=[1, 8, 64],
+        help="sequences per device; several numbers run in turn",
+    )
+    add("--prompt", type=positive(int), default=32, help="bytes of each prompt")
+    add("--length", type=positive(int), default=96, help="bytes of a sequence, including the prompt")
+    add("--checkpoint-dir", type=Path, help="checkpoints of a training run with the same sizes; None: random weights")
     add("--layers", type=positive(int), default=2, help="transformer blocks")
     add("--hidden", type=positive(int), default=128, help="channels of a token")
     add("--heads", type=positive(int), default=4, help="attention heads")
@@ -104,9 +110,9 @@ def parse_options() -> argparse.Namespace:
     add("--expert-hidden", type=positive(int), default=256, help="channels inside an expert")
     add("--wire", default="fp8", choices=["fp8", "fp8_pow2", "none"], help="what rows travel as to the experts")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of activations and weights")
-    add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="of jax_ep")
+    add("--backend", default="auto", choices=["auto", "cuda", "collectives", "reference"], help="of jax_ep")
     options = parser.parse_args()
-    for wrong in misfits(options):
+    for wrong in mismatches(options):
         parser.error(wrong)
     return options
 
@@ -144,7 +150,7 @@ def main() -> None:
             text, seconds = decode(step, params, prompts, options.length, cfg, mesh)
             each = np.median(seconds[1:])  # the first step compiles
             print(f"{batch:3} per device: {each * 1e3:8.3f} ms per step, {sequences / each:12,.0f} tokens/s")
-        print(f"the first one, of which {options.prompt} bytes were given:")
+        print(f"the first sequence; its first {options.prompt} bytes are the prompt:")
         print(bytes(text[0].tolist()).decode(errors="replace"))
 
 

@@ -1,4 +1,4 @@
-"""The shortest mixture-of-experts layer: experts spread over all devices, checked against a dense computation."""
+"""The shortest mixture-of-experts layer: experts split over all devices, checked against a dense computation."""
 
 import os
 from functools import partial
@@ -13,39 +13,28 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
-T, H, F, E, K = 64 * mesh.size, 128, 256, 4 * mesh.size, 2  # tokens, hidden, hidden of an expert, experts, top_k
+T, H, F, E, K = 64 * mesh.size, 128, 256, 4 * mesh.size, 2  # tokens, hidden, expert hidden, experts, top_k
 group = ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=64, dtype=jnp.float32)
-
-
-def route(x, w_router):
-    """The experts of each token and their weights, both [tokens, K]."""
-    logits, topk_idx = jax.lax.top_k(x @ w_router, K)
-    return topk_idx, jax.nn.softmax(logits)
-
-
 specs = P("ep"), P(), P("ep"), P("ep")  # tokens and experts are split over the devices
 
 
 @jax.jit
 @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P("ep"))
-def moe_layer(x, w_router, w_up, w_down):
-    topk_idx, topk_weights = route(x, w_router)
-    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")  # to the devices of the experts
-    up = jax.nn.silu(jax.lax.ragged_dot(recv.x, w_up, recv.group_sizes))
-    y = jax.lax.ragged_dot(up, w_down, recv.group_sizes)
-    return ep.combine(y, recv)  # back, summed with the router's weights
+def moe_layer(x, w_router, w_gate_up, w_down):
+    routing = ep.moe.route(x @ w_router, top_k=K)
+    return ep.moe.mlp(x, routing.topk_idx, routing.topk_weights, w_gate_up, w_down, group=group)
 
 
-def dense_layer(x, w_router, w_up, w_down):
+def dense_layer(x, w_router, w_gate_up, w_down):
     """The same on one device, with every expert on every token."""
-    topk_idx, topk_weights = route(x, w_router)
-    weights = jnp.zeros((T, E)).at[jnp.arange(T)[:, None], topk_idx].set(topk_weights)
-    up = jax.nn.silu(jnp.einsum("th,ehf->tef", x, w_up))
-    return jnp.einsum("tef,efh,te->th", up, w_down, weights)
+    logits, topk_idx = jax.lax.top_k(x @ w_router, K)
+    weights = jnp.zeros((T, E)).at[jnp.arange(T)[:, None], topk_idx].set(jax.nn.softmax(logits))
+    gate, up = jnp.split(jnp.einsum("th,ehf->tef", x, w_gate_up), 2, axis=-1)
+    return jnp.einsum("tef,efh,te->th", jax.nn.silu(gate) * up, w_down, weights)
 
 
 keys = jax.random.split(jax.random.key(0), 4)
-shapes = (T, H), (H, E), (E, H, F), (E, F, H)
+shapes = (T, H), (H, E), (E, H, 2 * F), (E, F, H)
 arrays = [0.1 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
 out, dense = moe_layer(*sharded), dense_layer(*arrays)

@@ -1,7 +1,7 @@
-"""Dispatch and combine over the GPUs of several processes: the smallest program to try a set-up with.
+"""The smallest program that runs dispatch and combine over the GPUs of several processes. Use it to test a set-up.
 
-On this machine: `jax-ep launch -n 4 python examples/multihost.py`; under Slurm: `srun python
-examples/multihost.py`; likewise with mpirun.
+jax-ep launch -n 4 python examples/multihost.py     # on this machine
+srun python examples/multihost.py                   # under Slurm; mpirun works in the same way
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ import jax_ep as ep
 
 T, H, E, K = 16, 512, 32, 4  # tokens per device, channels, experts, experts per token
 
-jax.distributed.initialize()  # as Slurm, Open MPI or jax-ep launch says: who the processes are
+jax.distributed.initialize()  # Slurm, Open MPI or jax-ep launch describes the processes
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
 sharding = NamedSharding(mesh, P("ep"))
 
@@ -27,7 +27,7 @@ with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T) as 
         recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
         return ep.combine(recv.x, recv)
 
-    @partial(jax.jit, out_shardings=sharding)  # every process makes its own devices' part
+    @partial(jax.jit, out_shardings=sharding)  # each process makes the part of its own devices
     def inputs(key):
         scores = jax.random.normal(key, (mesh.size * T, E))
         return jax.random.normal(key, (mesh.size * T, H), jnp.bfloat16), jax.lax.top_k(scores, K)[1]

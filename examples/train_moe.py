@@ -2,12 +2,12 @@
 
     python examples/train_moe.py                                    # this machine's GPUs, else 8 virtual CPU devices
     python examples/train_moe.py --mesh 2x4 --capacity-factor 1.25  # two groups of four ranks, with dropping
-    python examples/train_moe.py --checkpoint-dir run --resume      # goes on where the last call was stopped
+    python examples/train_moe.py --checkpoint-dir run --resume      # continues from the latest checkpoint
     python examples/train_moe.py --hidden 2048 --heads 16 --experts 64 --top-k 8 --layers 4 --expert-hidden 1024 \
         --seq-len 1024 --batch 64 --accumulate 4 --remat --capacity-factor 2 --learning-rate 3e-4   # for several GPUs
 
-A place to start a real project from: moe_lm/model.py holds the model, whose MoE layers are jax_ep.dispatch,
-jax.lax.ragged_dot and jax_ep.combine; this file holds the sharding, the training step and the options.
+A place to start a real project from: moe_lm/model.py holds the model, whose MoE layers are jax_ep.moe.route and
+jax_ep.moe.mlp; this file holds the sharding, the training step and the options.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 from moe_lm import corpus, model
 from moe_lm.checkpoints import Checkpoints
-from moe_lm.options import model_misfits, positive
+from moe_lm.options import model_mismatches, positive
 from moe_lm.report import Report
 
 BATCH = P(model.AXES)  # windows of text are split over all devices
-PARTS = P(None, *BATCH)  # and before that into the parts of a step
+PARTS = P(None, *BATCH)  # the leading axis is the parts of a step
 HELD_OUT_BATCHES = 16
 SAMPLE_BYTES = 256
 
@@ -73,7 +73,7 @@ def make_programs(cfg: model.Config, group: ep.Group, optimizer: optax.GradientT
             grads, metrics = jax.grad(loss, has_aux=True)(state["params"], part)
             return jax.tree.map(jnp.add, total, grads), metrics
 
-        # One part after the other, so that the memory for activations is that of one part.
+        # The parts run one after another, so only one part's activations are in memory.
         total, metrics = jax.lax.scan(add_gradients, jax.tree.map(jnp.zeros_like, state["params"]), windows)
         grads = jax.tree.map(lambda g: g / len(windows), total)
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
@@ -92,14 +92,14 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         init_value=0.0,
         peak_value=options.learning_rate,
         warmup_steps=max(1, options.steps // 10),
-        decay_steps=max(2, options.steps),  # the warm-up among them
+        decay_steps=max(2, options.steps),  # includes the warm-up
         end_value=options.learning_rate / 10,
     )
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
 
 def run(options: argparse.Namespace, cfg: model.Config, group: ep.Group) -> None:
-    """Trains, evaluates on held-out text, writes the report and a sample."""
+    """Trains, evaluates on held-out text, and writes the report and a sample."""
     programs = make_programs(cfg, group, make_optimizer(options))
     parts = options.accumulate
     by_part, sharding = (NamedSharding(group.mesh, spec) for spec in (PARTS, BATCH))
@@ -129,14 +129,14 @@ def run(options: argparse.Namespace, cfg: model.Config, group: ep.Group) -> None
     _, text = corpus.load()
     report.write(options.out, held_out=float(np.mean(losses)), unigram=corpus.unigram_entropy(text))
 
-    # Every device continues the same prompt, since the MoE layers need them all.
+    # All devices continue the same prompt, because an MoE layer must run on all devices.
     prompts = corpus.windows(text, np.zeros(group.mesh.size, int), options.seq_len, sharding)
     samples = programs.sample(state["params"], prompts, jax.random.key(options.seed))
     report.sample(*(bytes(x.addressable_data(0)[0].tolist()) for x in (prompts, samples)))
 
 
 def initial_state(options: argparse.Namespace, programs: Programs) -> tuple[dict, dict, Checkpoints | None]:
-    """A new state, or the latest checkpoint's, with the history of the steps behind it."""
+    """Returns a new state, or the state of the latest checkpoint, with the history of its steps."""
     state = programs.init(jax.random.key(options.seed))
     history = {"loss": [], "dropped": [], "load": []}
     if options.checkpoint_dir is None:
@@ -147,7 +147,7 @@ def initial_state(options: argparse.Namespace, programs: Programs) -> tuple[dict
     if not options.resume:
         raise SystemExit(
             f"--checkpoint-dir {options.checkpoint_dir} holds a run of {checkpoints.latest()} steps: "
-            "add --resume to go on with it, or name another directory"
+            "add --resume to continue it, or name another directory"
         )
     return *checkpoints.restore(state), checkpoints
 
@@ -166,7 +166,7 @@ def describe(params: dict, cfg: model.Config, group: ep.Group) -> str:
 
 
 def start_devices(distributed: list[str] | None) -> None:
-    """Joins the processes of a distributed run; a single process without GPUs gets 8 virtual CPU devices."""
+    """Joins the processes of a distributed run. Otherwise, a process without GPUs gets 8 virtual CPU devices."""
     if distributed is not None:
         address, *numbers = distributed or [None]
         jax.distributed.initialize(address, *map(int, numbers))
@@ -175,7 +175,7 @@ def start_devices(distributed: list[str] | None) -> None:
 
 
 def default_mesh(experts: int) -> tuple[int, int]:
-    """As many ranks share the experts as divide both the devices and the experts."""
+    """Returns the mesh in which the experts have the most ranks: the number must divide the devices and the experts."""
     ranks = math.gcd(jax.device_count(), experts)
     return jax.device_count() // ranks, ranks
 
@@ -187,10 +187,10 @@ def mesh_shape(text: str) -> tuple[int, int]:
     return int(data), int(ranks)
 
 
-def misfits(options: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with the options, and what would be right."""
+def mismatches(options: argparse.Namespace) -> Iterator[str]:
+    """Yields a message for each wrong option, with a correct value."""
     shape, devices = options.mesh, jax.device_count()
-    yield from model_misfits(options, ranks=shape[1])
+    yield from model_mismatches(options, ranks=shape[1])
     if math.prod(shape) > devices:
         yield f"--mesh {shape[0]}x{shape[1]} needs {math.prod(shape)} devices; there are {devices}"
     unit = math.prod(shape) * options.accumulate
@@ -216,9 +216,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_number("--steps", 400, "training steps")
     add_number("--batch", 16, "windows of text per step, over all devices")
-    add_number("--accumulate", 1, "parts of a batch, one computed after the other, each with its balance loss")
+    add_number("--accumulate", 1, "parts of a batch, which run one after another, each with its own balance loss")
     add_number("--seq-len", 128, "bytes of a window")
-    add_number("--learning-rate", 3e-3, "at the end of the warm-up")
+    add_number("--learning-rate", 3e-3, "learning rate at the end of the warm-up")
     add_number("--layers", 2, "transformer blocks")
     add_number("--hidden", 128, "channels of a token")
     add_number("--heads", 4, "attention heads")
@@ -227,25 +227,25 @@ def make_parser() -> argparse.ArgumentParser:
     add_number("--expert-hidden", 256, "channels inside an expert")
     add_number("--checkpoint-every", 100, "steps between checkpoints")
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="of parameters, batches and the sample (0)")
+    add("--seed", type=int, default=0, help="seed of parameters, batches and the sample (0)")
     add("--balance", type=float, default=0.02, help="weight of the load-balancing loss (0.02)")
-    add("--checkpoint-dir", type=Path, help="where checkpoints go (there are none)")
-    add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
-    add("--out", type=Path, default=Path("out"), help="where train_moe.json and train_moe.png go (out)")
+    add("--checkpoint-dir", type=Path, help="directory of checkpoints (writes none)")
+    add("--resume", action="store_true", help="continue from the latest checkpoint, if there is one")
+    add("--out", type=Path, default=Path("out"), help="directory of train_moe.json and train_moe.png (out)")
     add(
         "--capacity-factor",
         type=positive(float),
-        help="rows a rank has room for over those of a balanced load (all rows fit)",
+        help="capacity of a rank, divided by its rows under a balanced load (room for all rows)",
     )
     add("--remat", action="store_true", help="compute layers again in the backward pass, to save memory")
     add("--dtype", choices=["bfloat16", "float32"], help="of activations (bfloat16 on GPUs, else float32)")
-    add("--backend", default="auto", choices=["auto", "cuda", "reference"], help="of jax_ep (auto)")
+    add("--backend", default="auto", choices=["auto", "cuda", "collectives", "reference"], help="of jax_ep (auto)")
     add("--mesh", type=mesh_shape, metavar="DATAxEP", help="shape (EP as large as devices and experts allow)")
     add(
         "--distributed",
         nargs="*",
         metavar="ADDRESS NUM_PROCESSES PROCESS_ID",
-        help="run as one of several processes; without values, as SLURM or MPI says (one process)",
+        help="run as one of several processes; without values, Slurm or MPI describes them (one process)",
     )
     return parser
 
@@ -257,7 +257,7 @@ def main() -> None:
         parser.error("--distributed takes ADDRESS NUM_PROCESSES PROCESS_ID, or nothing")
     start_devices(options.distributed)
     options.mesh = options.mesh or default_mesh(options.experts)
-    for wrong in misfits(options):
+    for wrong in mismatches(options):
         parser.error(wrong)
     mesh = jax.make_mesh(options.mesh, model.AXES)
     on_gpu = mesh.devices.flat[0].platform == "gpu"

@@ -34,8 +34,9 @@ struct LinkFacts {
   bool has_access, has_native_atomics;
 };
 
-// A rank takes a 16-byte unit as soon as it is no longer empty: every unit must arrive whole. CUDA does not say which
-// links keep a 16-byte store whole. NVLink does, and NVLink has native atomics; PCIe may split it, and has none.
+// A receiver uses a 16-byte unit as soon as the unit differs from the sentinel. So every unit must arrive whole. CUDA
+// does not report which links keep a 16-byte store whole. NVLink does, and has native atomics. PCIe may split the
+// store, and has no native atomics.
 inline std::string unsupported_reason(const LinkFacts& link) {
   const std::string from = std::to_string(link.from), to = std::to_string(link.to);
   if (!link.has_access) {

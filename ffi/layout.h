@@ -1,9 +1,9 @@
-// Layout arithmetic that every kernel, handler and host function shares: who owns an expert, how much room a layout
-// takes, and where received rows go.
+// Layout arithmetic for kernels, handlers and host functions: the owners of experts, the capacities of layouts, and the
+// positions of received rows.
 //
-// The functions are constexpr and nothing else: nvcc's --expt-relaxed-constexpr makes such functions callable on the
-// device, so that host and device cannot disagree. Counts of rows are int32, as XLA sees them; sums of counts, row
-// numbers and byte sizes are int64, since they can be larger.
+// All functions are constexpr. nvcc's --expt-relaxed-constexpr makes them callable on the device, so that host and
+// device cannot disagree. Counts of rows are int32, as in XLA. Sums of counts, row numbers and byte sizes are int64,
+// because they can be larger.
 #pragma once
 
 #include <algorithm>
@@ -20,13 +20,13 @@ constexpr int32_t rank_of_expert(int32_t expert, int32_t experts_per_rank) { ret
 
 constexpr int32_t local_expert(int32_t expert, int32_t experts_per_rank) { return expert % experts_per_rank; }
 
-// (Most often there is nothing to do, and a 64-bit division takes a GPU long.)
+// The alignment is usually 1. The comparison avoids a 64-bit division, which is slow on a GPU.
 constexpr int64_t align_up(int64_t n, int64_t alignment) {
   return alignment == 1 ? n : (n + alignment - 1) / alignment * alignment;
 }
 
-// Division by a number that is known before a launch, which takes a GPU a tenth of the time. Exact for n with
-// n * divisor < 2^32.
+// Division by a number that is known before a launch. On a GPU, it takes a tenth of the time of an integer division.
+// Exact for n with n * divisor < 2^32.
 class Divisor {
  public:
   constexpr Divisor() = default;
@@ -42,34 +42,33 @@ class Divisor {
   uint32_t divisor_ = 1, factor_ = 0;
 };
 
-// How the ranks of a group over a network are spread: nodes of `size` ranks in a row, which map each other's memory. A
-// rank's rail peers are the ranks of its number in the other nodes: what goes to a node goes to the rail_peer
-// there.
+// The nodes of a group over a network. A node is `size` consecutive ranks, which map each other's memory. A rank's rail
+// peers are the ranks with its number in the other nodes. Rows and sums for a node go to the rail peer in that node.
 struct Nodes {
   int32_t size = 1, count = 1;
-  int32_t own = 0, number = 0;  // this rank's node, and its number there
+  int32_t own = 0, number = 0;  // this rank's node, and the rank's number in the node
 
   constexpr Nodes() = default;
   constexpr Nodes(int32_t size, int32_t num_ranks, int32_t rank)
       : size(size), count(num_ranks / size), own(rank / size), number(rank % size) {}
 
   constexpr int32_t num_others() const { return count - 1; }
-  // The i-th of the others, beginning behind this one.
+  // The i-th of the other nodes, beginning with the node after this one.
   constexpr int32_t other(int32_t i) const { return (own + 1 + i) % count; }
   constexpr bool is_own(int32_t rank) const { return rank / size == own; }
-  // The rank of the same number as `rank` in a node.
+  // The rank of `node` that has the same number as `rank`.
   constexpr int32_t rail_peer(int32_t rank, int32_t node) const { return node * size + rank % size; }
   constexpr int32_t rail_peer_in(int32_t node) const { return rail_peer(number, node); }
   constexpr bool is_rail_peer(int32_t rank) const { return !is_own(rank) && rank % size == number; }
-  // Whether it is, and of a node that one of `ranks`, as bits, is of.
+  // True if `rank` is a rail peer, and if `ranks` (a bit per rank) has a rank of its node.
   constexpr bool forwards(int32_t rank, uint32_t ranks) const {
     return is_rail_peer(rank) && (ranks >> (rank - rank % size) & 0xffffffffu >> (32 - size)) != 0;
   }
-  // What travels by node is kept behind what the ranks send, as that of the node.
+  // The source under which a rank keeps the rows that another node sends by node. It follows the ranks.
   constexpr int32_t source_of(int32_t node) const { return size * count + node; }
 };
 
-// The smallest capacity that never drops a row, provided that no token names an expert twice.
+// The smallest capacity that never drops a row, if no token names an expert twice.
 constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                    int64_t experts_per_rank, int64_t alignment) {
   if (layout == Layout::kExpert) return num_ranks * num_tokens;
@@ -77,28 +76,78 @@ constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num
   return align_up(most_rows + experts_per_rank * (alignment - 1), alignment);
 }
 
-// Where one local expert has its rows within a rank's flattened buffer.
+// The rows of one local expert in a rank's flattened buffer.
 struct Placement {
   int64_t first_row;
-  int32_t count;       // rows kept
-  int32_t group_size;  // count, rounded up to the alignment in the ragged layout
+  int32_t group_size;  // the need, rounded up to the alignment in the ragged layout
+  bool fits;
 };
 
-// Places `need` rows of local expert `expert`; where room runs out, the first rows are kept. `rows_before` is the sum
-// of align_up(need, alignment) over the experts before it, and matters in the ragged layout only.
-//
-// Nothing here depends on what the earlier groups dropped: a group that overflows fills the buffer to its end, because
-// the capacity is a multiple of the alignment, so that clipping `rows_before` to the capacity is enough. A parallel
-// prefix sum over `need` therefore places all groups.
+// Places `need` rows of local expert `expert`. `rows_before` is the sum of align_up(need, alignment) over the experts
+// before it, and matters in the ragged layout only. If any expert of the rank does not fit, share_rows() and fill()
+// decide which rows all experts keep.
 constexpr Placement place_group(Layout layout, int32_t expert, int64_t rows_before, int32_t need, int64_t capacity,
                                 int64_t alignment) {
-  if (layout == Layout::kExpert) {
-    const int32_t count = static_cast<int32_t>(std::min<int64_t>(need, capacity));
-    return {expert * capacity, count, count};
+  if (layout == Layout::kExpert) return {expert * capacity, need, need <= capacity};
+  const int64_t size = align_up(need, alignment);
+  return {rows_before, static_cast<int32_t>(size), rows_before + size <= capacity};
+}
+
+// Too little room is shared fairly: each keeps min(need, level), for the highest level that fits. The `left_over` is
+// too small to raise the level: one each goes to those that need more than the level.
+struct Fill {
+  int32_t level, left_over;
+};
+
+// One step towards the level, from level 0. The needs that are at most `share.level` sum up to `met`; `num_wanting`
+// needs are larger. Returns false if share.level is the highest level that fits. Each step but the last two meets at
+// least one more need.
+constexpr bool raise_level(Fill& share, int32_t met, int32_t num_wanting, int32_t room) {
+  if (num_wanting == 0) return false;
+  const int32_t level = (room - met) / num_wanting;
+  if (level > share.level) {
+    share.level = level;
+    return true;
   }
-  const int64_t first_row = std::min(rows_before, capacity);
-  const int32_t count = static_cast<int32_t>(std::min<int64_t>(need, capacity - first_row));
-  return {first_row, count, static_cast<int32_t>(align_up(count, alignment))};
+  share.left_over = room - met - num_wanting * share.level;
+  return false;
+}
+
+// Shares `room` among `num` needs. `ends` has their running sums: need i is ends[(i + 1) * stride] - ends[i * stride].
+constexpr Fill fill(const int32_t* ends, int32_t stride, int32_t num, int32_t room) {
+  Fill share = {0, 0};
+  int32_t met = 0, num_wanting = 0;
+  do {
+    met = num_wanting = 0;
+    for (int32_t i = 0; i < num; ++i) {
+      const int32_t need = ends[(i + 1) * stride] - ends[i * stride];
+      met += need <= share.level ? need : 0;
+      num_wanting += need > share.level;
+    }
+  } while (raise_level(share, met, num_wanting, room));
+  return share;
+}
+
+// Shares `room` rows of one expert among the source ranks. first[source * stride] is the position of the source's first
+// row in the expert's group, and first[num_ranks * stride] is the number of all rows: before the call without a limit,
+// after it with the rows that are kept. What is left over goes to source `start` first.
+constexpr void share_rows(int32_t* first, int32_t stride, int32_t num_ranks, int32_t room, int32_t start) {
+  if (first[num_ranks * stride] <= room) return;
+  const Fill share = fill(first, stride, num_ranks, room);
+  int32_t turn = 0;  // of a source that wants more: how many others have the left-over rows before it
+  for (int32_t source = start; source < num_ranks; ++source) {
+    turn += first[(source + 1) * stride] - first[source * stride] > share.level;
+  }
+  int32_t begin = 0, kept = 0;
+  for (int32_t source = 0; source < num_ranks; ++source) {
+    const int32_t end = first[(source + 1) * stride], need = end - begin;
+    if (source == start) turn = 0;
+    first[source * stride] = kept;
+    kept += need <= share.level ? need : share.level + (turn < share.left_over);
+    turn += need > share.level;
+    begin = end;
+  }
+  first[num_ranks * stride] = kept;
 }
 
 }  // namespace jax_ep

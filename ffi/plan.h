@@ -114,48 +114,122 @@ struct WarpGroup {
   }
 };
 
-// The preferred shape of a launch, before plan_launch fits it to the SMs.
-struct Shape {
-  Variant variant;
-  int32_t log_block_warps, log_send_warps, log_receive_warps;
-  int32_t receive_16ths;  // sixteenths of the blocks that receive at most; more if senders leave blocks unused
-  // True: the number of sending blocks is the smallest that keeps the rounds at a minimum, and all other blocks
-  // receive. False: the same with sending and receiving exchanged.
-  bool rest_receives = false;
-};
-
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
+constexpr int32_t log2_ceil(int32_t n) {
+  int32_t log = 0;
+  while (1 << log < n) ++log;
+  return log;
+}
+
+// Returns log2 of the warps per row: the largest power of two, but at most 2^most, with which `rows` rows occupy at
+// most `warps` warps. Few rows get many warps each, for latency. Many rows get few warps each, so that more rows are in
+// flight.
+constexpr int32_t log_warp_group(int64_t rows, int32_t warps, int32_t most) {
+  int32_t log = 0;
+  while (log < most && rows << (log + 1) <= warps) ++log;
+  return log;
+}
+
+// How many warps share a row in one role. Numbers of warps and of chunks are powers of two.
+class WarpsPerRow {
+ public:
+  static constexpr int32_t kAnyNumber = 1 << 30;
+
+  static constexpr WarpsPerRow exactly(int32_t warps) { return WarpsPerRow().but_at_least(warps); }
+  // `warps` warps; fewer if a warp would have less than `chunks_per_warp` chunks of the row.
+  static constexpr WarpsPerRow at_most(int32_t warps, int32_t chunks_per_warp) {
+    WarpsPerRow result;
+    result.log_wanted_ = log2_ceil(warps);
+    result.log_chunks_of_wanted_ = log2_ceil(chunks_per_warp);
+    return result;
+  }
+  // At least `warps` warps, even if a row has fewer chunks.
+  constexpr WarpsPerRow but_at_least(int32_t warps) const {
+    WarpsPerRow result = *this;
+    result.log_least_ = log2_ceil(warps);
+    return result;
+  }
+  // More warps, at most `warps`, if the warps of half of the SMs suffice for all rows at once. Again, a warp has at
+  // least `chunks_per_warp` chunks.
+  constexpr WarpsPerRow more_for_few_rows(int32_t warps, int32_t chunks_per_warp) const {
+    WarpsPerRow result = *this;
+    result.log_most_ = log2_ceil(warps);
+    result.log_chunks_of_most_ = log2_ceil(chunks_per_warp);
+    return result;
+  }
+
+  // log2 of the warps for each of `num_rows` rows of `num_chunks` chunks.
+  constexpr int32_t log_for(int64_t num_rows, int32_t num_chunks, int32_t num_sms) const {
+    const int32_t log_chunks = log2_ceil(num_chunks);
+    const int32_t wanted = std::min(log_wanted_, std::max(log_chunks - log_chunks_of_wanted_, 0));
+    const int32_t most = std::min(log_most_, std::max(log_chunks - log_chunks_of_most_, 0));
+    return std::max({log_least_, wanted, log_warp_group(num_rows, num_sms * kMaxBlockWarps / 2, most)});
+  }
+
+ private:
+  int32_t log_least_ = 0;
+  int32_t log_wanted_ = 0, log_chunks_of_wanted_ = 0;
+  int32_t log_most_ = 0, log_chunks_of_most_ = 0;
+};
+
+// The fields of a launch shape. Each has a type of its own, so that its name stands in the tables below.
+struct BlockWarps {
+  int32_t number;  // a power of two
+};
+struct Send {
+  WarpsPerRow warps;
+};
+struct Receive {
+  WarpsPerRow warps;
+};
+// Sixteenths of the blocks that receive at most. More blocks receive if senders leave blocks unused.
+struct ReceiverSixteenths {
+  int32_t number;
+};
+// Whose number of blocks is the smallest that keeps the rounds at a minimum. All other blocks have the other role.
+enum class Fewest { kReceivers, kSenders };
+
+// The preferred shape of a launch, before plan_launch fits it to the SMs and to the number of rows.
+struct Shape {
+  Variant variant;
+  BlockWarps block_warps;
+  Send send;
+  Receive receive;
+  ReceiverSixteenths receivers;
+  Fewest fewest = Fewest::kReceivers;
+};
+
+// The warps that share a row, as log2.
+struct LogWarps {
+  int32_t send, receive;
+};
+
 // Plans blocks for `sends` and `receives` rows on at most `num_sms` SMs. A warp group processes one row per round, and
-// the launch lasts until the warp groups with the most rounds are done. So the number of receiving blocks is the
-// smallest that keeps the rounds at a minimum, and the other blocks may send. With rest_receives, the two roles are
-// exchanged.
-constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, int32_t num_sms) {
-  const int32_t log_block = shape.log_block_warps;
+// the launch lasts until the warp groups with the most rounds are done. So one role gets the smallest number of blocks
+// that keeps its rounds at a minimum (Shape::fewest), and the other role gets the other blocks.
+constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& shape, LogWarps log_warps,
+                                 int32_t num_sms) {
+  const int32_t log_block = log2_ceil(shape.block_warps.number);
   const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // + 1: the first block moves no rows
     return divide_up(rows << log_warps, 1 << log_block) + 1;
   };
-  const auto even = [=](int64_t rows, int64_t most, int32_t log_warps) {
-    const int64_t teams = std::max((most - 1) << log_block >> log_warps, int64_t{1});
-    const int64_t turns = std::max<int64_t>(divide_up(rows, teams), 1);
-    return std::min(most, blocks_for(divide_up(rows, turns), log_warps));
+  const auto fewest_blocks = [=](int64_t rows, int64_t most, int32_t log_warps) {
+    const int64_t warp_groups = std::max((most - 1) << log_block >> log_warps, int64_t{1});
+    const int64_t rounds = std::max<int64_t>(divide_up(rows, warp_groups), 1);
+    return std::min(most, blocks_for(divide_up(rows, rounds), log_warps));
   };
   const int32_t blocks = num_sms * kMaxBlockWarps >> log_block;
   if (blocks == 1) {
-    return {1,
-            0,
-            1,
-            shape.variant,
-            log_block,
-            std::min(shape.log_send_warps, log_block),
-            std::min(shape.log_receive_warps, log_block)};
+    return {
+        1, 0, 1, shape.variant, log_block, std::min(log_warps.send, log_block), std::min(log_warps.receive, log_block)};
   }
-  const int64_t could_receive = blocks_for(receives, shape.log_receive_warps);
-  const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receive_16ths / 16, 1));
-  const auto senders =
-      static_cast<int32_t>(shape.rest_receives ? even(sends, blocks - share, shape.log_send_warps)
-                                               : std::min(blocks_for(sends, shape.log_send_warps),
-                                                          blocks - even(receives, share, shape.log_receive_warps)));
+  const int64_t could_receive = blocks_for(receives, log_warps.receive);
+  const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receivers.number / 16, 1));
+  const auto senders = static_cast<int32_t>(
+      shape.fewest == Fewest::kSenders
+          ? fewest_blocks(sends, blocks - share, log_warps.send)
+          : std::min(blocks_for(sends, log_warps.send), blocks - fewest_blocks(receives, share, log_warps.receive)));
   const auto receivers = static_cast<int32_t>(std::min(could_receive, int64_t{blocks - senders}));
   // A warp group must not have more warps than all blocks of its role together.
   const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
@@ -167,8 +241,8 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, Shape shape, i
           senders + receivers,
           shape.variant,
           log_block,
-          fitting(shape.log_send_warps, std::max(senders - 1, 1)),
-          fitting(shape.log_receive_warps, std::max(receivers - 1, 1))};
+          fitting(log_warps.send, std::max(senders - 1, 1)),
+          fitting(log_warps.receive, std::max(receivers - 1, 1))};
 }
 
 // Adapts a plan to a network. The warps of a sending warp group wait for one another, so they must be in one block. By
@@ -198,126 +272,169 @@ constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
   return are_few(num_tokens) ? Variant::kLowLatency : num_tokens <= 256 ? Variant::kBalanced : Variant::kThroughput;
 }
 
-constexpr int32_t log2_ceil(int32_t n) {
-  int32_t log = 0;
-  while (1 << log < n) ++log;
-  return log;
-}
+// Launch shapes of a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving
+// warp group writes a row once per expert. "Tokens" are those of one rank.
+namespace dispatch_shapes {
 
-// Returns log2 of the warps per row: the largest power of two, but at most 2^most, with which `rows` rows occupy at
-// most `warps` warps. Few rows get many warps each, for latency. Many rows get few warps each, so that more rows are in
-// flight.
-constexpr int32_t log_warp_group(int64_t rows, int32_t warps, int32_t most) {
-  int32_t log = 0;
-  while (log < most && rows << (log + 1) <= warps) ++log;
-  return log;
-}
+inline constexpr int32_t kAny = WarpsPerRow::kAnyNumber;
+inline constexpr WarpsPerRow kReceiveWithMoreForFewRows = WarpsPerRow::at_most(4, 4).more_for_few_rows(kAny, 1);
 
-// Plans a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving warp group
-// writes a row once per expert. A block computes the destinations of its warp groups' next tokens together, at the cost
-// of one. `group_in_block`: the warps of a receiving warp group are in one block. `num_chunks`: the chunks of a row in
-// transit.
+// Decode of one or two tokens, or at most 16 rows in all: a whole row is in flight at once.
+inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{8},
+                                    Send{WarpsPerRow::at_most(16, 1).but_at_least(8)},
+                                    Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
+// Decode of at most 16 tokens.
+inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
+                                  Send{WarpsPerRow::at_most(16, 1).but_at_least(8)},
+                                  Receive{WarpsPerRow::at_most(16, 1)}, ReceiverSixteenths{10}};
+// Decode of 17 to 32 tokens.
+inline constexpr Shape kLargeDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::exactly(8)},
+                                       Receive{WarpsPerRow::at_most(8, 1)}, ReceiverSixteenths{10}};
+// Decode of a large batch, or a short prompt: 33 to 256 tokens.
+inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16},
+                                      Send{WarpsPerRow::at_most(4, 1).more_for_few_rows(16, 1)},
+                                      Receive{kReceiveWithMoreForFewRows}, ReceiverSixteenths{8}};
+// The same with more than two ranks, rows longer than 4 KB, and at least 512 rows. Receivers need several rounds, so
+// the rows should not all arrive at the end. Few blocks send the tokens one after another; they keep the link equally
+// busy.
+inline constexpr Shape kLargeBatchOfLongRows = {
+    Variant::kBalanced,     BlockWarps{16},  Send{WarpsPerRow::exactly(16)}, Receive{kReceiveWithMoreForFewRows},
+    ReceiverSixteenths{10}, Fewest::kSenders};
+// Training, or a prompt: more than 256 tokens. Also the backward pass of combine with more than 32 tokens.
+inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16},
+                                      Send{WarpsPerRow::at_most(4, 2).more_for_few_rows(16, 2)},
+                                      Receive{kReceiveWithMoreForFewRows}, ReceiverSixteenths{8}};
+// Many tokens on two ranks, rows of at most 8 KB. A sender has little to do: it sends each row to one other rank.
+inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
+                                                kManyTokens.receive, ReceiverSixteenths{10}};
+// The same with longer rows: receivers have more to write.
+inline constexpr Shape kLongRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
+                                              kManyTokens.receive, ReceiverSixteenths{11}};
+// The same with at least 2048 tokens. Two warps per received row are faster than four (measured).
+inline constexpr Shape kMostTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
+                                                Receive{WarpsPerRow::exactly(2)}, ReceiverSixteenths{11}};
+// Any number of tokens, if the user limits the SMs, or in a split-phase call.
+inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
+                                  Send{WarpsPerRow::exactly(1).more_for_few_rows(kAny, 2)},
+                                  Receive{WarpsPerRow::exactly(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{8}};
+
+}  // namespace dispatch_shapes
+
+// Plans a dispatch. A block computes the destinations of its warp groups' next tokens together, at the cost of one.
+// `is_combine_back`: the backward pass of combine. `num_chunks`: the chunks of a row in transit.
 constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
-                                   int32_t num_sms, int32_t device_sms, bool group_in_block) {
-  const int32_t log_chunks = log2_ceil(num_chunks);
-  const int32_t sms = usable_sms(num_sms, device_sms), warps = sms * kMaxBlockWarps / 2;
+                                   int32_t num_sms, int32_t device_sms, bool is_combine_back) {
+  using namespace dispatch_shapes;
   const int64_t num_rows = num_tokens * num_ranks;
-  Variant variant = variant_for(num_tokens, num_sms);
-  if (group_in_block && variant == Variant::kBalanced)
-    variant = Variant::kThroughput;  // backward pass of combine: blocks share the padding
-  Shape shape = {};
-  switch (variant) {
-    case Variant::kLowLatency: {
-      const int32_t log_receive = num_tokens <= 2 || num_rows <= 16 ? 5 : num_tokens <= 16 ? 4 : 3;
-      const int32_t log_send = num_tokens <= 16 ? std::clamp(log_chunks, 3, 4) : 3;
-      shape = {variant, 3, log_send, std::min(log_chunks, log_receive), 10};
-      break;
-    }
-    case Variant::kBalanced:
-    case Variant::kThroughput: {
-      if (num_sms > 0) {
-        const int32_t most = std::max(log_chunks - 1, 0);
-        shape = {variant, 4, log_warp_group(num_tokens, warps, most), log_warp_group(num_rows, warps, most), 8};
-        break;
+  const auto choose_shape = [=]() -> const Shape& {
+    if (num_sms > 0) return kFewSms;
+    switch (variant_for(num_tokens, num_sms)) {
+      case Variant::kLowLatency:
+        return num_tokens <= 2 || num_rows <= 16 ? kOneToken : num_tokens <= 16 ? kDecode : kLargeDecode;
+      case Variant::kBalanced: {
+        if (is_combine_back) return kManyTokens;  // its blocks share the padding
+        const int64_t most_rows = num_tokens * std::min(top_k, num_ranks);
+        return num_ranks > 2 && num_chunks > 8 && most_rows >= 512 ? kLargeBatchOfLongRows : kLargeBatch;
       }
-      const int32_t log_send = std::max(log_warp_group(num_tokens, warps, 4), 2);
-      const int32_t log_receive =
-          std::max(log_warp_group(num_rows, warps, log_chunks), std::clamp(log_chunks - 2, 0, 2));
-      // With two ranks, a sender has little to do: it sends each row to one other rank. The longer the row is, the more
-      // a receiver has to write.
-      const bool is_long = num_chunks > 16,
-                 is_many = variant == Variant::kThroughput && !group_in_block && num_ranks == 2;
-      const int32_t log_parts =
-          variant == Variant::kThroughput ? std::max(log_chunks - 1, 0) : log_chunks;  // the parts of a row
-      shape = {variant, 4, std::min(log_parts, log_send), log_receive, !is_many ? 8 : is_long ? 11 : 10};
-      if (is_many && is_long && num_tokens >= 2048) shape.log_receive_warps = 1;  // measured: faster than four warps
-      // Many long rows, for which receivers need several rounds, should not all arrive at the end. So few blocks send
-      // the tokens one after another; they keep the link equally busy.
-      const int64_t most_rows = num_tokens * std::min(top_k, num_ranks);
-      if (variant == Variant::kBalanced && num_ranks > 2 && num_chunks > 8 && most_rows >= 512) {
-        shape.log_send_warps = 4;
-        shape.receive_16ths = 10;
-        shape.rest_receives = true;
-      }
-      break;
+      default:
+        if (num_ranks != 2 || is_combine_back) return kManyTokens;
+        if (num_chunks <= 16) return kManyTokensOnTwoRanks;
+        return num_tokens >= 2048 ? kMostTokensOnTwoRanks : kLongRowsOnTwoRanks;
     }
+  };
+  const Shape& shape = choose_shape();
+  const int32_t sms = usable_sms(num_sms, device_sms);
+  LogWarps log_warps = {shape.send.warps.log_for(num_tokens, num_chunks, sms),
+                        shape.receive.warps.log_for(num_rows, num_chunks, sms)};
+  if (is_combine_back ||
+      !is_low_latency(shape.variant)) {  // the warps of a warp group share data in the block's memory
+    log_warps.receive = std::min(log_warps.receive, log2_ceil(shape.block_warps.number));
   }
-  if (group_in_block || !is_low_latency(variant)) {  // the warps of a warp group share data in the block's memory
-    shape.log_receive_warps = std::min(shape.log_receive_warps, shape.log_block_warps);
-  }
-  return plan_launch(num_tokens, num_rows, shape, sms);
+  return plan_launch(num_tokens, num_rows, shape, log_warps, sms);
 }
 
-// Plans a combine. Senders sum the experts' rows for each token of another rank, and send the sum. If routing is
-// uniform, a sum has top_k / num_ranks rows. Receivers sum the rows of this rank's own tokens, and add the sums that
-// arrive. If all of this is little work, own rows go through the arena like a peer's, so that all rows are summed at
-// once. If a token has one or two rows, few warps process it, so that one round is enough for all tokens. top_k == 0
-// means all_to_all_back: rows are not summed, and own rows go back like a peer's.
+// Launch shapes of a combine. Senders sum the experts' rows for each token of another rank, and send the sum. Receivers
+// sum the rows of this rank's own tokens, and add the sums that arrive.
+namespace combine_shapes {
+
+// Decode of one or two tokens.
+inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{4}, Send{WarpsPerRow::at_most(16, 2)},
+                                    Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
+// Decode of 3 to 32 tokens.
+inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::at_most(16, 2)},
+                                  Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
+// Large batches with one or two experts per token: few warps per row, so that one round is enough for all tokens.
+inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
+                                      Receive{WarpsPerRow::exactly(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
+// Large batches. Receivers read most of the data: they sum the rows of own tokens, and there are few ranks, or few rows
+// per rank.
+inline constexpr Shape kReceiversRead = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
+                                         Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{12}};
+// Large batches. Senders read most of the data, because there are many tokens, or many rows per token on each rank; or
+// senders sum the rows of own tokens, too.
+inline constexpr Shape kSendersRead = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
+                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
+// Training, or a prompt, with more than two ranks. In this shape and the next two, one warp sums all parts of a row in
+// each round.
+inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::exactly(1)},
+                                      Receive{WarpsPerRow::exactly(1)}, ReceiverSixteenths{8}};
+// The same with at most two ranks.
+inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::exactly(1)},
+                                                Receive{WarpsPerRow::exactly(1)}, ReceiverSixteenths{11}};
+// At most two ranks, if the user limits the SMs, or in a split-phase call.
+inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::exactly(1)},
+                                            Receive{WarpsPerRow::exactly(1)}, ReceiverSixteenths{10}};
+// In place of one warp per row: one warp per part, which is the four chunks that a warp sums at once.
+inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, 4);
+
+}  // namespace combine_shapes
+
+// The variant of a combine. With much to read, y is prefetched (kThroughput). With one rank, or more than two, this
+// pays only for more tokens (measured when the ring took more instructions).
+constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_ranks, int32_t num_sms, bool reads_much) {
+  if (num_sms > 0 || are_few(num_tokens)) return variant_for(num_tokens, num_sms);
+  const int32_t most_balanced = num_ranks == 1 || !reads_much ? 256 : num_ranks == 2 ? 0 : 1024;
+  return num_tokens <= most_balanced ? Variant::kBalanced : Variant::kThroughput;
+}
+
+// Plans a combine. If routing is uniform, a sum has top_k / num_ranks rows. If all of this is little work, own rows go
+// through the arena like a peer's, so that all rows are summed at once. top_k == 0 means all_to_all_back: rows are not
+// summed, and own rows go back like a peer's.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t num_sms, int32_t device_sms) {
+  using namespace combine_shapes;
   const int32_t sms = usable_sms(num_sms, device_sms);
-  const int32_t log_chunks = log2_ceil(num_chunks), most = std::max(log_chunks - 1, 0);
-  Variant variant = variant_for(num_tokens, num_sms);
-  const bool is_thin = top_k > 0 && top_k <= 2, is_much = num_tokens * top_k * num_chunks >= 24 * 1024;
-  if (num_sms == 0 && !are_few(num_tokens)) {
-    // With much to read, y is prefetched (kThroughput). With one rank, or more than two, this pays only for more tokens
-    // (measured when the ring took more instructions).
-    const int32_t most_usual = num_ranks == 1 || !is_much ? 256 : num_ranks == 2 ? 0 : 1024;
-    variant = num_tokens <= most_usual ? Variant::kBalanced : Variant::kThroughput;
-  }
-  const bool sums_own = variant == Variant::kBalanced ? is_thin || is_much : top_k > 0 && !is_low_latency(variant);
+  const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= 24 * 1024;
+  const Variant variant = combine_variant_for(num_tokens, num_ranks, num_sms, reads_much);
+  const bool sums_own =
+      variant == Variant::kBalanced ? has_few_experts || reads_much : top_k > 0 && !is_low_latency(variant);
   const int64_t num_rows = num_tokens * std::max(num_ranks - sums_own, 1);
-  Shape shape = {};
-  switch (variant) {
-    case Variant::kLowLatency:
-      shape = {variant, num_tokens <= 2 ? 2 : 3, std::min(4, most), 5, 10};
-      break;
-    case Variant::kBalanced: {
-      if (is_thin) {
-        shape = {variant, 4, std::min(2, most), log_warp_group(num_tokens, sms * kMaxBlockWarps / 2, 5), 8};
-        break;
+  const auto choose_shape = [=]() -> const Shape& {
+    switch (variant) {
+      case Variant::kLowLatency:
+        return num_tokens <= 2 ? kOneToken : kDecode;
+      case Variant::kBalanced: {
+        if (has_few_experts) return kFewExperts;
+        const bool senders_read_most = num_ranks > 2 && (num_tokens > 256 || top_k > 2 * num_ranks);
+        return !sums_own || senders_read_most ? kSendersRead : kReceiversRead;
       }
-      // If senders read most of the data, because there are many tokens or many rows per token, half of the blocks
-      // send.
-      const bool reads_most = num_ranks > 2 && (num_tokens > 256 || top_k > 2 * num_ranks);
-      shape = {variant, 4, std::min(4, most), 5, !sums_own || reads_most ? 8 : 12};
-      break;
+      default:
+        return num_ranks > 2 ? kManyTokens : num_sms > 0 ? kFewSmsOnTwoRanks : kManyTokensOnTwoRanks;
     }
-    case Variant::kThroughput: {
-      // A warp sums a part, which is four chunks, at once. By default, a row gets one warp, which sums all parts of the
-      // row in each round. If it is clearly faster, a row gets one warp per part: there are more rounds, of one part
-      // each.
-      const int32_t warps = std::max(sms / 2 - 1, 1) * kMaxBlockWarps;
-      const int64_t parts = divide_up(num_chunks, 4), most_rows = std::max(num_rows, num_tokens);
-      const int32_t log_parts = log2_ceil(static_cast<int32_t>(parts));
-      const auto turns = [=](int32_t log) { return divide_up(most_rows, std::max(warps >> log, 1)); };
-      const int32_t log_warps = 8 * turns(log_parts) <= 7 * parts * turns(0) ? log_parts : 0;
-      shape = {variant, 4, log_warps, log_warps, num_ranks > 2 ? 8 : num_sms > 0 ? 10 : 11};
-      break;
-    }
+  };
+  Shape shape = choose_shape();
+  if (variant == Variant::kThroughput) {
+    // A warp per part takes more rounds than a warp per row, but its rounds are of one part each. It must be clearly
+    // faster.
+    const int32_t warps = std::max(sms / 2 - 1, 1) * kMaxBlockWarps;
+    const int64_t parts = divide_up(num_chunks, 4), most_rows = std::max(num_rows, num_tokens);
+    const auto rounds = [=](int32_t log) { return divide_up(most_rows, std::max(warps >> log, 1)); };
+    const int32_t log_parts = kWarpPerPart.log_for(most_rows, num_chunks, sms);
+    if (8 * rounds(log_parts) <= 7 * parts * rounds(0)) shape.send.warps = shape.receive.warps = kWarpPerPart;
   }
-  shape.log_receive_warps = std::min(shape.log_receive_warps, log_chunks);
-  LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, sms);
+  const LogWarps log_warps = {shape.send.warps.log_for(num_rows, num_chunks, sms),
+                              shape.receive.warps.log_for(num_tokens, num_chunks, sms)};
+  LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, log_warps, sms);
   plan.sums_own = sums_own;
   return plan;
 }

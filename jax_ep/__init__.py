@@ -26,6 +26,7 @@ Example: a layer on all devices, with R ranks, E experts, K experts per token, T
 The examples of all functions and classes go on from here.
 """
 
+from jax_ep import moe
 from jax_ep._all_to_all import all_to_all, all_to_all_back
 from jax_ep._backends import BackendStatus, backends
 from jax_ep._combine import combine, combine_done, combine_start
@@ -61,6 +62,7 @@ __all__ = [
     "dispatch_like",
     "dispatch_start",
     "export_checks",
+    "moe",
 ]
 
 __version__ = "0.1.0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ def all_to_all(
     *,
     group: Group,
     wire: Wire | None = None,
+    dequantize: bool = True,
 ) -> AllToAll:
     """Sends rows that are already sorted by expert. Differentiable in x, in reverse mode.
 
@@ -30,13 +31,15 @@ def all_to_all(
         splits: [E] int32, the number of rows for each expert. If their sum is less than M, the rows beyond the sum are
             not sent. If it is more, experts get rows in order until all M rows are used; the received splits show this.
         group: the `Group`.
-        wire: the same as for `dispatch`. fp8 rows are not differentiable.
+        wire: the same as for `dispatch`.
+        dequantize: the same as for `dispatch`.
 
     Returns:
         `AllToAll`.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        TypeError: a call that returns fp8 rows is differentiated.
 
     Example:
         >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)  # each rank sends its rows to expert 0
@@ -50,7 +53,8 @@ def all_to_all(
     _checks.num_rows("all_to_all", "M", x.shape[0], group.max_tokens_per_rank)
     _checks.array("all_to_all", "splits", splits, {"E": group.num_experts}, jnp.int32)
     _checks.wire("all_to_all", wire, group.hidden)
-    return _all_to_all((group, wire), *_compat.vary((x, splits), group.axis_names))
+    _checks.boolean("all_to_all", "dequantize", dequantize)
+    return _all_to_all((group, wire, dequantize), *_compat.vary((x, splits), group.axis_names))
 
 
 @_compat.named
@@ -87,25 +91,26 @@ def all_to_all_back(
     return _all_to_all_back(group, *_compat.vary((y, splits), group.axis_names))
 
 
+_Static: TypeAlias = tuple[Group, Wire | None, bool]  # group, wire, dequantize
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_to_all(static: tuple[Group, str | None], x: jax.Array, splits: jax.Array) -> AllToAll:
-    group, wire = static
-    return group._backend_for(x.shape[0]).all_to_all(x, splits, wire, zero_pad=False)
+def _all_to_all(static: _Static, x: jax.Array, splits: jax.Array) -> AllToAll:
+    group, wire, dequantize = static
+    return group._backend_for(x.shape[0]).all_to_all(x, splits, wire, dequantize=dequantize, zero_pad=False)
 
 
-def _all_to_all_fwd(static: tuple[Group, str | None], x: jax.Array, splits: jax.Array) -> tuple[AllToAll, jax.Array]:
-    _, wire = static
-    if wire is not None:
+def _all_to_all_fwd(static: _Static, x: jax.Array, splits: jax.Array) -> tuple[AllToAll, jax.Array]:
+    _, wire, dequantize = static
+    if wire is not None and not dequantize:
         raise TypeError(
-            f"all_to_all: wire is {wire!r} and fp8 rows cannot be differentiated; use wire=None, or dispatch with "
-            "dequantize=True"
+            f"all_to_all: fp8 rows cannot be differentiated (wire is {wire!r}); use dequantize=True or wire=None"
         )
     return _all_to_all(static, x, splits), splits
 
 
-def _all_to_all_bwd(static: tuple[Group, str | None], splits: jax.Array, g: AllToAll) -> tuple[jax.Array, None]:
-    group, _ = static
-    return _all_to_all_back(group, g.x, splits), None
+def _all_to_all_bwd(static: _Static, splits: jax.Array, g: AllToAll) -> tuple[jax.Array, None]:
+    return _all_to_all_back(static[0], g.x, splits), None
 
 
 _all_to_all.defvjp(_all_to_all_fwd, _all_to_all_bwd)
@@ -122,7 +127,7 @@ def _all_to_all_back_fwd(group: Group, y: jax.Array, splits: jax.Array) -> tuple
 
 def _all_to_all_back_bwd(group: Group, splits: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
     # What lies beyond the splits was never read: its cotangent is zero.
-    return group._backend_for(g.shape[0]).all_to_all(g, splits, None, zero_pad=True).x, None
+    return group._backend_for(g.shape[0]).all_to_all(g, splits, None, dequantize=True, zero_pad=True).x, None
 
 
 _all_to_all_back.defvjp(_all_to_all_back_fwd, _all_to_all_back_bwd)

@@ -17,20 +17,20 @@ _COMMANDS = {  # name -> module, help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit status."""
+    """Runs one command. Returns its exit status."""
     name, *arguments = _parse(sys.argv[1:] if argv is None else argv)
     module, _ = _COMMANDS[name]
     return importlib.import_module(module).run(arguments)
 
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:
-    """`argv` if its first argument is a command; else prints help or an error, and exits."""
+    """Returns `argv` if its first argument is a command. Otherwise prints help or an error, and exits."""
     lines = [f"  {name:8}{description}" for name, (_, description) in _COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="jax-ep",
         usage="%(prog)s COMMAND [ARGUMENT ...]",
         description="\n".join(["Expert-parallel dispatch and combine for JAX. Commands:", "", *lines]),
-        epilog="jax-ep COMMAND --help tells the arguments of a command.",
+        epilog="jax-ep COMMAND --help lists the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=ep.__version__)

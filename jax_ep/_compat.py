@@ -1,6 +1,6 @@
-"""Every use of JAX that is private or differs between the supported releases (0.10 to 0.12).
+"""All uses of JAX that are private, or differ between the supported releases (0.10 to 0.12).
 
-Nothing else may be, but for the primitive of `_ordered_calls`.
+The only other file with such uses is `_ordered_calls.py`, for its primitive.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
-    """The manual mesh axes over which any of `arrays` varies, as `shard_map(check_vma=True)` tracks it.
+    """Returns the manual mesh axes over which any of `arrays` varies, as `shard_map(check_vma=True)` tracks them.
 
-    Empty under `check_vma=False`, where nothing is tracked.
+    The result is empty with `check_vma=False`, which tracks nothing.
     """
     leaves = jax.tree.leaves(arrays)
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
 
 
 def vary(operands: T, axes: Iterable[str]) -> T:
-    """Casts every array in the pytree `operands` to vary over `axes` and over all that any of them varies over.
+    """Casts every array in the pytree `operands` to vary over `axes`, and over each axis that any of them varies over.
 
-    A collective or foreign call mixes its operands, so each result varies over the union. The cast's transpose is the
-    sum over the added axes, which is what makes gradients right for an operand that was replicated.
+    A collective or an FFI call mixes its operands, so each result varies over the union of these axes. The transpose of
+    the cast sums over the added axes. This makes the gradient of a replicated operand correct.
 
-    An operand that is sharded over explicit axes, which the shard_map has left out, is gathered along them. XLA does
-    the same for automatic axes.
+    If an operand is sharded over explicit axes that the shard_map leaves out, it is gathered along them. XLA does the
+    same for automatic axes.
     """
     union = varying_axes(operands) | set(axes)
 
@@ -52,12 +52,12 @@ def vary(operands: T, axes: Iterable[str]) -> T:
 
 
 def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of a foreign call's result that varies over the same manual mesh axes as `operand`."""
+    """Returns the type of an FFI call's result that varies over the same manual mesh axes as `operand`."""
     return jax.typeof(operand).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
 
 
 def mesh_in_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-    """The mesh of `jax.set_mesh`, also while a function is traced; else that of `jax.sharding.use_abstract_mesh`."""
+    """Returns the mesh of `jax.set_mesh`, also during tracing, or else of `jax.sharding.use_abstract_mesh`."""
     for mesh in (mesh_lib.get_concrete_mesh(), jax.sharding.get_abstract_mesh()):
         if not mesh.empty:
             return mesh
@@ -65,35 +65,42 @@ def mesh_in_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
 
 
 def named(function: F) -> F:
-    """`function`, which is public, with its name on all that it traces, as profilers show it: jax_ep.dispatch.
+    """Decorates a public function: profilers show everything that it traces under its public name: jax_ep.dispatch.
 
-    (The scope as a decorator, which 0.10 makes once for all calls, would mix up threads that trace at once.)
+    (jax.named_scope as a decorator would mix up threads that trace at the same time: JAX 0.10 makes one scope for all
+    calls.)
     """
+    modules = [name for name in function.__module__.split(".") if not name.startswith("_")]
+    scope = ".".join([*modules, function.__name__])
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(f"jax_ep.{function.__name__}"):
+        with jax.named_scope(scope):
             return function(*args, **kwargs)
 
     return cast(F, call)
 
 
 def in_one_place(operands: T) -> T:
-    """The arrays of `operands` such that whoever uses them is given the same memory.
+    """Returns `operands` behind barriers, so that all users of an array get the same memory.
 
-    Where XLA copies an operand (into the layout that a foreign call wants, say), it does so for each that uses it, but
-    not behind a barrier. One for each array: a common one would differentiate all where one is differentiated.
+    Without a barrier, XLA may make a separate copy of an operand for each user, for example in the layout that an FFI
+    call needs. Each array has a barrier of its own: a common barrier would differentiate all arrays if one is
+    differentiated.
     """
     return jax.tree.map(lax.optimization_barrier, operands)
 
 
 def publish(key: str, value: str) -> None:
-    """Puts `value` into the key-value store that the processes of `jax.distributed` share."""
+    """Stores `value` in the key-value store that the processes of `jax.distributed` share."""
     _store().key_value_set(key, value, allow_overwrite=True)
 
 
 def look_up(key: str, timeout: float) -> str | None:
-    """The value of `key` in the store; None if there is none within `timeout` seconds, which may be over already."""
+    """Returns the value of `key` in the store, or None if it does not appear within `timeout` seconds.
+
+    With a `timeout` of 0 or less, returns at once.
+    """
     try:
         if timeout <= 0:
             return _store().key_value_try_get(key)
@@ -105,12 +112,12 @@ def look_up(key: str, timeout: float) -> str | None:
 
 
 def forget(key: str) -> None:
-    """Takes `key` out of the store."""
+    """Deletes `key` from the store."""
     _store().key_value_delete(key)
 
 
 def barrier(name: str, processes: Sequence[int], timeout: float) -> bool:
-    """Waits until all `processes` have come to the barrier `name`; False if some do not within `timeout` seconds."""
+    """Waits until all `processes` have reached the barrier `name`. Returns False after `timeout` seconds."""
     try:
         _store().wait_at_barrier(name, math.ceil(timeout * 1000), process_ids=list(processes))
     except jax.errors.JaxRuntimeError as error:
@@ -128,15 +135,18 @@ def _store() -> Any:
 
 
 def current_trace() -> Any:
-    """An object equal to itself for as long as the same function is being traced, to tell one trace from another."""
+    """Returns an object that identifies the current trace: two results are equal if they are from the same trace."""
     return jex_core.get_opaque_trace_state()
 
 
 def differentiable(function: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """`function(static, *operands)` with a gradient rule; forward and backward see which operands and cotangents count.
+    """Returns `function(static, *operands)` with the gradient rule (forward, backward).
 
-    An eager shard_map takes such rules from compiled functions only. Elsewhere it is not compiled by itself, as its
-    calls would then be in another function than the caller's (see `_ordered_calls`).
+    With symbolic_zeros, forward sees which operands are differentiated, and backward sees which cotangents are zero.
+
+    An eager shard_map accepts such rules only in compiled functions, so the result is compiled there. While JAX traces
+    a function, the result is not compiled separately: its calls would then be in another function than the caller's
+    (see `_ordered_calls`).
     """
     rule = jax.custom_vjp(function, nondiff_argnums=(0,))
     rule.defvjp(forward, backward, symbolic_zeros=True)
@@ -150,7 +160,10 @@ def differentiable(function: Callable[..., Any], forward: Callable[..., Any], ba
 
 
 def _is_tracing() -> bool:
-    """Whether JAX traces a function here, rather than running it at once; vmap and grad do either."""
+    """Returns True if JAX traces a function, and False if it runs each operation eagerly.
+
+    vmap and grad occur in both cases, so this looks at the trace below them.
+    """
     trace = core.trace_ctx.trace
     while not isinstance(trace, partial_eval.DynamicJaxprTrace):
         if (trace := getattr(trace, "parent_trace", None)) is None:
@@ -159,5 +172,5 @@ def _is_tracing() -> bool:
 
 
 def values(operands: Any) -> Any:
-    """The operands of a forward rule without the marks of what is differentiated."""
+    """Returns the operands of a forward rule without the flags that symbolic_zeros adds."""
     return jax.tree.map(lambda primal: primal.value, operands)

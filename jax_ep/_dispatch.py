@@ -34,11 +34,12 @@ def dispatch(
     topk_weights: Annotated[jax.Array, "float32 [T, K]"] | None = None,
     *,
     group: Group,
-    layout: LayoutName,
+    layout: LayoutName = "ragged",
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int = 1,
     wire: Wire | None = None,
-    dequantize: bool = False,
+    dequantize: bool = True,
     zero_pad: bool | None = None,
 ) -> Dispatched:
     """Sends each token to the ranks that hold its top-k experts. Call it inside `jax.shard_map` over `group.mesh`.
@@ -52,16 +53,19 @@ def dispatch(
             token names an expert twice, the expert receives two rows.
         topk_weights: [T, K] float32, the router's weights; None means 1.
         group: the `Group`.
-        layout: "expert" for recv.x [E_local, capacity, H]; "ragged" for recv.x [capacity, H], grouped by expert.
-        capacity: rows per local expert ("expert") or in all ("ragged"), a multiple of alignment. The default is enough
-            for any routing that names no expert twice for a token. If rows do not fit, dispatch keeps the first rows in
-            the order of `Dispatched`. recv.num_dropped counts the dropped rows, and combine treats them as zero.
+        layout: "ragged" for recv.x [capacity, H], grouped by expert; "expert" for recv.x [E_local, capacity, H].
+        capacity: rows in all ("ragged") or per local expert ("expert"), a multiple of alignment. The default is enough
+            for any routing that names no expert twice for a token. If rows do not fit, the experts share the room
+            fairly, and so do the source ranks in each expert (docs/concepts.md). recv.num_dropped counts the dropped
+            rows, and combine treats them as zero.
+        capacity_factor: in place of capacity, as a multiple of the rows that a balanced router sends: T * K rows in all
+            ("ragged") or T * K / E_local rows per local expert ("expert"), rounded up to a multiple of alignment.
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
-            "fp8_pow2" does the same with scales that are powers of two. With an fp8 wire, recv.x is fp8 and must be
-            multiplied by recv.scales.
-        dequantize: converts fp8 rows to group.dtype on arrival. The gradient is then the gradient of wire=None
-            (straight-through).
+            "fp8_pow2" does the same with scales that are powers of two.
+        dequantize: True converts fp8 rows to group.dtype on arrival: those of an fp8 wire, and those of a quantised x.
+            The gradient is then the gradient of wire=None (straight-through). False keeps recv.x in fp8; recv.x must
+            then be multiplied by recv.scales, and the call cannot be differentiated.
         zero_pad: True zeroes rows that hold no token, and False leaves them unspecified. None means True if the call is
             differentiated, and else False.
 
@@ -80,7 +84,7 @@ def dispatch(
         >>> on_each_rank(rows_of_experts)(x, topk_idx, topk_weights).shape == (E, 8, H)
         True
     """
-    options = DispatchOptions(layout, capacity, alignment, wire, dequantize, zero_pad)
+    options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, dequantize, zero_pad)
     call, operands = _prepare("dispatch", group, options, x, topk_idx, topk_weights)
     return _dispatch(call, *operands, None)
 
@@ -92,11 +96,12 @@ def dispatch_start(
     topk_weights: Annotated[jax.Array, "float32 [T, K]"] | None = None,
     *,
     group: Group,
-    layout: LayoutName,
+    layout: LayoutName = "ragged",
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int = 1,
     wire: Wire | None = None,
-    dequantize: bool = False,
+    dequantize: bool = True,
     zero_pad: bool | None = None,
 ) -> Pending:
     """Starts a `dispatch` and waits for no peer. Arguments and errors are those of `dispatch`.
@@ -115,7 +120,7 @@ def dispatch_start(
         >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
         True
     """
-    options = DispatchOptions(layout, capacity, alignment, wire, dequantize, zero_pad)
+    options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, dequantize, zero_pad)
     call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights)
     operands = _compat.in_one_place(operands)
     return Pending((*operands, _start(call, *operands)), "dispatch", group, call)
@@ -254,7 +259,7 @@ def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatche
     if call.quantized and any(part.perturbed for part in x):
         raise TypeError(
             "dispatch: a quantised x cannot be differentiated; give x in the group's dtype with wire='fp8', "
-            "dequantize=True, or jax.lax.stop_gradient of the pair"
+            "or jax.lax.stop_gradient of the pair"
         )
     if call.returns_fp8:
         given = "x is quantised" if call.quantized else f"wire is {call.options.wire!r}"
@@ -280,11 +285,11 @@ _dispatch = _compat.differentiable(_dispatch_rows, _dispatch_fwd, _dispatch_bwd)
 
 @jax.custom_vjp
 def _dispatch_like(x: jax.Array, route: Route) -> jax.Array:
-    return route.backend.dispatch_like(route, x)
+    return route.backend.dispatch_like(route, x, zero_pad=False)
 
 
 def _dispatch_like_fwd(x: jax.Array, route: Route) -> tuple[jax.Array, Route]:
-    return _dispatch_like(x, route), route
+    return route.backend.dispatch_like(route, x, zero_pad=True), route
 
 
 def _dispatch_like_bwd(route: Route, g: jax.Array) -> tuple[jax.Array | None, None]:

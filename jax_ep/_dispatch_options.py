@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jax_ep import _checks, _layouts
 from jax_ep._layouts import LayoutName
@@ -17,6 +16,7 @@ class DispatchOptions:
 
     layout: LayoutName
     capacity: int | None
+    capacity_factor: float | None
     alignment: int
     wire: Wire | None
     dequantize: bool
@@ -30,8 +30,37 @@ class DispatchOptions:
             _checks.boolean(op, "zero_pad", self.zero_pad)
         _checks.boolean(op, "dequantize", self.dequantize)
         alignment = _checks.integer(f"{op}: alignment", self.alignment, 1, _checks.MAX_INT32)
-        capacity = _capacity(op, self.capacity, alignment, self.layout, num_tokens, group)
-        return CheckedOptions(self.layout, capacity, alignment, self.wire, self.dequantize, self.zero_pad)
+        capacity = self._capacity(op, alignment, num_tokens, group)
+        return CheckedOptions(self.layout, capacity, None, alignment, self.wire, self.dequantize, self.zero_pad)
+
+    def _capacity(self, op: str, alignment: int, num_tokens: int, group: GroupSettings) -> int:
+        """The capacity to use, checked against alignment."""
+        capacity, origin = self.capacity, ""
+        sizes = {"num_tokens": num_tokens, "top_k": group.top_k, "experts_per_rank": group.experts_per_rank}
+        if self.capacity_factor is not None:
+            if capacity is not None:
+                raise ValueError(
+                    f"{op}: capacity_factor is {self.capacity_factor} and capacity is {capacity}; give one of them"
+                )
+            factor = _checks.positive(f"{op}: capacity_factor", self.capacity_factor)
+            capacity = _layouts.capacity_of_factor(self.layout, factor, **sizes, alignment=alignment)
+            origin = f", from capacity_factor = {factor}"
+        elif capacity is None:
+            capacity = _layouts.default_capacity(self.layout, num_ranks=group.num_ranks, **sizes, alignment=alignment)
+            origin = ", which is enough for any routing"
+        elif _checks.integer(f"{op}: capacity", capacity, 1) % alignment:
+            raise ValueError(
+                f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
+                f"e.g. {_layouts.align_up(capacity, alignment)}"
+            )
+        parts = group.experts_per_rank if self.layout == "expert" else 1
+        largest = _checks.MAX_INT32 // parts // alignment * alignment
+        if capacity > largest:
+            raise ValueError(
+                f"{op}: capacity is {capacity}{origin}; a rank's rows are numbered in int32, so it must be at most "
+                f"{largest}: give a smaller one"
+            )
+        return int(capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,29 +68,3 @@ class CheckedOptions(DispatchOptions):
     """Options that fit a group; the capacity is known."""
 
     capacity: int
-
-
-def _capacity(op: str, capacity: Any, alignment: int, layout: LayoutName, num_tokens: int, group: GroupSettings) -> int:
-    """The capacity to use, checked against alignment."""
-    by_default = ", which is enough for any routing" if capacity is None else ""
-    if capacity is None:
-        capacity = _layouts.default_capacity(
-            layout,
-            num_ranks=group.num_ranks,
-            num_tokens=num_tokens,
-            top_k=group.top_k,
-            experts_per_rank=group.experts_per_rank,
-            alignment=alignment,
-        )
-    elif _checks.integer(f"{op}: capacity", capacity, 1) % alignment:
-        raise ValueError(
-            f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
-            f"e.g. {_layouts.align_up(capacity, alignment)}"
-        )
-    largest = _checks.MAX_INT32 // (group.experts_per_rank if layout == "expert" else 1) // alignment * alignment
-    if capacity > largest:
-        raise ValueError(
-            f"{op}: capacity is {capacity}{by_default}; a rank's rows are numbered in int32, so it must be at most "
-            f"{largest}: give a smaller one"
-        )
-    return int(capacity)

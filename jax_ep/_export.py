@@ -1,17 +1,19 @@
-"""What `jax.export` must be told about programs that contain operations."""
+"""The safety checks of `jax.export` that do not know the operations of jax_ep."""
 
 from __future__ import annotations
 
 from jax.export import DisabledSafetyCheck
 
 from jax_ep._backends import targets
+from jax_ep.moe import _grouped_matmul
 
 
 def export_checks() -> list[DisabledSafetyCheck]:
-    """Returns the `disabled_checks` with which `jax.export.export` accepts the operations of the CUDA backend.
+    """Returns the `disabled_checks` with which `jax.export.export` accepts the CUDA backend and the grouped GEMM.
 
-    `jax.export` refuses foreign calls unless the caller vouches for them. jax_ep vouches for its own calls between
-    processes that run the same version of jax_ep. A group of the reference backend needs no such checks.
+    `jax.export` refuses FFI calls that it does not know, unless the caller disables its check for them. jax_ep keeps
+    its own calls compatible between processes that run the same version of jax_ep. The backends "reference" and
+    "collectives" make no FFI calls.
 
     Example:
         >>> layer = on_each_rank(lambda x, topk_idx: ep.dispatch(x, topk_idx, group=group, layout="ragged").x)
@@ -21,4 +23,5 @@ def export_checks() -> list[DisabledSafetyCheck]:
     """
     split = [half for target in targets.SPLIT for half in (target.start, target.done)]
     names = [target.name for target in (*targets.TARGETS, *split)]
-    return [DisabledSafetyCheck.custom_call(f"jax_ep_{name}") for name in (*names, "room", "dispatch_layout")]
+    calls = [*(f"jax_ep_{name}" for name in (*names, "room", "dispatch_layout")), _grouped_matmul.TARGET]
+    return [DisabledSafetyCheck.custom_call(call) for call in calls]

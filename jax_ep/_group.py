@@ -13,7 +13,7 @@ from jax_ep._settings import GroupSettings, Mesh, mesh_or_context
 from jax_ep._stats import GroupStats
 from jax_ep._types import Backend
 
-BackendName: TypeAlias = Literal["auto", "cuda", "reference", "emulated"]
+BackendName: TypeAlias = Literal["auto", "cuda", "collectives", "reference", "emulated"]
 
 
 class Group(GroupSettings):
@@ -34,12 +34,13 @@ class Group(GroupSettings):
             along the flattened axes, the first axis major. `jax.shard_map` must make these axes manual; it may leave
             the other axes automatic.
         num_experts: experts in all, a multiple of the number of ranks.
-        top_k: experts per token, 1 to 32 and at most num_experts.
+        top_k: experts per token, 1 to 32, and at most num_experts.
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T of any call.
         dtype: the dtype of activations: bfloat16, float16 or float32.
-        backend: "auto" chooses the fastest backend that works on the mesh. `jax_ep.backends()` lists the backends. On
-            an AbstractMesh, "auto" goes by its abstract_device.
+        backend: "auto" chooses "cuda" where the mesh supports it, "reference" on CPUs, and else "collectives".
+            `jax_ep.backends()` lists the backends and says which are available. On an AbstractMesh, "auto" chooses by
+            its abstract_device.
             "emulated" is for the tests of a source checkout: it runs the kernels of "cuda" on CPU devices.
         num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
             split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs, and at most 32 with None.

@@ -5,10 +5,14 @@ Both layouts group rows by local expert and keep the order (source rank, source 
 * "expert": `[experts_per_rank, capacity]`, each expert has `capacity` rows of its own;
 * "ragged": `[capacity]`, one expert after the other, each group rounded up to `alignment` rows, as
   `jax.lax.ragged_dot` and grouped GEMMs want it.
+
+If there is too little room, the experts share it, and the sources share the room of each expert (`fill`).
 """
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -19,12 +23,13 @@ LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
 class Placement(NamedTuple):
-    """Where each local expert's rows start and how many there are; arrays are [experts_per_rank] int32."""
+    """Where the rows of each local expert are, and which rows are kept. All arrays are int32."""
 
-    first_row: jax.Array  # row of the flattened buffer
-    counts: jax.Array  # rows that are kept
-    group_sizes: jax.Array  # counts, rounded up to alignment in the ragged layout
-    num_dropped: jax.Array  # [] int32, rows beyond the capacity
+    first_row: jax.Array  # [E_local], row of the flattened buffer
+    counts: jax.Array  # [E_local], rows that are kept
+    group_sizes: jax.Array  # [E_local], counts, rounded up to alignment in the ragged layout
+    kept: jax.Array  # [E_local, R], rows that are kept of each source rank
+    num_dropped: jax.Array  # [], rows that did not fit
 
 
 def align_up(n: int, alignment: int) -> int:
@@ -46,20 +51,75 @@ def rows_shape(layout: str, *, capacity: int, experts_per_rank: int) -> tuple[in
     return (experts_per_rank, capacity) if layout == "expert" else (capacity,)
 
 
-def place(need: jax.Array, *, layout: str, capacity: int, alignment: int) -> Placement:
-    """Places `need` [experts_per_rank] int32 rows per expert; where room runs out the first rows are kept."""
+def capacity_of_factor(
+    layout: str, factor: float, *, num_tokens: int, top_k: int, experts_per_rank: int, alignment: int
+) -> int:
+    """The capacity of `factor` times the rows that a balanced router sends, rounded up to alignment.
+
+    A balanced router sends T * K rows to each rank, and T * K / E_local rows to each expert.
+    """
+    # As the decimal number that the caller wrote: 1.1 * 10 rows are 11 rows, not 12.
+    rows = Fraction(str(factor)) * num_tokens * top_k
+    return align_up(math.ceil(rows / experts_per_rank if layout == "expert" else rows), alignment)
+
+
+def fill(need: jax.Array, room: jax.Array | int, start: jax.Array | int = 0) -> jax.Array:
+    """Shares `room` fairly: each entry of the last axis of `need` [..., N] keeps min(need, level).
+
+    The level is the highest that fits. What is left over goes one each to the entries that want more, beginning at
+    entry `start` and going round. `room` and `start` have the leading axes of `need`, or are scalars.
+    """
+    num = need.shape[-1]
+    room = jnp.broadcast_to(jnp.asarray(room, jnp.int32), need.shape[:-1])[..., None]
+    start = jnp.broadcast_to(jnp.asarray(start, jnp.int32), need.shape[:-1])[..., None]
+    # If the i smallest needs are kept whole, the others share what is left. The sum of min(need, level) is the least of
+    # these sums over all i, so that a level fits if it fits for any i.
+    ascending = jnp.sort(need, axis=-1)
+    below = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32) - ascending
+    level = jnp.max((room - below) // (num - jnp.arange(num, dtype=jnp.int32)), axis=-1, keepdims=True)
+    kept = jnp.minimum(need, level)
+    wants_more = (need > level).astype(jnp.int32)
+    wanting = jnp.cumsum(wants_more, axis=-1, dtype=jnp.int32)  # entries that want more, through each one
+    index = jnp.arange(num, dtype=jnp.int32)
+    before_start = jnp.sum(jnp.where(index < start, wants_more, 0), axis=-1, keepdims=True, dtype=jnp.int32)
+    turn = wanting - 1 - before_start + jnp.where(index < start, wanting[..., -1:], 0)
+    left_over = room - jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
+    return kept + wants_more * (turn < left_over)
+
+
+def place(
+    need: jax.Array, *, layout: str, capacity: int, alignment: int, first_expert: jax.Array | int = 0
+) -> Placement:
+    """Places need [E_local, R] rows, from each source rank for each local expert, and shares too little room fairly.
+
+    `first_expert` is the global id of the rank's first expert.
+    """
+    of_expert = jnp.sum(need, axis=1, dtype=jnp.int32)
+    num_experts, num_ranks = need.shape
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
     if layout == "expert":
-        first_row = jnp.arange(need.shape[0], dtype=jnp.int32) * capacity
-        counts = jnp.minimum(need, capacity)
+        first_row = experts * capacity
+        counts = jnp.minimum(of_expert, capacity)
         group_sizes = counts
     else:
-        # A group that overflows fills the buffer, so that clipping the start of all later groups to the capacity is the
-        # same as adding up the sizes that are left after dropping.
-        aligned = (need + (alignment - 1)) // alignment * alignment
-        first_row = jnp.minimum(jnp.cumsum(aligned, dtype=jnp.int32) - aligned, capacity)
-        counts = jnp.minimum(need, capacity - first_row)
-        group_sizes = jnp.minimum(aligned, capacity - first_row)
-    return Placement(first_row, counts, group_sizes, jnp.sum(need - counts, dtype=jnp.int32))
+        tiles = fill(-(-of_expert // alignment), capacity // alignment)
+        group_sizes = tiles * alignment
+        counts = jnp.minimum(of_expert, group_sizes)
+        first_row = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
+    kept = fill(need, counts, (first_expert + experts) % num_ranks)
+    return Placement(first_row, counts, group_sizes, kept, jnp.sum(of_expert - counts, dtype=jnp.int32))
+
+
+def row_expert(group_sizes: jax.Array, *, layout: str, capacity: int) -> jax.Array:
+    """The local expert of each row that `group_sizes` covers, and -1 elsewhere: int32, shaped as `rows_shape`."""
+    expert = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
+    row = jnp.arange(capacity, dtype=jnp.int32)
+    if layout == "expert":
+        return jnp.where(row < group_sizes[:, None], expert[:, None], -1)
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    # The number of groups that end at or before the row: comparisons, which XLA fuses, in place of a search.
+    ended = jnp.sum(row[:, None] >= ends, axis=1, dtype=jnp.int32)
+    return jnp.where(row < ends[-1], ended, -1)
 
 
 class Blocks(NamedTuple):

@@ -26,6 +26,7 @@ def _load(name: str, platform: str) -> tuple[ModuleType | None, ImportError | No
 
 cpu, _cpu_error = _load("_cpu", "cpu")
 cuda, _cuda_error = _load("_cuda", "CUDA")
+grouped_matmul, _ = _load("_grouped_matmul", "CUDA")  # built where CUTLASS's headers are
 emulated, _ = _load("_emulated", "cpu")  # built for tests only
 
 

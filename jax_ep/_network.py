@@ -1,6 +1,6 @@
-"""Groups with ranks that have no pointer to each other's memory: when that is so, and how NVSHMEM is started for them.
+"""Groups over a network: decides whether ranks can map each other's memory, and starts NVSHMEM if they cannot.
 
-docs/network.md tells how rows travel then. The module _nvshmem is imported only where it is needed.
+docs/network.md explains how rows travel over a network. The module _nvshmem is imported only when a group needs it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import numpy as np
 from jax_ep import _compat, _processes
 from jax_ep._errors import Error
 
-_NODE_SIZE = "JAX_EP_NODE_SIZE"  # in the environment: so many ranks in a row are taken for one node
+_NODE_SIZE = "JAX_EP_NODE_SIZE"  # environment variable: this many consecutive ranks form a node
 _INSTALLING = "install nvidia-nvshmem-cu13 as docs/multi_host.md says (over a network)"
-_LAST_CALL_S = 10.0  # that a process waits for the others when it ends
+_LAST_CALL_S = 10.0  # seconds that a process waits for the others when it ends
 
-_started: list[int] = []  # the processes for which NVSHMEM runs, in the order of their processing elements
+_started: list[int] = []  # the processes for which NVSHMEM runs, in the order of their processing elements (PEs)
 
 
 def override() -> str:
-    """What the environment of this process says of hosts; it must say the same in all."""
+    """Returns the value of JAX_EP_NODE_SIZE in this process. It must be the same in all processes."""
     return os.environ.get(_NODE_SIZE, "")
 
 
 def expect_same_override(published: dict[int, str]) -> None:
-    """`published`: what override() is in each process."""
+    """Raises an error if override() differs between processes. `published` has its result in each process."""
     mine = override()
     for process, other in published.items():
         if other != mine:
@@ -44,7 +44,7 @@ def expect_same_override(published: dict[int, str]) -> None:
 
 
 def given_node_size() -> int:
-    """How many ranks in a row the user says to be of one node; 0 if nothing is said."""
+    """Returns the number of ranks per node that the user has set, or 0."""
     text = override()
     if text and not (text.isdecimal() and int(text) > 0):
         raise ValueError(f"{_NODE_SIZE} is {text!r}; it must be a number of ranks, or not be set")
@@ -52,9 +52,9 @@ def given_node_size() -> int:
 
 
 def node_size(ep_groups: np.ndarray, hosts: dict[int, str]) -> int:
-    """How many ranks in a row are of one node, beginning at each multiple of that; `hosts`: of each process.
+    """Returns the number of ranks per node. A node starts at each multiple of it. `hosts` maps processes to hosts.
 
-    Ranks of a node reach each other's memory, which others may not.
+    The ranks of a node map each other's memory. Ranks of different nodes may not.
     """
     num_ranks, given = ep_groups.shape[1], given_node_size()
     if given >= num_ranks:
@@ -68,19 +68,19 @@ def node_size(ep_groups: np.ndarray, hosts: dict[int, str]) -> int:
 
 
 def nodes(ep_group: Sequence[jax.Device], hosts: dict[int, str]) -> list[int]:
-    """The node of each rank of an EP group; `hosts`: of each process."""
+    """Returns the node of each rank of an EP group. `hosts` maps each process to its host."""
     size = node_size(np.array([ep_group]), hosts)
     return [rank // size for rank in range(len(ep_group))]
 
 
 def is_needed(ep_groups: np.ndarray, hosts: dict[int, str]) -> bool:
-    """Whether a group's memory must be NVSHMEM's: its ranks are of several nodes, or of a node of several hosts."""
+    """Returns True if NVSHMEM must allocate the group's memory: its ranks are on several nodes, or on several hosts."""
     hosts_of_groups = [{hosts[device.process_index] for device in ep_group} for ep_group in ep_groups]
     return node_size(ep_groups, hosts) < ep_groups.shape[1] or any(len(used) > 1 for used in hosts_of_groups)
 
 
 def obstacle(mesh: jax.sharding.Mesh) -> str:
-    """Why this process cannot be part of a group over a network, as what is wrong and what to do; "" if it can."""
+    """Returns why this process cannot be part of a group over a network, and the fix; "" if it can."""
     if (devices := len(mesh.local_devices)) != 1:
         return (
             f"{devices} devices of the mesh in one process, and NVSHMEM wants one process per GPU; start as many "
@@ -90,7 +90,7 @@ def obstacle(mesh: jax.sharding.Mesh) -> str:
 
 
 def module_obstacle() -> str:
-    """The same of what is installed, whatever the mesh."""
+    """Returns why the module _nvshmem cannot be used, and the fix; "" if it can. Does not depend on the mesh."""
     try:
         _module()
     except ModuleNotFoundError:
@@ -101,9 +101,14 @@ def module_obstacle() -> str:
 
 
 def start(rendezvous: _processes.Rendezvous, hosts: Collection[str], ordinal: int) -> Any:
-    """Starts NVSHMEM for the processes of `rendezvous`, if it does not run yet; what the native group needs of it.
+    """Starts NVSHMEM for the processes of `rendezvous`, if it does not run yet. Returns its table of functions.
 
-    It can be started once in a process. `hosts`: of all of them; `ordinal`: of this process's device.
+    NVSHMEM can start only once in a process.
+
+    Args:
+        rendezvous: of the processes that make the group.
+        hosts: the host of each process.
+        ordinal: the CUDA ordinal of this process's device.
     """
     module, processes, me = _module(), list(rendezvous.processes), jax.process_index()
     if _started:
@@ -113,8 +118,8 @@ def start(rendezvous: _processes.Rendezvous, hosts: Collection[str], ordinal: in
                 "NVSHMEM spans the same processes all the time: make each such group on a mesh of all of them"
             )
         return module.network()
-    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # which is for collectives: there are none here
-    if len(set(hosts)) == 1:  # no network to be looked for
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # NVLS is for collectives: jax_ep uses none
+    if len(set(hosts)) == 1:  # NVSHMEM need not look for a network
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         os.environ.setdefault("NVSHMEM_DISABLE_MNNVL", "1")
         os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
@@ -130,10 +135,10 @@ def start(rendezvous: _processes.Rendezvous, hosts: Collection[str], ordinal: in
 
 
 def _finish(ordinal: int) -> None:
-    """Ends NVSHMEM, which all processes must do together. If they do not, it ends with the process."""
+    """Ends NVSHMEM, if all processes do so together. Otherwise, NVSHMEM ends with the process."""
     try:
         all_end = _compat.barrier("jax_ep/network/end", _started, _LAST_CALL_S)
-    except RuntimeError:  # jax.distributed has ended, or another process
+    except RuntimeError:  # jax.distributed or another process has ended
         return
     if all_end:
         _module().finish(ordinal)

@@ -15,7 +15,7 @@ The calls of one function are one chain. A loop body, a branch, a nested jit and
 own: XLA may reorder two of them if neither uses a result of the other. What JAX lowers once and uses at several places,
 such as two equal jax.checkpoints, has the same numbers at each.
 
-This is a primitive like that of jax.ffi.ffi_call. Only this file and `_compat` use what is private in JAX.
+The primitive below is similar to the one of jax.ffi.ffi_call. Only this file and `_compat` use private parts of JAX.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def ordered_call(
         operands: arrays.
         result_types: abstract values, as jax.typeof returns them.
         attributes: name -> a value for `jax.ffi.ffi_call`, hashable.
-        agreed: what all ranks must agree on, hashable, with a repr that is the same in all processes. If it is not
-            None, the call is numbered, and the handler also gets the attribute `hash`.
+        agreed: the facts on which all ranks must agree: hashable, with a repr that is the same in all processes. If it
+            is not None, the call gets a number, and the handler also gets the attribute `hash`.
         aliases: index of an operand -> index of the result in the same memory.
         has_side_effect: whether the call runs even if nobody uses its results.
     """
@@ -90,7 +90,7 @@ def _abstract_results(*_: Any, result_types: tuple[Any, ...], has_side_effect: b
 
 
 def _batch_by_loop(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """The rule for vmap."""
+    """The rule for vmap: runs the call once per element, in order."""
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
 
     def call(slices: list[Any]) -> Any:

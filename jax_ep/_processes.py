@@ -1,4 +1,4 @@
-"""How the processes that make a group together exchange what they need.
+"""How the processes that make a group together exchange values and file descriptors.
 
 Processes exchange values through `jax.distributed`'s key-value store, and file descriptors through sockets. A single
 process needs neither.
@@ -23,7 +23,7 @@ import numpy as np
 from jax_ep import _compat
 from jax_ep._errors import Error
 
-_MOST_DESCRIPTORS = 253  # that Linux passes in one message
+_MOST_DESCRIPTORS = 253  # Linux passes at most this many in one message
 
 _RULE_OF_GROUPS = (
     "Every process that owns devices of the mesh must make the same groups in the same order, with the same backend; "
@@ -32,15 +32,15 @@ _RULE_OF_GROUPS = (
 _RULE_OF_PROGRAMS = "All processes must run it, in the same way; see whether that process is alive."
 _PROGRAMS_TIMEOUT = 300.0  # seconds
 
-_num_rendezvous: Counter[str] = Counter()  # of each occasion, so far
+_num_rendezvous: Counter[str] = Counter()  # how many there have been for each occasion
 
 
 def join() -> bool:
-    """Joins the other processes of this program, if there are any; returns whether there are.
+    """Joins the other processes of this program, if there are any. Returns True if there are.
 
-    jax-ep launch, srun and mpirun name the processes in the environment. Call this before anything else of JAX.
+    jax-ep launch, srun and mpirun describe the processes in the environment. Call this before any function of JAX.
     """
-    # In a single task JAX would not be joined, but left with the first GPU only.
+    # A job of one task must not call initialize(): it has no process to join, and JAX would use only its first GPU.
     of_several = (int(os.environ.get(name, 1)) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     if "JAX_COORDINATOR_ADDRESS" not in os.environ and not any(of_several):
         return False
@@ -49,12 +49,12 @@ def join() -> bool:
 
 
 def owners(mesh: jax.sharding.Mesh) -> list[int]:
-    """The processes that own devices of `mesh`."""
+    """Returns the processes that own devices of `mesh`."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def ep_groups(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> np.ndarray:
-    """The devices of `mesh` as [EP groups, ranks]: an EP group is the devices along `axis_name`.
+    """Returns the devices of `mesh` as [EP groups, ranks]. An EP group is the devices along `axis_name`.
 
     If `axis_name` is a tuple of axes, a rank is the position along the flattened axes, the first axis major.
     """
@@ -64,7 +64,10 @@ def ep_groups(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> np.n
 
 
 def host() -> str:
-    """The same in processes that share a kernel and a network namespace, which sockets do not leave."""
+    """Returns a name of this host. Processes with the same name share a kernel and a network namespace.
+
+    Abstract Unix sockets connect only processes of one network namespace.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -73,13 +76,13 @@ def host() -> str:
 
 
 class Rendezvous:
-    """A point at which `processes` exchange values, such as the making of a group.
+    """A point at which `processes` exchange values, for example while they make a group.
 
     The n-th rendezvous of an occasion is the same one in all processes. As a context manager, a rendezvous that ends
     without an error waits until all processes have ended it, and leaves nothing in the store. If a process raises an
     error inside, the rendezvous publishes it, and the other processes raise it at their next exchange.
 
-    Errors speak of the making of groups, or of `program`.
+    Error messages name `program`. Without it, they say that a group was being made.
     """
 
     def __init__(self, occasion: str, processes: Sequence[int], timeout: float, program: str | None = None) -> None:
@@ -91,10 +94,10 @@ class Rendezvous:
         self._rounds = 0
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """What each process gives in this round, by process; this one gives `value`, which must be JSON.
+        """Publishes `value`, which JSON must be able to hold. Returns the value of each process in this round.
 
         Raises:
-            Error: a process has not come within the time-out, or says that something was raised there.
+            Error: a process has not come within the time-out, or has published an error.
         """
         me = jax.process_index()
         if len(self.processes) == 1:
@@ -106,7 +109,7 @@ class Rendezvous:
             process: _compat.look_up(f"{key}/{process}", deadline - time.monotonic()) for process in self.processes
         }
         answers = {process: json.loads(text) for process, text in texts.items() if text is not None}
-        # Before the next round begins: a process that comes late finds the error in this round.
+        # Check before the next round begins: a process that comes late then finds the error in this round.
         _expect_all(self.processes, answers, self.timeout, self._program)
         self._rounds += 1
         for process, (_, error) in answers.items():
@@ -115,7 +118,7 @@ class Rendezvous:
         return {process: value for process, (value, _) in answers.items()}
 
     def wait_for_all(self) -> None:
-        """Returns when all processes have called it as often.
+        """Returns when all processes have called it the same number of times.
 
         Raises:
             Error: a process has not come within the time-out.
@@ -125,7 +128,7 @@ class Rendezvous:
         place, me = f"{self._round()}/all", jax.process_index()
         _compat.publish(f"{place}/{me}", "here")
         all_came = _compat.barrier(place, self.processes, self.timeout)
-        _compat.forget(f"{place}/{me}")  # also when it gives up: who comes later must not take it for present
+        _compat.forget(f"{place}/{me}")  # also on failure: a process that comes later must not find it
         if all_came:
             return
         come = [process for process in self.processes if _compat.look_up(f"{place}/{process}", 0) is not None]
@@ -151,19 +154,19 @@ class Rendezvous:
 
 
 def exchange(occasion: str, value: Any, processes: Sequence[int], timeout: float) -> dict[int, Any]:
-    """A rendezvous of one round, about groups: the value of each of `processes`, by process."""
+    """Runs a rendezvous of one round while a group is made. Returns the value of each of `processes`."""
     with Rendezvous(occasion, processes, timeout) as rendezvous:
         return rendezvous.exchange(value)
 
 
 def exchange_among_all(program: str, what: str, value: Any) -> dict[int, Any]:
-    """A `rendezvous_of_all` of one round: the value of each process."""
+    """Runs a `rendezvous_of_all` of one round. Returns the value of each process."""
     with rendezvous_of_all(program, what) as rendezvous:
         return rendezvous.exchange(value)
 
 
 def rendezvous_of_all(program: str, what: str) -> Rendezvous:
-    """A rendezvous of all processes of `program`, such as jax_ep.bench, about `what`."""
+    """Returns a rendezvous of all processes of `program`, such as jax_ep.bench. `what` names the occasion."""
     return Rendezvous(f"{program}/{what}", list(range(jax.process_count())), _PROGRAMS_TIMEOUT, program)
 
 
@@ -172,14 +175,14 @@ class Mailbox:
 
     def __init__(self) -> None:
         name = f"jax_ep-{secrets.token_hex(8)}"
-        self._password = secrets.token_hex(16)  # anybody on the host can see the name
+        self._password = secrets.token_hex(16)  # every user of the host can see the socket's name
         self.address = f"{name} {self._password}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(f"\0{name}")
         self._socket.listen()
 
     def receive(self, senders: Sequence[int], timeout: float) -> dict[int, list[int]]:
-        """The file descriptors that each of `senders`, which are processes, sends here; they belong to the caller."""
+        """Returns the file descriptors that each process of `senders` sends. The caller must close them."""
         received: dict[int, list[int]] = {}
         self._socket.settimeout(timeout)
         while len(received) < len(senders):
@@ -192,7 +195,7 @@ class Mailbox:
                     )
             except TimeoutError:
                 break
-            except ConnectionError:  # the sender has died; if it was one of those awaited, it will be missed
+            except ConnectionError:  # the sender has died; _expect_all finds out if it is one of `senders`
                 continue
             password, _, sender = letter.decode(errors="replace").partition(" ")
             if password == self._password:
@@ -214,7 +217,7 @@ class Mailbox:
 
 
 def send_descriptors(address: str, descriptors: Sequence[int], timeout: float) -> None:
-    """Sends copies of `descriptors` to the `Mailbox` with this address; does not wait until they are received."""
+    """Sends copies of `descriptors` to the `Mailbox` with this address. Does not wait until they are received."""
     name, password = address.split()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout)

@@ -57,8 +57,8 @@ class Backend(Protocol):
         `started` is what a `dispatch_start` of the same operands returned, or None for a whole operation.
         """
 
-    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
-        """Sends x [T, H'] along `route`; rows that hold no token are zero."""
+    def dispatch_like(self, route: Route, x: jax.Array, *, zero_pad: bool) -> jax.Array:
+        """Sends x [T, H'] along `route`."""
 
     def dispatch_back(
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None
@@ -77,7 +77,9 @@ class Backend(Protocol):
         """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result."""
         ...
 
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
+    def all_to_all(
+        self, x: jax.Array, splits: jax.Array, wire: str | None, *, dequantize: bool, zero_pad: bool
+    ) -> AllToAll:
         """Sends x [M, H], sorted by expert, split by splits [E]."""
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
@@ -129,14 +131,16 @@ class Dispatched:
     Rows are ordered by local expert, then source rank, then source token, then k.
 
     Attributes:
-        x: [E_local, capacity, H] ("expert" layout) or [capacity, H] ("ragged"), in the group's dtype, or
-            float8_e4m3fn when `scales` is set.
+        x: [capacity, H] ("ragged" layout) or [E_local, capacity, H] ("expert"), in the group's dtype, or float8_e4m3fn
+            when `scales` is set.
         counts: [E_local] int32, rows of each local expert that hold a token.
         group_sizes: [E_local] int32, rows that each local expert occupies. These are the counts; in the ragged layout,
             they are rounded up to a multiple of `alignment`, and the added rows are zero.
         weights: float32, one per row of x; 0 in rows that hold no token.
-        scales: None, or float32 [..., H/128], one per 128 channels of x.
-        num_dropped: [] int32, rows that this rank dropped because they did not fit.
+        scales: float32 [..., H/128], one per 128 channels of x, if rows arrive in fp8 and dequantize is False; else
+            None.
+        num_dropped: [] int32, rows that this rank dropped because they did not fit. `jax.lax.psum(recv.num_dropped,
+            "ep")` sums them over the ranks.
         route: opaque; `combine` and `dispatch_like` use it.
 
     Example:
@@ -159,6 +163,24 @@ class Dispatched:
     def group(self) -> GroupSettings:
         """The `Group` that moved the rows."""
         return self.route.group
+
+    @property
+    def row_expert(self) -> jax.Array:
+        """int32, one per row of x: the row's local expert, and -1 in rows outside of all groups.
+
+        For experts with parameters that are added to rows, such as biases. An index of -1 means the last expert, which
+        is harmless: combine reads no such row, and its cotangent is zero.
+
+        Example:
+            >>> def biased(x, topk_idx, w, bias):  # bias [E_local, H]
+            ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
+            ...     y = jax.lax.ragged_dot(recv.x, w, recv.group_sizes) + bias[recv.row_expert]
+            ...     return ep.combine(y, recv)
+            >>> on_each_rank(biased)(x, topk_idx, w, jnp.ones((E, H), group.dtype)).shape == x.shape
+            True
+        """
+        route = self.route
+        return _layouts.row_expert(self.group_sizes, layout=route.layout, capacity=route.capacity)
 
 
 def route_of(op: str, recv: Any) -> Route:
@@ -197,9 +219,9 @@ class AllToAll:
 
     Attributes:
         x: [R, M, H]. Block r contains the rows from rank r, sorted by local expert, starting at row 0. Rows beyond the
-            sum of splits[r] are unspecified.
+            sum of splits[r] are unspecified. In the group's dtype, or float8_e4m3fn when `scales` is set.
         splits: [R, E_local] int32, rows from each rank for each local expert.
-        scales: None, or float32 [R, M, H/128] with an fp8 wire.
+        scales: float32 [R, M, H/128] with an fp8 wire and dequantize=False; else None.
         group: the `Group`.
 
     Example:

@@ -1,8 +1,9 @@
 """The formats in which rows cross the link. A new wire format is a new entry of `WIRES`.
 
 An fp8 wire carries float8_e4m3fn values and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
-activations, https://arxiv.org/abs/2412.19437, section 3.3). Every backend makes the same bits, so nothing here may
-depend on how a compiler rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the
+activations, https://arxiv.org/abs/2412.19437, section 3.3). The CUDA backend casts bfloat16 in its kernels, and other
+dtypes with the functions of this file. Every backend makes the same bits, so nothing here may depend on how a compiler
+rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the
 rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
 """
 
@@ -100,20 +101,30 @@ def cast_of(wire: str | None) -> Cast:
 
 
 def _divide_448_by(amax: jax.Array) -> jax.Array:
-    """448 / amax, correctly rounded, for finite amax >= 1e-4: long division of the mantissas, bit by bit."""
+    """448 / amax, correctly rounded, for finite amax >= 1e-4."""
+    mantissa = lax.bitcast_convert_type(amax, jnp.uint32) & _MANTISSA | np.uint32(127) * _ONE
+    return _corrected_quotient(amax, np.float32(1.75) / lax.bitcast_convert_type(mantissa, jnp.float32))
+
+
+def _corrected_quotient(amax: jax.Array, estimate: jax.Array) -> jax.Array:
+    """448 / amax, correctly rounded. 448 = 1.75 * 2**8.
+
+    Args:
+        amax: finite, at least 1e-4.
+        estimate: 1.75 divided by the mantissa of amax, to within 100 ulp. The integer remainder of this quotient,
+            modulo 2**32, corrects it.
+    """
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     divisor = bits & _MANTISSA | _ONE
-    numerator = jnp.full_like(divisor, 7 << 21)  # 448 = 1.75 * 2**8
-    below = (numerator < divisor).astype(jnp.uint32)
-
-    def next_bit(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        quotient, remainder = state
-        bit = (remainder >= divisor).astype(jnp.uint32)
-        return quotient << 1 | bit, (remainder - bit * divisor) << 1
-
-    # A loop, for unrolled it takes seconds to compile.
-    quotient, remainder = lax.fori_loop(0, 24, next_bit, (jnp.zeros_like(divisor), numerator << below))
-    round_up = (remainder > divisor) | ((remainder == divisor) & (quotient & 1 == 1))
+    below = (divisor > 7 << 21).astype(jnp.uint32)  # 1 if the quotient of the mantissas is below 1
+    quotient = (estimate * jnp.where(below == 1, np.float32(2**24), np.float32(2**23))).astype(jnp.uint32)
+    # The numerator is 7 << 44 or 7 << 45, which is 0 modulo 2**32. The remainder is small, so that int32 holds it.
+    remainder = lax.bitcast_convert_type(np.uint32(0) - quotient * divisor, jnp.int32)
+    signed_divisor = divisor.astype(jnp.int32)
+    correction = jnp.floor_divide(remainder, signed_divisor)
+    quotient += correction.astype(jnp.uint32)
+    twice = 2 * (remainder - correction * signed_divisor)
+    round_up = (twice > signed_divisor) | ((twice == signed_divisor) & (quotient & 1 == 1))
     exponent = np.uint32(127 + 8 + 127) - (bits >> 23) - below
     # Added, not or-ed: a mantissa that rounds up to 2 carries into the exponent.
     result = (exponent << 23) + (quotient - _ONE) + round_up.astype(jnp.uint32)

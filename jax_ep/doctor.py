@@ -1,9 +1,9 @@
-"""`jax-ep doctor`: says what jax_ep finds on this machine, what a `Group` would use and why, and what it would take.
+"""`jax-ep doctor`: shows what jax_ep finds on this machine, what a `Group` would use and why, and its memory.
 
     jax-ep doctor [--json] [--tokens 128 --hidden 7168 --experts 256 --top-k 8 --dtype bfloat16 --ranks 8]
 
-In several processes, as jax-ep launch, srun or mpirun starts them, it asks all, and process 0 prints.
-docs/doctor.md explains each line of the output.
+In several processes (started by jax-ep launch, srun or mpirun), it collects the findings of all, and process 0 prints.
+docs/doctor.md explains the sections of the output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep as ep
-from jax_ep import _backends, _checks, _native, _network, _processes
+from jax_ep import _backends, _checks, _hardware, _native, _network, _processes
 from jax_ep._backends import native_group
 from jax_ep._constants import MAX_RANKS, MAX_TOP_K
 from jax_ep._errors import Error
@@ -37,15 +37,16 @@ from jax_ep._errors import Error
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MOST = {"top_k": MAX_TOP_K, "ranks": MAX_RANKS}
-_ROW_BYTES, _ROWS = 8192, 4096  # 32 MiB: next to them, what two kernels take to begin and end is little
+_ROW_BYTES, _ROWS = 8192, 4096  # 32 MiB: large enough that the start and end of two kernels hardly count
 _TRANSPORTS = {
-    None: "XLA's collectives: the reference backend gathers all tokens on every rank",
+    "reference": "XLA's collectives: the reference backend gathers all tokens on every rank",
+    "collectives": "XLA's collectives: one copy of a token to each rank that has one of its experts",
     "none": "peer memory: all devices are of this process",
     "descriptor": "peer memory, which processes share as file descriptors",
     "ipc": "peer memory, which processes share by CUDA IPC",
     "network": "NVSHMEM between hosts, or between what JAX_EP_NODE_SIZE makes of one; peer memory in each",
 }
-_WAYS = {  # how a rank of a CUDA group stores into another's memory: a letter for the matrix, and in words
+_WAYS = {  # how a rank of a CUDA group stores into another rank's memory: the letter in the matrix, and its meaning
     "none": ("P", "peer memory within a process"),
     "descriptor": ("D", _TRANSPORTS["descriptor"]),
     "ipc": ("I", _TRANSPORTS["ipc"]),
@@ -55,25 +56,25 @@ _WAYS = {  # how a rank of a CUDA group stores into another's memory: a letter f
 
 
 class Sizes(NamedTuple):
-    """Of the group whose memory is asked for; named as the options."""
+    """The sizes of the group whose memory the doctor computes. The fields have the names of the options."""
 
     tokens: int = 128  # per rank, at most
     hidden: int = 7168
     experts: int = 256
     top_k: int = 8
     dtype: str = "bfloat16"
-    ranks: int | None = None  # None: as many as there are devices
+    ranks: int | None = None  # None: all devices
 
 
 def examine(sizes: Sizes) -> dict[str, Any]:
-    """All findings: strings, numbers, booleans and None, in lists and dicts. Nothing that is wrong here is raised."""
+    """Returns all findings as JSON types. A problem of the machine is a finding, and raises no error."""
     try:
         devices = jax.devices()
         nothing = None
-    except Exception as error:  # JAX raises several kinds, AssertionError among them, where a platform does not start
+    except Exception as error:  # JAX raises several types, also AssertionError, if a platform does not start
         devices = []
         nothing = f"JAX finds no devices ({type(error).__name__}: {error})"
-    group = _group(devices) if nothing is None else _no_group(nothing)  # first: the other processes wait for it
+    group = _group(devices) if nothing is None else _no_group(nothing)  # first: the other processes wait
     return {
         "versions": _versions(),
         "devices": {"error": nothing} if nothing else _describe(devices),
@@ -90,7 +91,7 @@ def examine(sizes: Sizes) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Of jax_ep and of what it stands on, as far as it is here."""
+    """Returns the versions of jax_ep and of the packages that it needs, if they are installed."""
     versions = {"jax_ep": ep.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -105,6 +106,7 @@ def _versions() -> dict[str, str]:
 def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
     return {
         "error": None,
+        "hardware": list(dict.fromkeys(str(_hardware.find(device)) for device in devices)),
         "platform": devices[0].platform,
         "kinds": dict(Counter(device.device_kind for device in devices)),
         "process": jax.process_index(),
@@ -117,11 +119,11 @@ def _no_group(reason: str) -> dict[str, Any]:
 
 
 def _group(devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """What `Group(backend="auto")` would use along all `devices`, and what each process has to do with it."""
+    """Returns what `Group(backend="auto")` would use along all `devices`, and the facts about each process."""
     try:
         with _processes.rendezvous_of_all("jax_ep.doctor", "group") as rendezvous:
             return _agreed_group(devices, rendezvous)
-    except Exception as error:  # raised here, or in the process that it names
+    except Exception as error:  # raised here, or in the process that the message names
         return _no_group(str(error))
 
 
@@ -138,8 +140,8 @@ def _agreed_group(devices: Sequence[jax.Device], rendezvous: _processes.Rendezvo
             is_network = _network.is_needed(np.array([devices]), hosts)
             native = cast(ModuleType, _native.cuda)
             sharing = "network" if is_network else native_group.choose_sharing(np.array(devices), native)
-        transport = _TRANSPORTS[sharing]
-    except (ValueError, Error) as error:  # as a group would raise it: something in the environment is wrong
+        transport = _TRANSPORTS[sharing or backend]
+    except (ValueError, Error) as error:  # the error that a group would raise: the environment is wrong
         backend, reason, transport = None, str(error), str(error)
     here = [(rank, str(device)) for rank, device in enumerate(devices) if device.process_index == me]
     mine = {
@@ -160,7 +162,7 @@ def _agreed_group(devices: Sequence[jax.Device], rendezvous: _processes.Rendezvo
 
 
 def _choice(mesh: jax.sharding.Mesh) -> tuple[str, str]:
-    """The backend, and why."""
+    """Returns the backend, and the reason."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         backend = _backends.choose("auto", mesh, "ep")
@@ -168,7 +170,7 @@ def _choice(mesh: jax.sharding.Mesh) -> tuple[str, str]:
 
 
 def _gpus(devices: Sequence[jax.Device]) -> list[str]:
-    """What CUDA calls those of this process's devices that a CUDA group could use."""
+    """Returns the UUIDs of those of this process's devices that a CUDA group could use."""
     if not ep.backends()["cuda"].available or devices[0].platform != "gpu":
         return []
     return [cast(ModuleType, _native.cuda).device_uuid(device.local_hardware_id).hex() for device in devices]
@@ -177,9 +179,9 @@ def _gpus(devices: Sequence[jax.Device]) -> list[str]:
 def _ways(
     devices: Sequence[jax.Device], hosts: dict[int, str], sharings: Sequence[str | None]
 ) -> list[list[str | None]]:
-    """How each rank would store into each other's memory, [from][to]; empty unless all processes agree on CUDA.
+    """Returns how each rank would store into each other rank's memory: [from][to].
 
-    `sharings`: of each process.
+    The result is empty unless all processes would use CUDA. `sharings` has the way of each process.
     """
     if None in sharings:
         return []
@@ -200,7 +202,7 @@ def _ways(
 
 
 def _links(devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """How this process's GPUs are connected, by the driver's words and by measurement."""
+    """Returns how this process's GPUs are connected: the driver's matrix, and measurements."""
     ordinals = [device.local_hardware_id for device in devices if device.process_index == jax.process_index()]
     if not devices or devices[0].platform != "gpu":
         reason = "there are no GPUs"
@@ -215,7 +217,7 @@ def _links(devices: Sequence[jax.Device]) -> dict[str, Any]:
 
 
 def _topology() -> list[str]:
-    """The matrix that nvidia-smi prints, which numbers GPUs by itself; nothing where there is no nvidia-smi."""
+    """Returns the lines of nvidia-smi's matrix, or none without nvidia-smi. nvidia-smi has its own numbers of GPUs."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -228,7 +230,7 @@ def _topology() -> list[str]:
 
 
 def _link(source: int, to: int) -> dict[str, Any]:
-    """What the link from one CUDA ordinal to another does while nothing else uses it."""
+    """Measures the link from one CUDA ordinal to another, while nothing else uses it."""
 
     def microseconds(rows: int, row_bytes: int) -> float:
         assert _native.cuda is not None
@@ -243,7 +245,7 @@ def _link(source: int, to: int) -> dict[str, Any]:
 
 
 def _memory(sizes: Sizes, num_devices: int) -> dict[str, Any]:
-    """What a group of these sizes takes on each GPU."""
+    """Returns the memory of a group of these sizes on each GPU."""
     ranks = sizes.ranks or max(1, num_devices)
     payload = sizes.hidden * jnp.dtype(sizes.dtype).itemsize
     num_bytes = reason = None
@@ -267,11 +269,12 @@ def _memory(sizes: Sizes, num_devices: int) -> dict[str, Any]:
 
 
 def report(findings: dict[str, Any]) -> str:
-    """`findings` for people."""
+    """Formats `findings` as text."""
     auto, are_several = findings["auto"], len(findings["processes"]) > 1
     sections = {
         "versions": [f"{name} {version}" for name, version in findings["versions"].items()],
         "devices": [_devices_line(findings["devices"])],
+        "hardware": findings["devices"].get("hardware", []),
         "processes": _processes_lines(findings["processes"]) if are_several else [],
         "links": _links_lines(findings["links"]),
         "extensions": [
@@ -297,7 +300,7 @@ def _devices_line(devices: dict[str, Any]) -> str:
 
 
 def _processes_lines(processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Who is where; then what is wrong, and in which of them."""
+    """Lists the processes, then the problems, and the processes that have them."""
 
     def which(finding: str, cannot: str) -> list[str]:
         of_reason: dict[str, list[str]] = {}
@@ -315,7 +318,7 @@ def _processes_lines(processes: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _ways_lines(ways: Sequence[Sequence[str | None]]) -> list[str]:
-    """A matrix of letters, and what they mean."""
+    """Formats the matrix of letters, and their meaning."""
     ranks = [str(rank) for rank in range(len(ways))]
     table = [["from \\ to", *ranks]]
     table += [[rank, *(_WAYS[way][0] if way else "" for way in row)] for rank, row in zip(ranks, ways, strict=True)]
@@ -377,7 +380,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the findings, in process 0."""
+    """Prints the findings. In several processes, only process 0 prints."""
     options = _parse(argv)
     findings = examine(Sizes(*(getattr(options, name) for name in Sizes._fields)))
     if findings["devices"].get("process", 0) == 0:
@@ -385,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """The command `jax-ep doctor`, in one process or several; its exit status."""
+    """Runs the command `jax-ep doctor`, in one process or several. Returns its exit status."""
     _processes.join()
     main(argv)
     return 0

@@ -1,4 +1,4 @@
-"""`jax-ep launch`: runs a program in several processes of this machine. Its --help says how."""
+"""`jax-ep launch`: runs a program in several processes of this machine. See --help."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Runs a program in several processes of this machine. jax.distributed.initialize(
 The launcher sets the variables that Slurm sets. Each line of output begins with the number of its process. If a process
 fails, the launcher ends the others and returns the exit status of the process that failed.
 """
-_GRACE_S = 5.0  # between asking a process to end and killing it
+_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 def _environment(process: int, num_processes: int, devices: int, same: bool, address: str) -> dict[str, str]:
     first = 0 if same else process * devices
     return os.environ | {
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # not to other machines
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # other machines cannot connect
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + devices))),
         "JAX_NUM_CPU_DEVICES": str(devices),
         "SLURM_JOB_ID": "0",
@@ -49,7 +49,7 @@ def _free_port() -> int:
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    # In a session of its own: the launcher can end the process with its children, and only the launcher gets Ctrl-C.
+    # The process gets its own session. So the launcher can end it with its children, and only the launcher gets Ctrl-C.
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -63,7 +63,7 @@ def _forward(process: int, running: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> int:
-    """Returns when all have ended or one has failed: the exit status, as a shell gives it."""
+    """Waits until all processes have ended or one has failed. Returns the exit status, as a shell would."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
@@ -78,7 +78,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends each process with all that it has started."""
+    """Ends each process, and the processes that it has started."""
     running = [process for process in processes if process.poll() is None]
     for process in running:
         os.killpg(process.pid, signal.SIGTERM)
@@ -92,7 +92,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def launch(command: Sequence[str], num_processes: int, devices: int, same: bool, timeout: float | None) -> int:
-    """Runs `command` in each process; the exit status."""
+    """Runs `command` in each process. Returns the exit status."""
     address = f"localhost:{_free_port()}"
     processes = []
     threads = []
@@ -135,7 +135,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """The command `jax-ep launch`; its exit status."""
+    """Runs the command `jax-ep launch`. Returns its exit status."""
     options = _parse(argv)
     return launch(options.program, options.processes, options.devices, options.same_devices, options.timeout)
 

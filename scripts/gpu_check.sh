@@ -33,7 +33,7 @@ python=${PYTHON:-python3}
 steps=${*:-build native sanitizer tests train processes bench layer overlap}
 logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"
-# Runs Python in tests/. Here it would take this folder's jax_ep/, which has no native extensions.
+# Runs Python in tests/. In this folder, Python would import this folder's jax_ep/, which has no native extensions.
 installed="env -C tests $python"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
@@ -70,7 +70,7 @@ sanitizer() {  # sanitizer TOOL NUM_RANKS OPTION...
 }
 sanitizer memcheck 8
 sanitizer racecheck 8
-# Each warp has four barriers of its own. synccheck tracks so many barriers slowly, so it runs with two ranks only.
+# Each warp has four barriers of its own. synccheck is slow with so many barriers, so it runs with two ranks only.
 sanitizer synccheck 2 --num-cuda-barriers 32768
 # Parts 1 and 2 may run at the same time.
 some_tests=(test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
@@ -96,7 +96,7 @@ for backend in cuda reference; do
 done
 step train-curves "$python" scripts/compare_training.py "$logs/cuda" "$logs/reference"
 # One process per GPU: the tests of several processes; then the tests of the API, over NVLink, and over NVSHMEM between
-# two halves of the GPUs; then the times of operations in both ways.
+# two halves of the GPUs; then the times of operations over NVLink and over NVSHMEM.
 step processes-1 $installed -m pytest test_multiprocess.py -m gpu -q -p no:cacheprovider
 # Two processes share one GPU in time slices, once per way to map memory. (NCCL refuses two ranks on one GPU, so these
 # programs use no collective of XLA.)
@@ -124,7 +124,7 @@ if [[ " $steps " == *" processes-"[2-5]* || " $steps " == *" processes "* ]]; th
   step processes-5-bench-nvshmem $over_nvshmem $run_bench --tokens 1,8,32,128,1024 \
     --json "$logs/processes-5-bench-nvshmem.json" ${BENCH_ARGS:-}
 fi
-# The tables of docs/performance.md. Every part times the same chain of pairs (the bench's default), also of lax.
+# The tables of docs/performance.md. Every part times the bench's default chain of pairs, also for lax.
 bench() {  # bench NAME ARGUMENT...
   step "bench-$1" $installed -m jax_ep.bench --json "$logs/bench-$1.json" --wire fp8 --no-lax "${@:2}" ${BENCH_ARGS:-}
 }

@@ -1,4 +1,4 @@
-"""Adds what scripts/gpu_check.sh or scripts/gpu_soak.sh found to benchmarks/results/, from the logs of their steps.
+"""Reads the logs of scripts/gpu_check.sh or scripts/gpu_soak.sh, and adds the results to benchmarks/results/.
 
 python scripts/gpu_report.py LOGS STEP...     # the steps that have just run
 """
@@ -23,11 +23,11 @@ from gpu_results import ROOT, Row  # noqa: E402
 from native_hash import native_hash, python_hash  # noqa: E402
 
 MEASURED = ("bench", "layer", "overlap", "train", "soak")
-NOT_A_FILTER = re.compile(r"--(durations|maxfail)=\S+|-[vqx]+")  # options of pytest that leave out no test
+NOT_A_FILTER = re.compile(r"--(durations|maxfail)=\S+|-[vqx]+")  # options of pytest that select no tests
 
 
 def commit() -> str:
-    """JAX_EP_COMMIT, for copies without a history of their own; else the commit, with "+" if files differ from it."""
+    """Returns JAX_EP_COMMIT, which copies without git must set, or git's commit, with "+" if files differ from it."""
     if "JAX_EP_COMMIT" in os.environ:
         return os.environ["JAX_EP_COMMIT"]
     try:
@@ -39,20 +39,20 @@ def commit() -> str:
 
 
 def package_root() -> Path:
-    """The folder of the package that ran: of the installed jax_ep, or this checkout if none is installed."""
+    """Returns the folder of the jax_ep that ran: the installed package, or this checkout if none is installed."""
     spec = importlib.util.find_spec("jax_ep")
     return Path(spec.origin).resolve().parent.parent if spec and spec.origin else ROOT
 
 
 def filter_of(step: str, environment: dict[str, str]) -> str:
-    """What the environment selected of a step: options of pytest, or of the bench."""
+    """Returns the options of pytest or of the bench with which the environment selected a part of a step."""
     names = ("BENCH_ARGS",) if "bench" in step else ("PYTEST_ARGS", "PYTEST_ADDOPTS")
     given = " ".join(environment[name] for name in names if name in environment)
     return " ".join(NOT_A_FILTER.sub("", given).split())
 
 
 def counts(log: str) -> dict[str, Any]:
-    """The numbers in pytest's last line; a list of them, one per process, if several processes ran."""
+    """Returns the numbers in pytest's last line. If several processes ran, each is a list with an entry per process."""
     lines = sorted(line for line in log.splitlines() if re.search(r"\d+ (passed|failed).* in [\d.]+s", line))
     found = [{name: int(number) for number, name in re.findall(r"(\d+) ([a-z]+)", line)} for line in lines]
     names = [
@@ -64,7 +64,10 @@ def counts(log: str) -> dict[str, Any]:
 
 
 def tests(path: Path) -> dict[str, list[str]]:
-    """Which tests failed, and why others were skipped, from pytest's XML report. A step that was cut has left none."""
+    """Returns the failed tests, and the reasons of skipped tests, from pytest's XML report.
+
+    A step that ran out of time has no report.
+    """
     if not path.exists():
         return {}
     cases = list(ElementTree.parse(path).iter("testcase"))
@@ -78,7 +81,7 @@ def tests(path: Path) -> dict[str, list[str]]:
 
 
 def step(logs: Path, name: str) -> Row:
-    """What became of a step, from its NAME.status, NAME.log and NAME.xml. Status 124: it ran out of time."""
+    """Returns the result of a step, from its NAME.status, NAME.log and NAME.xml. Status 124: it ran out of time."""
     outcome, *settings = (logs / f"{name}.status").read_text().splitlines()
     status, seconds = map(int, outcome.split())
     row: Row = {"step": name, "ok": status == 0, "seconds": seconds}
@@ -93,7 +96,7 @@ def step(logs: Path, name: str) -> Row:
 
 
 def training(logs: Path) -> list[Row]:
-    """Of the two backends: how many steps, how fast, the last loss, how far the loss curves are apart at most."""
+    """Returns, for both backends, the steps, the speed and the last loss, and the largest difference of the losses."""
     paths = [logs / backend / "train_moe.json" for backend in ("cuda", "reference")]
     if not all(path.exists() for path in paths):
         return []
@@ -113,7 +116,7 @@ def training(logs: Path) -> list[Row]:
 
 
 def rows(found: Any) -> list[Row]:
-    """The rows of a step's JSON file: those of a table, each with what the table's rows share."""
+    """Returns the rows of a step's JSON file. Each row also gets the values that all rows of its table share."""
     if isinstance(found, list):
         return found
     key = next((key for key in ("rows", "variants") if key in found), None)
@@ -123,12 +126,12 @@ def rows(found: Any) -> list[Row]:
     return [shared | row for row in found[key]]
 
 
-# Raw samples, and what the run states once for all rows.
+# Raw samples, and values that the run itself has once for all rows.
 LEFT_OUT = ("samples_ms", "date", "commit", "native_hash", "versions", "jax", "device", "num_devices")
 
 
 def measured(logs: Path, names: Sequence[str]) -> dict[str, list[Row]]:
-    """What steps measured, by table, from their NAME.json."""
+    """Returns the measurements of the steps, by table, from their NAME.json."""
     tables: dict[str, list[Row]] = {"train": training(logs) if "train-curves" in names else []}
     for name in names:
         path = logs / f"{name}.json"

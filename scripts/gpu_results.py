@@ -1,13 +1,13 @@
-"""Reads and writes benchmarks/results/: what ran on GPUs, and what it measured.
+"""Reads and writes benchmarks/results/: the runs on GPUs, and their measurements.
 
 MACHINE.json, such as 2xNVIDIA-H200.json, holds the newest run of each step of scripts/gpu_check.sh on that machine. It
 has one line per row:
 
-    runs      one call of gpu_check.sh each: date, commit, hashes of the native and Python sources, versions
-    steps     one step each: its run, whether it passed, its filter (options of pytest or of the bench), counts of tests
-    bench, layer, overlap, train, soak    what the steps of these names measured
+    runs      a row per call of gpu_check.sh: date, commit, hashes of the native and Python sources, versions
+    steps     a row per step: its run, its result, its filter (options of pytest or of the bench), counts of tests
+    bench, layer, overlap, train, soak    the measurements of the steps with these names
 
-history.csv holds every row that the bench has measured, of all runs and machines. scripts/plot_results.py draws it.
+history.csv holds every row that the bench has measured, in all runs on all machines. scripts/plot_results.py draws it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def machine_name(device: str, num_devices: int) -> str:
 
 
 def load(machine: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """The tables of a machine; empty ones if nothing has run there."""
+    """Returns the tables of a machine. They are empty if nothing has run there."""
     path = folder / f"{machine}.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     return {"machine": machine} | {name: found.get(name, []) for name in TABLES}
@@ -58,7 +58,7 @@ def save(results: dict[str, Any], folder: Path = RESULTS) -> Path:
 
 
 def compact(value: Any) -> Any:
-    """Without nulls, and with five significant digits."""
+    """Removes nulls, and rounds numbers to five significant digits."""
     if isinstance(value, dict):
         return {key: compact(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -71,10 +71,10 @@ def test_filter(step: Row) -> str:
 
 
 def record(machine: str, run: Row, tables: dict[str, list[Row]], folder: Path = RESULTS) -> Path:
-    """Adds a run to the machine's file, in place of older runs of the same steps, and its bench rows to the history.
+    """Adds a run to the machine's file and to the history. It replaces older runs of the same steps in the file.
 
-    A run of some tests does not replace a run of all tests: an older step stays if the newer one has another filter. A
-    newer run without filter replaces all older ones. Of what a step measured, only the newest stays.
+    A step with a filter replaces only an older step with the same filter. A step without a filter replaces all older
+    runs of the step. A step with measurements replaces all older runs in any case.
     """
     results = load(machine, folder)
     new = {
@@ -102,7 +102,7 @@ def record(machine: str, run: Row, tables: dict[str, list[Row]], folder: Path = 
 
 
 def add_to_history(rows: list[Row], folder: Path = RESULTS) -> None:
-    """Each row once, in the order of dates."""
+    """Removes duplicate rows, and sorts by date."""
     lines = {tuple(row[column] for column in HISTORY_COLUMNS): None for row in history(folder)}
     for row in rows:
         row = compact(row)
@@ -114,7 +114,7 @@ def add_to_history(rows: list[Row], folder: Path = RESULTS) -> None:
 
 
 def history(folder: Path = RESULTS) -> list[dict[str, str]]:
-    """All rows of the bench, as text: an empty cell stands for what was not set, or not measured."""
+    """Returns all rows of the bench, as text. An empty cell is a value that was not set, or not measured."""
     path = folder / HISTORY
     if not path.exists():
         return []

@@ -14,7 +14,7 @@ mkdir -p "$logs"
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1          # NVLink multicast is not used
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}  # leave room for arenas
 rm -f "$logs"/soak.*
-# As a file, not as a module: `python -m` would import this checkout's jax_ep/, which holds no compiled kernels.
+# Runs the file, not the module: `python -m` would import this checkout's jax_ep/, which has no compiled kernels.
 "$python" tests/soak.py --backend cuda --minutes 10 --late-operations 10000 --json "$logs/soak.json" "$@" 2>&1 |
   tee "$logs/soak.log"
 status=${PIPESTATUS[0]}

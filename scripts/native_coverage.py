@@ -1,9 +1,9 @@
-"""Which lines of ffi/cuda the emulated kernels have run: `make coverage`.
+"""Reports the lines of ffi/cuda that the emulated kernels have run: `make coverage`.
 
     python scripts/native_coverage.py build/coverage --at-least 90
 
-The folder is that of a build with -DJAX_EP_COVERAGE=ON, with which tests have run. The exit status is 1 if less than
-that part of the lines ran.
+The argument is the folder of a build with -DJAX_EP_COVERAGE=ON, with which tests have run. The exit status is 1 if
+fewer percent of the lines ran than --at-least.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def counts_of(data: Path) -> dict[str, dict[int, int]]:
-    """Line counts of one object file: source -> line -> how often it ran."""
+    """Returns the line counts of one object file: source -> line -> number of executions."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["gcov", "--json-format", "--stdout", data.resolve()]
         output = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout

@@ -1,9 +1,9 @@
 """Ties results of GPUs to the sources that ran.
 
-    python scripts/native_hash.py             # the hash of the native sources, then that of the Python sources
-    python scripts/native_hash.py --check     # do the documents' claims have results? (exit status 1: one has none)
+    python scripts/native_hash.py             # prints the hashes of the native and the Python sources
+    python scripts/native_hash.py --check     # exit status 1 if a claim of the documents has no result
 
-A claim is a sentence of a document that says what ran on GPUs. A comment behind the sentence states it for this script:
+A claim is a sentence of a document that says what ran on GPUs. A comment after the sentence states it for this script:
 
     <!-- claim: 2xNVIDIA-H200 tests-1 tests-2 filter="-m gpu" at=cb96048 -->
 
@@ -11,8 +11,8 @@ It names the machine, the steps of scripts/gpu_check.sh, the filter that PYTEST_
 commit. `at=present` claims that the steps passed with the sources of this folder. Tables that scripts/update_tables.py
 writes are claims, too: their captions name the commit.
 
---check fails if benchmarks/results/ holds no such run, if a step of it failed, or if a claim of the present is about
-sources that have not run. A claim that names its commit stays true when the sources change: it is listed as older.
+--check fails if benchmarks/results/ holds no such run, if a step of the run failed, or if the sources of a claim with
+`at=present` have not run. A claim that names its commit stays true when the sources change: --check lists it as older.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_results  # noqa: E402
 from gpu_results import RESULTS, ROOT, Row  # noqa: E402
 
-# Strings stay as they are, whatever looks like a comment in them.
+# Matches strings, too, so that text in a string that looks like a comment stays.
 _STRING_OR_BETWEEN = re.compile(rb'("(?:\\.|[^"\\\n])*")|(?://[^\n]*|/\*.*?\*/|\s)+', re.DOTALL)
 
 
 def compiled(source: bytes) -> bytes:
-    """C++ with one space in place of comments and spaces: a change of these needs no new results."""
+    """Replaces comments and spaces of C++ by one space: a change of comments or spaces needs no new results."""
     return _STRING_OR_BETWEEN.sub(lambda match: match[1] or b" ", source)
 
 
 def native_hash(root: Path = ROOT) -> str:
-    """Of CMakeLists.txt and ffi/, without the emulator, which no GPU runs."""
+    """Returns the hash of CMakeLists.txt and ffi/, without the emulator, which no GPU runs."""
     emulator = root / "ffi" / "emulator"
     sources = [root / "CMakeLists.txt", *sorted((root / "ffi").rglob("*"))]
     digest = hashlib.sha256()
@@ -52,7 +52,7 @@ def native_hash(root: Path = ROOT) -> str:
 
 
 def python_hash(root: Path = ROOT) -> str:
-    """Of the package's Python sources, byte for byte."""
+    """Returns the hash of the package's Python sources, byte for byte."""
     digest = hashlib.sha256()
     for source in sorted((root / "jax_ep").rglob("*.py")):
         digest.update(source.relative_to(root).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
@@ -94,7 +94,7 @@ def _is_present(run: Row) -> bool:
 
 
 def problem(claim: Claim, step: str, folder: Path = RESULTS) -> str | None:
-    """Why results do not show what a claim says of a step. None: they do."""
+    """Returns why the results do not support a claim about a step, or None if they do."""
     if claim.machine not in gpu_results.machines(folder):
         return f"nothing has run on {claim.machine}"
     results = gpu_results.load(claim.machine, folder)
@@ -116,7 +116,7 @@ def problem(claim: Claim, step: str, folder: Path = RESULTS) -> str | None:
 
 
 def check(paths: Iterable[Path] | None = None, folder: Path = RESULTS, root: Path = ROOT) -> list[str]:
-    """Prints which results are older than the sources; returns a line for each claim without results."""
+    """Prints the results that are older than the sources. Returns a line for each claim without results."""
     problems = []
     for claim in claims(documents(root) if paths is None else paths, root):
         wrong = [text for step in claim.steps if (text := problem(claim, step, folder))]

@@ -23,13 +23,13 @@ MACHINES = (("NVIDIA H200", "2"), ("NVIDIA H200", "4"))
 
 
 def rows_of(device: str, num_devices: str, **case: str) -> Rows:
-    """The rows of the step bench-1-tokens on a machine, in the order of dates."""
+    """Returns the rows of the step bench-1-tokens on a machine, sorted by date."""
     wanted = {"step": "bench-1-tokens", "device": device, "num_devices": num_devices} | case
     return [row for row in gpu_results.history() if all(row[name] == value for name, value in wanted.items())]
 
 
 def history_hash() -> str:
-    """Of history.csv: each picture holds that of the file from which it was drawn."""
+    """Returns the hash of history.csv. Each picture contains the hash of the file from which it was drawn."""
     return hashlib.sha256((gpu_results.RESULTS / gpu_results.HISTORY).read_bytes()).hexdigest()[:16]
 
 
@@ -45,7 +45,7 @@ def label_times(axes: Axes) -> None:
 
 
 def performance(path: Path) -> None:
-    """A pair over tokens, beside the floor of the link: a panel per machine, of the newest run with all tokens."""
+    """Plots the time of a pair over tokens, beside the floor: a panel per machine, from its newest complete run."""
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     for axes, (device, num_devices) in zip(figure.subplots(1, len(MACHINES), sharey=True), MACHINES, strict=True):
         rows = rows_of(device, num_devices)
@@ -69,7 +69,7 @@ def performance(path: Path) -> None:
 
 
 def history(path: Path) -> None:
-    """A pair with wire fp8 over time: a line per number of tokens, a point per run."""
+    """Plots the time of a pair with wire fp8 over dates: a line per number of tokens, a point per run."""
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     for axes, (device, num_devices) in zip(figure.subplots(1, len(MACHINES), sharey=True), MACHINES, strict=True):
         for tokens in ("8", "128", "512", "4096"):

@@ -1,9 +1,9 @@
 """Writes the tables of the documents from benchmarks/results/.
 
-    python scripts/update_tables.py            # rewrite the tables
-    python scripts/update_tables.py --check    # exit status 1 if a table is not what the results say
+    python scripts/update_tables.py            # rewrites the tables
+    python scripts/update_tables.py --check    # exit status 1 if a table differs from the results
 
-A table stands between two comments, which name it and the machine:
+A table is between two comments. The first names the table and the machine:
 
     <!-- table: pairs 4xNVIDIA-H200 -->
     ...
@@ -46,7 +46,7 @@ class Machine:
         return found
 
     def caption(self, rows: Iterable[Row], command: str, text: str) -> str:
-        """Which machine, which sources, when, by which command; then what the numbers are."""
+        """Returns the caption of a table: machine, sources, date and command, then the meaning of the numbers."""
         runs = sorted({row["run"] for row in rows})
         when = ", ".join(
             f"commit {run['commit']} ({run['date'][:10]}, jax {run['versions']['jax']})"
@@ -56,7 +56,7 @@ class Machine:
         return f"*{self.device}, {when}, `{command}`. {' '.join([text, *sorted(notes)])}*"
 
     def measured_with(self, row: Row, step: str) -> list[dict[str, str]]:
-        """The rows, from the history, of another step of the bench in the same run."""
+        """Returns the rows of another step of the bench in the same run, from the history."""
         run = self.runs[row["run"]]
         of_run = {"step": step, "date": run["date"], "num_devices": str(run["num_devices"])}
         found = gpu_results.history(self.folder)
@@ -69,7 +69,7 @@ class Machine:
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
-    """A table whose first columns are text and whose other columns are numbers."""
+    """Formats a table. Its first columns are text, its other columns numbers."""
     rules = ["---" if column < text_columns else "--:" for column in range(len(headings))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rules, *rows])
 
@@ -100,7 +100,7 @@ SHAPE = "Hidden 7168, top-8 of 256 experts, uniform routing, ragged layout, acti
 
 
 def pairs(machine: Machine) -> str:
-    """dispatch and combine over tokens."""
+    """Makes the table of dispatch and combine over tokens."""
     rows = sorted(machine.rows("bench", "bench-1-tokens"), key=lambda row: (row["tokens"], wire(row)))
     cells = [[str(row["tokens"]), wire(row), *pair_cells(row)] for row in rows]
     caption = machine.caption(rows, "scripts/gpu_check.sh bench-1-tokens", f"{SHAPE}; microseconds.")
@@ -108,7 +108,7 @@ def pairs(machine: Machine) -> str:
 
 
 def shape(row: Row) -> str:
-    """What a row of the bench has other than the usual shape."""
+    """Describes how a row of the bench differs from the usual shape."""
     different = {
         f"hidden {row['hidden']}": row["hidden"] != 7168,
         f"top-{row['top_k']}": row["top_k"] != 8,
@@ -121,7 +121,7 @@ def shape(row: Row) -> str:
 
 
 def shapes(machine: Machine) -> str:
-    """dispatch and combine in other shapes."""
+    """Makes the table of dispatch and combine in other shapes."""
     steps = ("bench-2-hidden", "bench-3-top-k", "bench-4-experts", "bench-5-skewed", "bench-6-num-sms")
     rows = machine.rows("bench", *steps)
     text = "128 tokens per rank and wire fp8 unless the first column says otherwise; microseconds."
@@ -130,7 +130,7 @@ def shapes(machine: Machine) -> str:
 
 
 def backward(machine: Machine) -> str:
-    """A pair in training."""
+    """Makes the table of a pair in training."""
     rows = machine.rows("bench", "bench-7-grad")
     cells = [
         [str(row["tokens"])]
@@ -151,7 +151,7 @@ def backward(machine: Machine) -> str:
 
 
 def rivals(machine: Machine) -> str:
-    """jax_ep beside plain JAX."""
+    """Makes the table of jax_ep beside plain JAX."""
     rows = machine.rows("bench", "bench-8-lax")
     by_case: dict[int, dict[str, Row]] = {}
     for row in rows:
@@ -183,7 +183,7 @@ def rivals(machine: Machine) -> str:
 
 
 def processes(machine: Machine) -> str:
-    """One process per GPU beside one process."""
+    """Makes the table of one process per GPU beside one process."""
     rows = machine.rows("bench", "processes-4-bench")
     alone = {row["tokens"]: row for row in machine.rows("bench", "bench-1-tokens") if row.get("wire") == "fp8"}
     cells = [
@@ -198,7 +198,7 @@ def processes(machine: Machine) -> str:
 
 
 def network(machine: Machine) -> str:
-    """NVSHMEM between halves of the GPUs beside NVLink, of one run."""
+    """Makes the table of NVSHMEM between halves of the GPUs beside NVLink, from one run."""
     rows = machine.rows("bench", "processes-5-bench-nvshmem")
     nvlink = {int(row["tokens"]): row["pair_us"] for row in machine.measured_with(rows[0], "processes-4-bench")}
     cells = [
@@ -214,12 +214,12 @@ def network(machine: Machine) -> str:
         f"{nodes} nodes of {of}. {SHAPE}, wire fp8; microseconds.",
     )
     headings = ["tokens per rank", "NVLink: pair", "NVSHMEM: dispatch", "combine", "pair", "`network_rows`"]
-    few, many = rows[-2:]  # both in one level, or both in two
+    few, many = rows[-2:]  # both with one level, or both with two (docs/network.md)
     num_rows = many["network_rows"] - few["network_rows"]
     over = many["pair_us"] - few["pair_us"]
     text = (
-        f"From {few['tokens']} to {many['tokens']} tokens, one more row prolongs the pair over NVSHMEM by "
-        f"{over / num_rows:.2f} us"
+        f"From {few['tokens']} to {many['tokens']} tokens, one more row adds {over / num_rows:.2f} us to the pair over "
+        "NVSHMEM"
     )
     if many["tokens"] in nvlink:
         over -= float(nvlink[many["tokens"]]) - float(nvlink[few["tokens"]])
@@ -236,7 +236,7 @@ VARIANTS = {
 
 
 def layer(machine: Machine) -> str:
-    """One MoE layer's training step."""
+    """Makes the table of one MoE layer's training step."""
     rows = {row["variant"]: row for row in machine.rows("layer", "layer")}
     ideal = rows["ideal"]
     cells = [
@@ -261,7 +261,7 @@ GEMMS = {"triton": "Triton", "cublas": "cuBLAS", "auto": "auto"}
 
 
 def overlap(machine: Machine) -> str:
-    """Communication behind computation, by the recipes of docs/overlap.md."""
+    """Makes the table of communication hidden behind computation, by the recipes of docs/overlap.md."""
     rows = machine.rows("overlap", "overlap-1-recipes")
     cells = [
         [row["form"], str(row.get("num_sms", "auto")), GEMMS[row["gemms_by"]]]
@@ -279,7 +279,7 @@ def overlap(machine: Machine) -> str:
 
 
 def overlap_sms(machine: Machine) -> str:
-    """The recipe with a shared expert, over the SMs that the communication may use."""
+    """Makes the table of the recipe with a shared expert, over the SMs that the communication may use."""
     rows = [row for row in machine.rows("overlap", "overlap-2-sms") if row["form"] == "shared expert"]
     counts = sorted({row["num_sms"] for row in rows})
     found = {(row["gemms_by"], row["num_sms"]): row for row in rows}
@@ -296,12 +296,12 @@ def overlap_sms(machine: Machine) -> str:
 
 
 def each(count: int | list[int]) -> str:
-    """A count; or those of several processes."""
+    """Formats a count, or the counts of several processes."""
     return " + ".join(map(str, count)) if isinstance(count, list) else str(count)
 
 
 def steps(machine: Machine) -> str:
-    """What ran on this machine, and whether it passed."""
+    """Makes the table of the steps that ran on this machine, with their results."""
     cells = []
     for row in machine.tables["steps"]:
         run = machine.runs[row["run"]]
@@ -320,7 +320,7 @@ TABLES: dict[str, Callable[[Machine], str]] = {
 
 
 def updated(text: str, folder: Path = gpu_results.RESULTS) -> str:
-    """A document with the tables that the results give."""
+    """Replaces the tables of a document by tables from the results."""
 
     def table(match: re.Match[str]) -> str:
         begin, name, machine, end = match.groups()

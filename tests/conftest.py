@@ -35,15 +35,17 @@ HAS_EMULATED = _native.emulated is not None and jax.default_backend() == "cpu" a
 # each node.
 NODE_SIZES = {f"emulated_nodes_of_{size}": size for size in (1, 2, 4)}
 EMULATED = ["emulated", *NODE_SIZES] if HAS_EMULATED else []
-BACKENDS = ["reference"]
+BACKENDS = ["reference", "collectives"]
 if ep.backends()["cuda"].available:
     BACKENDS.append(pytest.param("cuda", marks=pytest.mark.gpu))
 BACKENDS += EMULATED
 KERNEL_BACKENDS = [pytest.param("cuda", marks=pytest.mark.gpu), *EMULATED]
 EP_SIZES = (1, 2, 4, 8)
-ALL_RANKS = "JAX_EP_ALL_RANKS"  # in the environment: no emulated test is left out
+ALL_RANKS = "JAX_EP_ALL_RANKS"  # in the environment: no test is left out
 
-left_out = 0  # emulated tests that were deselected: see choose_emulated
+COLLECTIVES_SHARE = 4  # one of so many cases of a test runs with backend "collectives"
+
+left_out = 0  # tests that were deselected: see choose_tests
 
 
 # --- which tests run ------------------------------------------------------------------------------------------------
@@ -60,6 +62,11 @@ def backend_parameter(item):
 
 def is_emulated(item):
     return backend_parameter(item) in EMULATED
+
+
+def is_sampled(item):
+    """Whether a test with backend "collectives" runs. That backend shares most of its code with the reference."""
+    return zlib.crc32(item.nodeid.encode()) % COLLECTIVES_SHARE == 0
 
 
 def node_size(item):
@@ -80,15 +87,17 @@ def why_not_emulated(item):
     return reason_not_emulated(item.path.name, item.name, over_network=bool(node_size(item)))
 
 
-def choose_emulated(items):
+def choose_tests(items):
     """The tests that run. An emulated test runs with one number of ranks, which its name chooses.
 
-    Of all cases of a test over a network one runs.
+    Of all cases of a test over a network one runs. Of all cases with backend "collectives" a part runs.
     """
-    over_network = {}
+    over_network, with_collectives = {}, {}
     for item in items:
         name = re.sub(r"\bep\d+\b", "", item.nodeid)
-        if node_size(item):
+        if backend_parameter(item) == "collectives":
+            with_collectives.setdefault((item.path, item.originalname), []).append(item)
+        elif node_size(item):
             if not why_not_emulated(item):
                 over_network.setdefault((item.path, item.originalname), []).append(item)
         elif (
@@ -97,6 +106,8 @@ def choose_emulated(items):
             or num_ranks(item) == EP_SIZES[zlib.crc32(name.encode()) % len(EP_SIZES)]
         ):
             yield item
+    for cases in with_collectives.values():
+        yield from list(filter(is_sampled, cases)) or [min(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))]
     for cases in over_network.values():
         yield min(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
 
@@ -109,7 +120,7 @@ def pytest_collection_modifyitems(config, items):
     # A group that fits in one node uses no network.
     items[:] = [item for item in items if not node_size(item) or node_size(item) < num_ranks(item)]
     if ALL_RANKS not in os.environ:
-        chosen = set(choose_emulated(items))
+        chosen = set(choose_tests(items))
         deselected = [item for item in items if item not in chosen]
         items[:] = [item for item in items if item in chosen]
         config.hook.pytest_deselected(items=deselected)
@@ -157,8 +168,8 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} emulated tests left out: each ran with one number of ranks, and in one case over a network; "
-            f"{ALL_RANKS}=1 runs all"
+            f"{left_out} tests left out: each emulated test ran with one number of ranks, and in one case over a "
+            f"network; one in {COLLECTIVES_SHARE} ran with backend collectives; {ALL_RANKS}=1 runs all"
         )
 
 

@@ -37,6 +37,9 @@ NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 # How long emulated GPUs wait for the host before they let time pass to the next time-out, in real seconds.
 PATIENCE_S = 20
 
+# Backends without native code. They hold no memory outside of XLA's and cannot fail on a device.
+PURE_JAX = ("reference", "collectives")
+
 # Under jax-ep launch every process runs the tests.
 ONE_OF_SEVERAL = "JAX_COORDINATOR_ADDRESS" in os.environ
 in_one_process = pytest.mark.skipif(ONE_OF_SEVERAL, reason="starts processes, or looks at all memory")
@@ -51,6 +54,11 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...] = ("ep",)) -> 
     if not mesh.local_devices:
         pytest.skip("the mesh has no device of this process")
     return mesh
+
+
+def mesh_axis_of(mesh: Mesh, axis_name: str) -> Mesh:
+    """The devices of a mesh of one axis, with another name for the axis."""
+    return Mesh(mesh.devices, (axis_name,))
 
 
 def without_gpus(monkeypatch: pytest.MonkeyPatch, **functions: Callable) -> None:
@@ -160,6 +168,9 @@ def there_and_back(group, layout, x, topk_idx):
     return ep.combine(recv.x, recv)
 
 
+FP8_ROWS = {"wire": "fp8_pow2", "dequantize": False}
+
+
 def every_operation(group, x, topk_idx, topk_weights, splits):
     """Two trees of results: rows, which are the same bits on every backend, and sums."""
 
@@ -176,7 +187,7 @@ def every_operation(group, x, topk_idx, topk_weights, splits):
     for layout in ("expert", "ragged"):
         recv, out = layer(x, topk_weights, layout)
         _, transpose = jax.vjp(lambda x, weights, layout=layout: layer(x, weights, layout)[1], x, topk_weights)
-        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, wire="fp8_pow2")
+        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, **FP8_ROWS)
         rows[layout] = {
             "dispatch": (recv.x, recv.weights, recv.counts),
             "dispatch_like": ep.dispatch_like(x, recv),
@@ -185,7 +196,7 @@ def every_operation(group, x, topk_idx, topk_weights, splits):
         sums[layout] = {
             "combine": out,
             "gradients": transpose(out),
-            "dequantize": layer(x, topk_weights, layout, wire="fp8", dequantize=True)[1],
+            "dequantize": layer(x, topk_weights, layout, wire="fp8")[1],
         }
         # Behind the others, of which XLA could put more between a start and its done than there is room for.
         rows, sums, x = jax.lax.optimization_barrier((rows, sums, x))

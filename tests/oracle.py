@@ -81,8 +81,35 @@ def needed_capacity(topk_idx, num_experts, layout, alignment=1) -> int:
     return int(aligned.max() if layout == "expert" else aligned.sum(axis=1).max())
 
 
+def fill(need, room, start=0) -> np.ndarray:
+    """What each keeps of need [N] if there is room for so many: the contract's words, as they are."""
+    need = np.asarray(need)
+    level = 0
+    while level < need.max(initial=0) and np.minimum(need, level + 1).sum() <= room:
+        level += 1
+    kept = np.minimum(need, level)
+    for i in range(start, start + len(need)):
+        if kept.sum() < room and need[i % len(need)] > level:
+            kept[i % len(need)] += 1
+    return kept
+
+
+def share_room(need, *, layout, capacity, alignment, first_expert) -> np.ndarray:
+    """The rows that one rank keeps of need [E_local, R], per local expert and source rank."""
+    of_expert = need.sum(axis=1)
+    if layout == "expert":
+        counts = np.minimum(of_expert, capacity)
+    else:
+        tiles = fill(-(-of_expert // alignment), capacity // alignment)
+        counts = np.minimum(of_expert, tiles * alignment)
+    num_ranks = need.shape[1]
+    return np.array(
+        [fill(need[expert], count, start=(first_expert + expert) % num_ranks) for expert, count in enumerate(counts)]
+    ).reshape(need.shape)
+
+
 def route(topk_idx, *, num_experts, layout, capacity=None, alignment=1) -> Route:
-    """The places of all rows: by local expert, source rank, source token, k; the lowest rows are kept."""
+    """The places of all rows: by local expert, source rank, source token, k. Too little room is shared fairly."""
     num_ranks, tokens, top_k = topk_idx.shape
     experts_per_rank = num_experts // num_ranks
     if capacity is None:
@@ -94,19 +121,23 @@ def route(topk_idx, *, num_experts, layout, capacity=None, alignment=1) -> Route
     group_sizes = np.zeros_like(counts)
     num_dropped = np.zeros(num_ranks, np.int32)
     for rank in range(num_ranks):
+        first_expert = rank * experts_per_rank
+        # argwhere lists source rank, token, k in just the order that rows keep.
+        wanted = [np.argwhere(topk_idx == first_expert + expert) for expert in range(experts_per_rank)]
+        need = np.array([np.bincount(rows[:, 0], minlength=num_ranks) for rows in wanted])
+        kept = share_room(need, layout=layout, capacity=capacity, alignment=alignment, first_expert=first_expert)
+        num_dropped[rank] = need.sum() - kept.sum()
         start = 0
         for expert in range(experts_per_rank):
-            # argwhere lists source rank, token, k in just the order that rows keep.
-            wanted = np.argwhere(topk_idx == rank * experts_per_rank + expert)
-            count = min(len(wanted), capacity - start)
-            counts[rank, expert] = count
-            num_dropped[rank] += len(wanted) - count
+            sources = [wanted[expert][wanted[expert][:, 0] == r][: kept[expert, r]] for r in range(num_ranks)]
+            held = np.concatenate(sources)
+            count = counts[rank, expert] = len(held)
             if layout == "expert":
                 group_sizes[rank, expert] = count
-                source[rank, expert, :count] = wanted[:count]
+                source[rank, expert, :count] = held
             else:
                 size = group_sizes[rank, expert] = round_up(count, alignment)
-                source[rank, start : start + count] = wanted[:count]
+                source[rank, start : start + count] = held
                 is_alignment[rank, start + count : start + size] = True
                 start += size
     return Route(source, is_alignment, counts, group_sizes, num_dropped, topk_idx.shape)
@@ -244,3 +275,54 @@ def dense_moe(x, topk_idx, topk_weights, experts) -> jax.Array:
     # one_hot of an id outside [0, E) is a row of zeros: no expert.
     gates = jnp.einsum("tk,tke->te", topk_weights, jax.nn.one_hot(topk_idx, len(experts)), precision="highest")
     return jnp.einsum("te,tef->tf", gates, outputs, precision="highest")
+
+
+def dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down, activation=jax.nn.silu) -> jax.Array:
+    """As `dense_moe`, for gated MLPs: w_gate_up [E, H, 2I], gate first, and w_down [E, I, H]."""
+    x, w_gate_up, w_down = (a.astype(jnp.float32) for a in (x, w_gate_up, w_down))
+    inner = w_down.shape[1]
+    gate = jnp.einsum("th,ehi->tei", x, w_gate_up[:, :, :inner], precision="highest")
+    up = jnp.einsum("th,ehi->tei", x, w_gate_up[:, :, inner:], precision="highest")
+    outputs = jnp.einsum("tei,eih->teh", activation(gate) * up, w_down, precision="highest")
+    gates = jnp.einsum("tk,tke->te", topk_weights, jax.nn.one_hot(topk_idx, len(w_down)), precision="highest")
+    return jnp.einsum("te,teh->th", gates, outputs, precision="highest")
+
+
+def softmax(logits) -> np.ndarray:
+    e = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def largest(values, k) -> np.ndarray:
+    """The indices of the k largest values of each row, the largest first; of equal ones, the lower index first."""
+    return np.argsort(-values, axis=-1, kind="stable")[..., :k]
+
+
+def gate_of_mixtral(logits, top_k) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights: softmax over all experts, the largest, divided by their sum."""
+    scores = softmax(logits)
+    ids = largest(scores, top_k)
+    weights = np.take_along_axis(scores, ids, axis=-1)
+    return ids, weights / weights.sum(axis=-1, keepdims=True)
+
+
+def gate_of_gpt_oss(logits, top_k) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights: the largest logits, and the softmax over these alone."""
+    ids = largest(logits, top_k)
+    return ids, softmax(np.take_along_axis(logits, ids, axis=-1))
+
+
+def gate_of_deepseek_v3(logits, bias, *, top_k, num_groups, topk_groups, scale) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights, token by token, as in `Gate` of the model's published inference code."""
+    ids = np.zeros((len(logits), top_k), np.int64)
+    weights = np.zeros((len(logits), top_k))
+    for token, row in enumerate(logits.astype(np.float64)):
+        original = 1 / (1 + np.exp(-row))
+        groups = (original + bias).reshape(num_groups, -1)
+        best = largest(np.sort(groups, axis=1)[:, -2:].sum(axis=1), topk_groups)
+        allowed = np.full_like(groups, -np.inf)
+        allowed[best] = groups[best]
+        ids[token] = largest(allowed.reshape(-1), top_k)
+        chosen = original[ids[token]]
+        weights[token] = chosen / chosen.sum() * scale
+    return ids, weights

@@ -229,7 +229,7 @@ class Gradient:
     def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape, program: Any) -> None:
         self.num_ranks, self.shape = group.num_ranks, draw_tokens(rng, shape)
         self.layout = draw_layout(rng, self.shape, group.num_ranks)
-        options = {"group": group, "wire": draw_wire(rng, shape), "dequantize": True, **self.layout}
+        options = {"group": group, "wire": draw_wire(rng, shape), **self.layout}
 
         def cotangents(drows, dweights, dout, y, x, topk_idx, topk_weights):
             def dispatch(x, topk_weights):
@@ -286,8 +286,8 @@ class Exchange:
 
     def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape, program: Any) -> None:
         self.num_ranks, self.shape = group.num_ranks, draw_tokens(rng, shape)
-        self.wire = draw_wire(rng, shape)
-        self.there = operation(program, ep.all_to_all, group=group, wire=self.wire)
+        self.wire, self.dequantize = draw_wire(rng, shape), bool(rng.random() < 0.5)
+        self.there = operation(program, ep.all_to_all, group=group, wire=self.wire, dequantize=self.dequantize)
         self.back = operation(program, ep.all_to_all_back, group=group)
 
     def draw(self, rng: np.random.Generator) -> tuple[Any, np.ndarray]:
@@ -310,11 +310,12 @@ class Exchange:
     def check(self, operands: Any, arrives: np.ndarray, results: Any) -> None:
         x, splits, y = operands
         there, back = results
-        sent = (
-            [(there.x, x)]
-            if self.wire is None
-            else zip((there.x, there.scales), oracle.quantize(x, self.wire), strict=True)
-        )
+        if self.wire is None:
+            sent = [(there.x, x)]
+        elif self.dequantize:
+            sent = [(there.x, oracle.dequantize(*oracle.quantize(x, self.wire), x.dtype))]
+        else:
+            sent = zip((there.x, there.scales), oracle.quantize(x, self.wire), strict=True)
         for actual, payload in sent:
             blocks, _ = oracle.all_to_all(payload, splits)
             assert_same_bits(actual[arrives], blocks[arrives], "all_to_all")

@@ -53,7 +53,7 @@ def test_dispatch_and_combine(adversary, group, layout, wire):
     y = random_rows(route, SHAPE.hidden, SHAPE.dtype)
 
     def layer(y, *inputs):
-        recv = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, zero_pad=True)
+        recv = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, dequantize=False, zero_pad=True)
         return recv, ep.combine(y, recv)
 
     for recv, out in run(group, layer, y, *inputs):

@@ -1,6 +1,7 @@
 """all_to_all and all_to_all_back: rows that the caller has sorted by expert."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import assert_same_bits, run_spmd, spmd, to_numpy
+from helpers import assert_same_bits, open_group, run_spmd, spmd, to_numpy
 from shapes import SMALL, make_inputs, random_array
 
 SHAPE = dataclasses.replace(SMALL, tokens=48)
@@ -93,17 +94,34 @@ def test_splits_that_do_not_fit(round_trip, any_mesh, splits_of_rank):
     assert_same_bits(back, oracle.all_to_all_back(y, splits))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
-def test_wire(make_group, mesh, wire):
-    group = make_group(mesh, SHAPE)
+def test_wire(make_group, mesh, wire, dtype):
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    group = make_group(mesh, shape)
     splits = random_splits(mesh.size, "uneven")
-    x = make_inputs(SHAPE, mesh.size).x
-    there = run_spmd(lambda x, splits: ep.all_to_all(x, splits, group=group, wire=wire), mesh, x, splits)
+    x = make_inputs(shape, mesh.size).x
+
+    def exchange(x, splits):
+        there = ep.all_to_all(x, splits, group=group, wire=wire, dequantize=False)
+        return there, ep.dequantize(there), ep.all_to_all(x, splits, group=group, wire=wire)
+
+    there, later, on_arrival = run_spmd(exchange, mesh, x, splits)
     mask = received(splits)
-    for actual, payload in zip((there.x, there.scales), oracle.quantize(x, wire), strict=True):
+    quantised = oracle.quantize(x, wire)
+    dequantised = oracle.dequantize(*quantised, x.dtype)
+    assert on_arrival.scales is None
+    for actual, payload in (
+        (there.x, quantised[0]),
+        (there.scales, quantised[1]),
+        (later, dequantised),
+        (on_arrival.x, dequantised),
+    ):
         blocks, _ = oracle.all_to_all(payload, splits)
         assert actual.shape == blocks.shape
         assert_same_bits(actual[mask], blocks[mask])
+    for sent in (there, on_arrival):
+        assert_same_bits(sent.splits, oracle.all_to_all(x, splits)[1])
 
 
 def test_fewer_rows_than_the_group_allows(make_group, mesh):
@@ -118,8 +136,12 @@ def test_fewer_rows_than_the_group_allows(make_group, mesh):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_each_is_the_gradient_of_the_other(make_group, mesh, check_vma):
-    """Cotangents travel the other way, and those of rows that nobody sent are exactly zero."""
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_each_is_the_gradient_of_the_other(make_group, mesh, wire, check_vma):
+    """Cotangents travel the other way, and those of rows that nobody sent are exactly zero.
+
+    The rounding of a wire is differentiated straight through.
+    """
     group = make_group(mesh, SHAPE)
     splits = random_splits(mesh.size, "uneven")
     mask = received(splits)
@@ -128,7 +150,7 @@ def test_each_is_the_gradient_of_the_other(make_group, mesh, check_vma):
     blocks[~mask] = np.nan
 
     def gradients(x, blocks, splits):
-        there, there_vjp = jax.vjp(lambda x: ep.all_to_all(x, splits, group=group).x, x)
+        there, there_vjp = jax.vjp(lambda x: ep.all_to_all(x, splits, group=group, wire=wire).x, x)
         _, back_vjp = jax.vjp(lambda y: ep.all_to_all_back(y, splits, group=group), blocks)
         return there_vjp(blocks.astype(there.dtype))[0], back_vjp(x)[0]
 
@@ -163,3 +185,27 @@ def test_experts_on_sorted_rows(make_group, mesh):
     expected = x * gains[expert][..., None]
     np.testing.assert_allclose(value, 0.5 * np.sum(expected**2), rtol=1e-5)
     np.testing.assert_allclose(dx, expected * gains[expert][..., None], rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire": "fp8", "dequantize": False}], ids=str)
+def test_debug_nans(mesh, monkeypatch, options):
+    """JAX_EP_DEBUG_NANS=1: rows beyond the splits are NaN, and the rows that arrive are as ever."""
+    monkeypatch.setenv("JAX_EP_DEBUG_NANS", "1")
+    x, splits = make_inputs(SHAPE, mesh.size).x, random_splits(mesh.size, "uneven")
+    mask = received(splits)
+
+    def exchange(group, x, splits):
+        there = ep.all_to_all(x, splits, group=group, **options)
+        return there, ep.all_to_all_back(ep.dequantize(there), splits, group=group)
+
+    with open_group(mesh, SHAPE, backend="reference") as group:
+        there, back = run_spmd(partial(exchange, group), mesh, x, splits)
+    monkeypatch.delenv("JAX_EP_DEBUG_NANS")
+    with open_group(mesh, SHAPE, backend="reference") as group:
+        plain, plain_back = run_spmd(partial(exchange, group), mesh, x, splits)
+    assert_same_bits(back, plain_back)
+    for rows, plain_rows in ((there.x, plain.x), (there.scales, plain.scales)):
+        if rows is None:
+            continue
+        assert np.isnan(rows[~mask].astype(np.float32)).all()
+        assert_same_bits(rows[mask], plain_rows[mask])

@@ -111,9 +111,9 @@ def programs(group):
         recv = ep.dispatch(x, topk_idx, group=group, layout="ragged", zero_pad=True)
         return (promised(recv), ep.dispatch_like(x[:, :32], recv)), ()
 
-    def exchange(wire, x, topk_idx, topk_weights):
+    def exchange(options, x, topk_idx, topk_weights):
         splits = jnp.sum(jax.nn.one_hot(topk_idx[:, 0], group.num_experts, dtype=jnp.int32), axis=0)
-        sent = ep.all_to_all(x, splits, group=group, wire=wire)
+        sent = ep.all_to_all(x, splits, group=group, **options)
         return (sent.splits, ep.all_to_all_back(ep.dequantize(sent), splits, group=group)), ()
 
     def gradients(x, topk_idx, topk_weights):
@@ -125,11 +125,12 @@ def programs(group):
 
     return [
         partial(layer, "ragged", {}),
-        partial(layer, "expert", {"wire": "fp8", "capacity": 4}),
-        partial(layer, "ragged", {"wire": "fp8_pow2", "dequantize": True, "alignment": 8}),
+        partial(layer, "expert", {"wire": "fp8", "dequantize": False, "capacity": 4}),
+        partial(layer, "ragged", {"wire": "fp8_pow2", "alignment": 8}),
         follow,
-        partial(exchange, None),
-        partial(exchange, "fp8"),
+        partial(exchange, {}),
+        partial(exchange, {"wire": "fp8"}),
+        partial(exchange, {"wire": "fp8", "dequantize": False}),
         gradients,
     ]
 
@@ -207,7 +208,7 @@ def expect_the_reference(make_group, mesh, shape, layout, inputs, options=None, 
     assert_each_token_combined(out, y, weights, route, dtype=shape.dtype)
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire": "fp8_pow2", "dequantize": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"wire": "fp8", "dequantize": False}, {"wire": "fp8_pow2"}], ids=str)
 def test_many_tokens(make_group, sized, mesh, layout, options):
     shape = sized(LARGE)
     expect_the_reference(make_group, mesh, shape, layout, make_inputs(shape, mesh.size), options)
@@ -221,11 +222,11 @@ def test_long_rows_of_many_experts(make_group, sized, mesh, layout, routing, num
     expect_the_reference(make_group, mesh, shape, layout, make_inputs(shape, mesh.size, routing), num_sms=num_sms)
 
 
-@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize("options", [{}, {"wire": "fp8", "dequantize": False}], ids=str)
 @pytest.mark.parametrize("shape", LAUNCHES, ids=str)
-def test_launches_of_other_shapes(make_group, sized, mesh, shape, wire):
+def test_launches_of_other_shapes(make_group, sized, mesh, shape, options):
     shape = sized(shape)
-    expect_the_reference(make_group, mesh, shape, "ragged", make_inputs(shape, mesh.size, "uneven"), {"wire": wire})
+    expect_the_reference(make_group, mesh, shape, "ragged", make_inputs(shape, mesh.size, "uneven"), options)
 
 
 @pytest.mark.parametrize("num_sms", [1, 4])

@@ -15,11 +15,16 @@ TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 
 
 @pytest.fixture
-def group(monkeypatch, mesh):
+def dtype():
+    return jnp.bfloat16
+
+
+@pytest.fixture
+def group(monkeypatch, mesh, dtype):
     """A group of the CUDA backend whose native half does nothing."""
     without_gpus(monkeypatch)
     with ep.Group(
-        mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=jnp.bfloat16
+        mesh, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=dtype
     ) as group:
         yield group
 
@@ -57,7 +62,7 @@ def layer(group, layout, x, topk_idx, topk_weights, **options):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire": "fp8_pow2", "dequantize": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"wire": "fp8", "dequantize": False}, {"wire": "fp8_pow2"}], ids=str)
 def test_a_layer_is_two_calls(group, layout, options, check_vma):
     text = lowered(group, partial(layer, group, layout, **options), X, IDS, WEIGHTS, check_vma=check_vma)
     assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine"]
@@ -249,7 +254,7 @@ def test_other_operations_are_one_call_each(group, layout):
     def body(x, topk_idx, y, splits):
         recv = ep.dispatch(x, topk_idx, group=group, layout=layout)
         like = ep.dispatch_like(x[:, :3], recv)
-        sent = ep.all_to_all(x, splits, group=group, wire="fp8")
+        sent = ep.all_to_all(x, splits, group=group, wire="fp8", dequantize=False)
         back = ep.all_to_all_back(y, splits, group=group)
         return like.sum()[None], sent.scales.sum()[None], back
 
@@ -262,11 +267,41 @@ def test_other_operations_are_one_call_each(group, layout):
 
 def test_quantized_input(group, layout):
     def body(x, scales, topk_idx):
-        recv = ep.dispatch((x, scales), topk_idx, group=group, layout=layout)
+        recv = ep.dispatch((x, scales), topk_idx, group=group, layout=layout, dequantize=False)
         return recv.scales
 
     text = lowered(group, body, ((TOKENS, HIDDEN), jnp.float8_e4m3fn), ((TOKENS, HIDDEN // 128), jnp.float32), IDS)
     assert calls(text) == ["jax_ep_dispatch"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_kernels_cast_bfloat16_only(group, layout, dtype, is_split):
+    """XLA casts other dtypes: a split-phase call once, in its start."""
+
+    def body(x, topk_idx, topk_weights):
+        options = {"group": group, "layout": layout, "wire": "fp8", "dequantize": True}
+        if is_split:
+            return ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, **options)).x
+        return ep.dispatch(x, topk_idx, topk_weights, **options).x
+
+    text = lowered(group, body, (X[0], dtype), IDS, WEIGHTS)
+    in_kernel = dtype == jnp.bfloat16
+    kernel = "dispatch_start" if is_split else "dispatch"
+    (settings,) = re.findall(rf"@jax_ep_{kernel}\(.*cast = (\d+) : i64.*dequantize = (\w+)", text)
+    assert settings == (("1", "true") if in_kernel else ("0", "false"))
+    casts = re.findall(r"stablehlo.convert .*-> tensor<[\dx]*f8E4M3FN>", text)
+    assert len(casts) == (0 if in_kernel else 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
+def test_kernels_of_all_to_all_cast_bfloat16_only(group, dtype):
+    def body(x, splits):
+        return ep.all_to_all(x, splits, group=group, wire="fp8").x
+
+    text = lowered(group, body, (X[0], dtype), ((EXPERTS,), jnp.int32))
+    (settings,) = re.findall(r"@jax_ep_all_to_all\(.*cast = (\d+) : i64.*dequantize = (\w+)", text)
+    assert settings == (("1", "true") if dtype == jnp.bfloat16 else ("0", "false"))
 
 
 def test_a_cotangent_that_goes_nowhere_is_not_sent(group, layout):
@@ -274,7 +309,7 @@ def test_a_cotangent_that_goes_nowhere_is_not_sent(group, layout):
 
     def body(x, scales, topk_idx, topk_weights):
         def loss(topk_weights):
-            recv = ep.dispatch((x, scales), topk_idx, topk_weights, group=group, layout=layout, dequantize=True)
+            recv = ep.dispatch((x, scales), topk_idx, topk_weights, group=group, layout=layout)
             return jnp.sum(recv.x.astype(jnp.float32))
 
         value, gradient = jax.value_and_grad(loss)(topk_weights)
@@ -302,7 +337,7 @@ def test_what_ranks_must_agree_on_is_in_the_hash(group):
 
     usual = hash_of()
     assert hash_of() == usual
-    different = [{"layout": "expert"}, {"capacity": 72}, {"alignment": 8}, {"wire": "fp8", "dequantize": True}]
+    different = [{"layout": "expert"}, {"capacity": 72}, {"alignment": 8}, {"wire": "fp8"}]
     assert len({usual, *(hash_of(**options) for options in different)}) == 1 + len(different)
     assert hash_of(((TOKENS - 1, HIDDEN), jnp.bfloat16), ((TOKENS - 1, TOP_K), jnp.int32)) != usual
     assert len({hash_of_all_to_all(wire) for wire in (None, "fp8", "fp8_pow2")}) == 3

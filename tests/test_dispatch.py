@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_ep as ep
 import oracle
-from helpers import assert_dispatched, assert_same_bits, make_mesh, run_spmd, spmd, to_numpy
+from helpers import PURE_JAX, assert_dispatched, assert_same_bits, make_mesh, open_group, run_spmd, spmd, to_numpy
 from shapes import ROUTINGS, SMALL, make_inputs
 
 SMALL_F32 = dataclasses.replace(SMALL, dtype="float32", hidden=16)
@@ -97,6 +97,7 @@ def test_default_capacity(make_group, mesh):
         recv = jax.eval_shape(dispatch, *inputs)
         return recv.x.shape[1:], recv.weights.shape[1:]
 
+    assert shapes() == shapes(layout="ragged")
     assert shapes(layout="expert") == ((experts_per_rank, rows, SMALL.hidden), (experts_per_rank, rows))
     for alignment in (1, 8, 128):
         capacity = rows * min(SMALL.top_k, experts_per_rank) + experts_per_rank * (alignment - 1)
@@ -104,7 +105,24 @@ def test_default_capacity(make_group, mesh):
         assert shapes(layout="ragged", alignment=alignment) == ((capacity, SMALL.hidden), (capacity,))
 
 
-@pytest.mark.parametrize("routing", ["uniform", "hot_expert"])
+def test_capacity_factor(make_group, mesh, layout):
+    """1.0 is the room of a balanced router: T * K rows of a rank, shared by its experts in the expert layout."""
+    group = make_group(mesh, SMALL_F32)
+    inputs = make_inputs(SMALL_F32, mesh.size, "hot_expert")
+    balanced = SMALL_F32.tokens * SMALL_F32.top_k // (group.experts_per_rank if layout == "expert" else 1)
+    capacity = oracle.round_up(balanced * 3 // 2, 8)
+
+    def dispatch(*inputs):
+        return ep.dispatch(*inputs, group=group, layout=layout, capacity_factor=1.5, alignment=8)
+
+    expected = oracle.dispatch(
+        *inputs, num_experts=SMALL_F32.num_experts, layout=layout, capacity=capacity, alignment=8
+    )
+    assert expected.route.num_dropped.any()
+    assert_dispatched(run_spmd(dispatch, mesh, *inputs), expected)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "hot_expert", "uneven", "duplicates"])
 @pytest.mark.parametrize("alignment", [1, 8])
 @pytest.mark.parametrize("shortage", ["none", "one", "most"])
 def test_capacity(make_group, mesh, layout, alignment, shortage, routing):
@@ -116,6 +134,25 @@ def test_capacity(make_group, mesh, layout, alignment, shortage, routing):
     group = make_group(mesh, SMALL_F32)
     expected = check_dispatch(group, mesh, inputs, layout=layout, alignment=alignment, capacity=capacity)
     assert expected.route.num_dropped.any() == (capacity < needed)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5, 16, 17])
+@pytest.mark.parametrize("routing", ["uneven", "out_of_range"])
+def test_fair_room_at_every_ep_size(make_group, any_mesh, layout, routing, capacity):
+    """Levels of 0, of 1 and above, with remainders that begin at every rank; source ranks of unequal need."""
+    shape = dataclasses.replace(SMALL_F32, tokens=24)
+    group = make_group(any_mesh, shape)
+    check_dispatch(group, any_mesh, make_inputs(shape, any_mesh.size, routing), layout=layout, capacity=capacity)
+
+
+def test_more_experts_and_ranks_than_a_warp_has_lanes(make_group, largest_mesh):
+    """The fill over experts takes several rounds of a warp, whose remainder goes on from one to the next."""
+    shape = dataclasses.replace(SMALL_F32, num_experts=80 * largest_mesh.size, tokens=64, top_k=8)
+    group = make_group(largest_mesh, shape)
+    inputs = make_inputs(shape, largest_mesh.size)
+    for capacity, alignment in ((70, 1), (150, 1), (300, 2), (4 * 75, 4)):
+        expected = check_dispatch(group, largest_mesh, inputs, layout="ragged", capacity=capacity, alignment=alignment)
+        assert expected.route.num_dropped.all()
 
 
 def test_duplicates_beyond_the_default_capacity_are_counted(make_group, mesh, layout):
@@ -213,7 +250,7 @@ def test_permuted_mesh_is_an_error_or_right(make_group, mesh, layout):
     group = make_group(mesh, SMALL_F32)
     permuted = Mesh(np.roll(mesh.devices, 1), mesh.axis_names)
     inputs = make_inputs(SMALL_F32, mesh.size)
-    if group.backend == "reference" or mesh.size == 1:
+    if group.backend in PURE_JAX or mesh.size == 1:
         check_dispatch(group, permuted, inputs, layout=layout)
         return
     try:
@@ -275,3 +312,57 @@ def test_types_under_x64(make_group, mesh, layout):
     with jax.enable_x64(True):
         check_dispatch(group, mesh, make_inputs(SMALL_F32, mesh.size, "uneven"), layout=layout)
         assert jnp.asarray(1.0).dtype == jnp.float64
+
+
+@pytest.fixture
+def debug_group(mesh, monkeypatch):
+    monkeypatch.setenv("JAX_EP_DEBUG_NANS", "1")
+    with open_group(mesh, dataclasses.replace(SMALL, dtype="float32"), backend="reference") as group:
+        yield group
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"alignment": 8}, {"wire": "fp8", "dequantize": False}, {"capacity": 16}], ids=str
+)
+def test_debug_nans(debug_group, mesh, layout, options):
+    """JAX_EP_DEBUG_NANS=1: unspecified rows are NaN, all others are as ever; and combine reads none of them."""
+    inputs = make_inputs(dataclasses.replace(SMALL, dtype="float32"), mesh.size, "uneven")
+    expected = oracle.dispatch(
+        *inputs, num_experts=SMALL.num_experts, layout=layout, **{k: v for k, v in options.items() if k != "dequantize"}
+    )
+
+    def dispatch(*inputs):
+        recv = ep.dispatch(*inputs, group=debug_group, layout=layout, **options)
+        like = ep.dispatch_like(inputs[1], recv)
+        zeros = ep.dispatch(*inputs, group=debug_group, layout=layout, zero_pad=True, **options)
+        return recv, like, zeros, ep.combine(ep.dequantize(recv), recv)
+
+    recv, like, zeros, out = run_spmd(dispatch, mesh, *inputs)
+    assert_dispatched(recv, expected)
+    assert_dispatched(zeros, expected, zero_pad=True)
+    route = expected.route
+    unspecified = ~(route.is_token | route.is_alignment)
+    assert unspecified.any()
+    assert np.isnan(recv.x[unspecified].astype(np.float32)).all()
+    assert recv.scales is None or np.isnan(recv.scales[unspecified]).all()
+    assert (like[~route.is_token] == np.iinfo(np.int32).max).all()
+    assert_same_bits(like[route.is_token], route.gather(inputs.topk_idx)[route.is_token])
+    assert np.isfinite(out).all()
+
+
+def test_debug_nans_leave_gradients_alone(debug_group, mesh, layout):
+    """A differentiated call has zeros in these rows unless it says zero_pad=False."""
+    inputs = make_inputs(dataclasses.replace(SMALL, dtype="float32"), mesh.size, "uneven")
+
+    def gradients(x, topk_idx, topk_weights):
+        def loss(x, gain, zero_pad):
+            recv = ep.dispatch(x, topk_idx, topk_weights, group=debug_group, layout=layout, zero_pad=zero_pad)
+            return jnp.sum(ep.combine(recv.x * gain, recv))
+
+        return [jax.grad(loss, (0, 1))(x, jnp.ones(x.shape[1]), zero_pad) for zero_pad in (None, False)]
+
+    (dx, dgain), (dx_unpadded, dgain_unpadded) = run_spmd(gradients, mesh, *inputs, check_vma=False)
+    assert np.isfinite(dx).all()
+    assert np.isfinite(dgain).all()
+    assert_same_bits(dx, dx_unpadded)
+    assert np.isnan(dgain_unpadded).all()  # 0 times NaN: as a GPU may do

@@ -1,20 +1,28 @@
 """The documents agree with the tree."""
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_ep as ep
+import oracle
+from helpers import make_mesh, open_group
 from jax_ep import doctor
 from jax_ep.bench.models import MODELS
+from shapes import SMALL, make_inputs
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/*.md", "ffi/*.md") for path in ROOT.glob(pattern)
+)
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -40,6 +48,35 @@ def test_the_table_of_models_is_the_benchs():
     rows = re.findall(r"^\| `([\w.-]+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+|not known) \|$", page, re.MULTILINE)
     sizes = map(dataclasses.astuple, MODELS.values())
     assert rows == [tuple(str(size or "not known") for size in row) for row in sizes]
+
+
+def test_the_programs_of_the_layers_page_run(tmp_path):
+    """All blocks of code of the page, one after the other."""
+    program = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.DOTALL))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    done = subprocess.run([sys.executable], input=program, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(64, 128)\n"
+
+
+def test_the_example_of_num_dropped_runs():
+    """Over two axes of which both split the tokens, with rows dropped: all devices return the same sum."""
+    text = (ROOT / "docs" / "sharp_bits.md").read_text()
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "recv.num_dropped" in code]
+    mesh = make_mesh((2, 2), ("data", "ep"))
+    group = open_group(mesh, SMALL, backend="reference")
+    inputs = make_inputs(SMALL, mesh.size)
+    inputs.topk_idx[...] %= SMALL.num_experts // 2  # all of them are the first rank's
+    names = {"mesh": mesh, "group": group, "ep": ep, "jax": jax, "jnp": jnp, "partial": functools.partial}
+    names |= {"P": jax.sharding.PartitionSpec} | {k: v.reshape(-1, v.shape[-1]) for k, v in inputs._asdict().items()}
+    exec(example, names)
+    capacity = int(1.25 * SMALL.tokens * SMALL.top_k)
+    groups_idx = inputs.topk_idx.reshape(2, 2, SMALL.tokens, SMALL.top_k)
+    routes = [oracle.route(i, num_experts=16, layout="ragged", capacity=capacity) for i in groups_idx]
+    expected = sum(route.num_dropped.sum() for route in routes)
+    assert expected > 0
+    assert names["num_dropped"] == expected
+    assert names["share"] == pytest.approx(expected / inputs.topk_idx.size)
 
 
 def test_the_recipe_of_overlap_is_the_benchmarks_text():
@@ -79,6 +116,33 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(there), target
 
 
+def test_the_native_readme_lists_every_file():
+    text = (ROOT / "ffi" / "README.md").read_text()
+    named = set(re.findall(r"`(?:\w+/)*(\w+\.[\w*]+)`", text))
+    files = [path for path in (ROOT / "ffi").rglob("*.*") if not {"emulator", "nvshmem"} & set(path.parts)]
+    assert len(files) > 40
+    for file in files:
+        assert {file.name, f"{file.stem}.*"} & named or file.name == "README.md", file
+
+
+NATIVE_NAMES = {  # document -> how it says that a native file has a name: the pattern's groups are the names, the file
+    "ffi/README.md": r"(?P<file>`\w[\w/]*\.\w+`): (?P<names>`[\w:]+`(?:, `[\w:]+`)*)",
+    "CONTRIBUTING.md": r"(?P<names>`\w+`(?:(?:, | and )`\w+`)*) in (?P<file>`ffi/[\w/]+\.\w+`)",
+    "docs/network.md": r"(?P<names>`[\w:]+`) \((?P<file>`\w+\.\w+`)\)",
+}
+
+
+@pytest.mark.parametrize("document", NATIVE_NAMES)
+def test_native_names_are_in_the_files_where_a_document_says(document):
+    found = list(re.finditer(NATIVE_NAMES[document], (ROOT / document).read_text()))
+    assert len(found) >= 5
+    for match in found:
+        path = match["file"].strip("`").removeprefix("ffi/")
+        file = next(there for folder in ("ffi", "ffi/cuda") if (there := ROOT / folder / path).exists())
+        for name in re.findall(r"\w+", match["names"]):
+            assert re.search(rf"\b{name}\b", file.read_text()), (name, path)
+
+
 def anchors(document):
     headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
@@ -86,7 +150,8 @@ def anchors(document):
 
 def test_the_api_page_has_all_public_names():
     page = (ROOT / "docs" / "api.md").read_text()
-    assert sorted(re.findall(r"^::: jax_ep\.(\w+)$", page, re.MULTILINE)) == sorted(ep.__all__)
+    names = [*ep.__all__, *(f"moe.{name}" for name in ep.moe.__all__)]
+    assert sorted(re.findall(r"^::: jax_ep\.([\w.]+)$", page, re.MULTILINE)) == sorted(names)
 
 
 def test_the_doctors_page_has_each_section_of_its_output():

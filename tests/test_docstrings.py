@@ -1,6 +1,7 @@
 """Every public name has an example in its docstring, and the examples run."""
 
 import doctest
+import operator
 
 import jax
 import pytest
@@ -31,6 +32,6 @@ def names():
     globals_["group"].close()
 
 
-@pytest.mark.parametrize("name", ep.__all__)
+@pytest.mark.parametrize("name", [*ep.__all__, *(f"moe.{name}" for name in ep.moe.__all__), "Dispatched.row_expert"])
 def test_the_example_runs(names, name):
-    run(getattr(ep, name).__doc__, name, names)
+    run(operator.attrgetter(name)(ep).__doc__, name, names)

@@ -4,14 +4,14 @@ import json
 import re
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jax
 import pytest
 
 import jax_ep as ep
-from helpers import TESTS, open_group
-from jax_ep import _native, doctor
+from helpers import ROOT, TESTS, open_group
+from jax_ep import _hardware, _native, doctor
 from shapes import Shape
 
 needs_native = pytest.mark.skipif(_native.cpu is None, reason="the native extensions are not built")
@@ -179,3 +179,34 @@ def test_options_that_do_not_fit(capsys, option, value, message):
     with pytest.raises(SystemExit):
         doctor.main([option, value])
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "row"),
+    [
+        ("NVIDIA H200", "9.0", "hopper"),
+        ("NVIDIA H100 80GB HBM3", "9.0", "hopper"),
+        ("NVIDIA H100 PCIe", "9.0", "other_hopper"),
+        ("NVIDIA H20", "9.0", "other_hopper"),
+        ("NVIDIA H200 NVL", "9.0", "other_hopper"),
+        ("NVIDIA GH200 480GB", "9.0", "other_hopper"),
+        ("NVIDIA B200", "10.0", "blackwell"),
+        ("NVIDIA GeForce RTX 5090", "12.0", "small_blackwell"),
+        ("NVIDIA A100-SXM4-80GB", "8.0", "older"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "9.0", "mig"),
+        ("AMD Instinct MI300X", "gfx942", "other"),
+    ],
+)
+def test_hardware_is_told_apart(kind, capability, row):
+    gpu = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    assert _hardware.find(gpu) == _hardware.HARDWARE[row]
+
+
+def test_the_report_names_the_hardware():
+    (row,) = doctor.examine(SIZES)["devices"]["hardware"]
+    assert row == str(_hardware.find(jax.devices()[0]))
+    assert f"hardware\n  {row}" in doctor.report(doctor.examine(SIZES))
+
+
+def test_the_documents_table_is_the_doctors():
+    assert _hardware.table() in (ROOT / "docs" / "hardware.md").read_text()

@@ -160,9 +160,13 @@ def test_a_wrong_option_is_named(script, options, message):
     assert message in result.stderr.splitlines()[-1]
 
 
-def test_flax_layer_learns():
-    losses = re.findall(r"loss (\S+) nats", run("flax_moe.py"))
+@pytest.mark.parametrize("framework", ["flax", "equinox"])
+def test_a_frameworks_layer_learns(framework):
+    pytest.importorskip(framework)
+    stdout = run(f"{framework}_moe.py")
+    losses = re.findall(r"loss (\S+) nats", stdout)
     assert float(losses[-1]) < 2.6 < float(losses[0])
+    assert "gate_up of all layers: (2, 16, 128, 512); on each device (2, 2, 128, 512)" in stdout
 
 
 def test_decoding_tells_its_speed():
@@ -174,7 +178,7 @@ def test_decoding_with_a_training_runs_weights(whole_run):
     sizes = "--hidden=32", "--heads=2", "--expert-hidden=32"
     speed = "--wire=none", "--dtype=float32", "--batch=2", "--prompt=8", "--length=40"
     stdout = run("decode.py", *sizes, *speed, "--checkpoint-dir", whole_run[0] / "checkpoints")
-    assert "the first one, of which 8 bytes were given" in stdout
+    assert "the first sequence; its first 8 bytes are the prompt" in stdout
 
 
 def test_decoding_with_a_cache_equals_reading_the_whole_text(backend):

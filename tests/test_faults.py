@@ -232,7 +232,7 @@ def fewer_tokens(group, *inputs):
 
 
 def over_fp8(group, *inputs):
-    return dispatched(group, *inputs, wire="fp8", dequantize=True)
+    return dispatched(group, *inputs, wire="fp8")
 
 
 def all_to_all(group, x, topk_idx, topk_weights):
@@ -295,7 +295,7 @@ def test_another_top_k(make_group, mesh, inputs, top_k):
     """The public functions refuse it while tracing; the handler refuses it, too, before a kernel writes over rows."""
 
     def dispatch(x, topk_idx, topk_weights):
-        options = CheckedOptions("ragged", 64, 1, None, False, None)
+        options = CheckedOptions("ragged", 64, None, 1, None, False, None)
         call = DispatchCall(group._impl, options, SMALL.tokens, False)
         ids = jnp.tile(topk_idx[:, :1], (1, top_k))
         return group._impl.dispatch(call, x, ids, ids.astype(jnp.float32), None, zero_pad=False).x
@@ -322,8 +322,8 @@ def every_operation(group, x, topk_idx, topk_weights):
         return ep.combine(recv.x, recv)
 
     out, transpose = jax.vjp(layer, x, topk_weights)
-    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="expert", wire="fp8")
-    sent = ep.all_to_all(x, splits, group=group, wire="fp8")
+    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="expert", wire="fp8", dequantize=False)
+    sent = ep.all_to_all(x, splits, group=group, wire="fp8", dequantize=False)
     rows = [recv.x, recv.scales, recv.weights, sent.x, sent.scales, ep.dispatch_like(x, recv)]
     back = ep.all_to_all_back(ep.dequantize(sent), splits, group=group)
     return [out, *transpose(out), *rows, back], [recv.counts, recv.group_sizes, sent.splits], recv.num_dropped
@@ -369,7 +369,7 @@ def alone(op, group, x, topk_idx, topk_weights, recv):
     """The results of one operation: values, counts, and the number of dropped rows."""
     splits = jnp.ones(group.num_experts, jnp.int32)
     if op.startswith("dispatch") and op != "dispatch_like":
-        wire = {"wire": "fp8", "dequantize": True} if op == "dispatch_fp8" else {}
+        wire = {"wire": "fp8"} if op == "dispatch_fp8" else {}
         layout = "expert" if op == "dispatch_expert" else "ragged"
         new = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, **wire)
         return [new.x, new.weights], [new.counts, new.group_sizes], new.num_dropped

@@ -1,6 +1,7 @@
 """Gradients, against a dense MoE that JAX differentiates and against the oracle's transposes."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -168,8 +169,7 @@ def test_transposes_of_dispatch(make_group, mesh, layout, dtype):
             return recv.x, recv.weights
 
         plain = jax.vjp(dispatch, x, topk_weights)[1]((drows, dweights))
-        options = {"dequantize": True, "wire": "fp8"}
-        through_fp8 = jax.vjp(lambda *args: dispatch(*args, **options), x, topk_weights)[1]((drows, dweights))
+        through_fp8 = jax.vjp(partial(dispatch, wire="fp8"), x, topk_weights)[1]((drows, dweights))
         return plain, through_fp8
 
     plain, through_fp8 = run_spmd(cotangents, mesh, drows, dweights, *inputs)
@@ -245,7 +245,8 @@ def test_fp8_rows_are_not_differentiable(make_group, mesh, layout, wire):
 
     def gradient(x, topk_idx, topk_weights):
         def loss(topk_weights):
-            recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, wire=wire)
+            options = {"layout": layout, "wire": wire, "dequantize": False}
+            recv = ep.dispatch(x, topk_idx, topk_weights, group=group, **options)
             return jnp.sum(ep.dequantize(recv) * recv.weights[..., None])
 
         return jax.grad(loss)(topk_weights)
@@ -255,12 +256,12 @@ def test_fp8_rows_are_not_differentiable(make_group, mesh, layout, wire):
 
 
 def test_quantised_tokens_are_constants_to_the_weights(make_group, mesh, layout):
-    """dequantize=True on rows that the caller has quantised: the router's weights still learn, the rows cannot."""
+    """Rows that the caller has quantised, dequantised on arrival: the router's weights learn, the rows cannot."""
     group = make_group(mesh, SMALL)
     x, topk_idx, topk_weights = make_inputs(SMALL, mesh.size, "uneven")
 
     def loss(x, topk_idx, topk_weights):
-        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, dequantize=True)
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout)
         return jnp.sum(ep.combine(recv.x, recv, out_dtype=jnp.float32))
 
     quantised = oracle.quantize(x, "fp8")
@@ -275,15 +276,15 @@ def test_quantised_tokens_are_constants_to_the_weights(make_group, mesh, layout)
 
 @pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
 @pytest.mark.parametrize("op", [ep.dispatch, ep.all_to_all])
-def test_fp8_wires_are_not_differentiable_in_x(make_group, mesh, op, wire):
-    group = make_group(mesh, SMALL)
+def test_fp8_rows_are_not_differentiable_in_x(make_group, mesh, op, wire):
+    options = {"group": make_group(mesh, SMALL), "wire": wire, "dequantize": False}
 
     def gradient(x, topk_idx, topk_weights):
         def loss(x):
             if op is ep.dispatch:
-                recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged", wire=wire)
+                recv = ep.dispatch(x, topk_idx, topk_weights, **options)
             else:
-                recv = ep.all_to_all(x, jnp.zeros(group.num_experts, jnp.int32), group=group, wire=wire)
+                recv = ep.all_to_all(x, jnp.zeros(SMALL.num_experts, jnp.int32), **options)
             return jnp.sum(ep.dequantize(recv))
 
         return jax.grad(loss)(x)
@@ -349,7 +350,7 @@ def test_every_named_shape(make_group, largest_mesh, layout, shape, wire):
     x, topk_idx, topk_weights = make_inputs(shape, largest_mesh.size, "uneven")
     gates = random_gates(shape)
     cotangent = random_array(np.random.default_rng(4), x.shape, shape.dtype).astype(np.float32)
-    options = {"layout": layout, "wire": wire, "dequantize": wire is not None}
+    options = {"layout": layout, "wire": wire}
     group = make_group(largest_mesh, shape)
     layer = spmd(lambda *args: wide_moe(*args, group=group, **options), largest_mesh)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_ep as ep
-from helpers import open_group, without_gpus
+from helpers import PURE_JAX, open_group, without_gpus
 from jax_ep import _backends, _native
 from shapes import SMALL
 
@@ -36,7 +36,7 @@ def test_attributes(group, mesh, backend):
 
 def test_memory_bytes(group, backend):
     assert isinstance(group.memory_bytes, int)
-    assert group.memory_bytes == 0 if backend == "reference" else group.memory_bytes > 0
+    assert group.memory_bytes == 0 if backend in PURE_JAX else group.memory_bytes > 0
 
 
 def test_hash_is_by_identity(make_group, mesh):
@@ -72,8 +72,8 @@ def test_closing_twice_is_fine(make_group, mesh):
 
 def test_backends():
     backends = ep.backends()
-    assert set(backends) >= {"reference", "cuda"}
-    assert backends["reference"].available
+    assert set(backends) >= {"reference", "collectives", "cuda"}
+    assert all(backends[name].available for name in PURE_JAX)
     assert backends["cuda"].available or backends["cuda"].reason
 
 
@@ -137,8 +137,10 @@ UNSUPPORTED = {
 def test_gpus_that_cannot_run_the_kernels(monkeypatch, function, subject, reason):
     """Auto falls back, with a warning that says why; cuda is an error that says why."""
     mesh = mesh_of_fake_gpus(monkeypatch, **{function: lambda asked: reason if asked == subject else ""})
-    with pytest.warns(UserWarning, match=f"^jax_ep uses the slow reference backend on GPUs: {re.escape(reason)}$"):
-        assert _backends.choose("auto", mesh, "ep") == "reference"
+    with pytest.warns(
+        UserWarning, match=f"^jax_ep uses XLA's collectives on GPUs, not its kernels: {re.escape(reason)}$"
+    ):
+        assert _backends.choose("auto", mesh, "ep") == "collectives"
     with pytest.raises(ValueError, match=f"^backend is 'cuda', which cannot be used here: {re.escape(reason)}. Use"):
         _backends.choose("cuda", mesh, "ep")
     is_of_device = function == "unsupported_device"

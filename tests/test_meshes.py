@@ -19,7 +19,17 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep as ep
 import oracle
-from helpers import TESTS, assert_dispatched, in_one_process, make_mesh, open_group, run_spmd, without_gpus
+from helpers import (
+    TESTS,
+    assert_dispatched,
+    assert_trees_same_bits,
+    in_one_process,
+    inputs_of_every_operation,
+    make_mesh,
+    open_group,
+    run_spmd,
+    without_gpus,
+)
 from jax_ep import _backends, _native
 from shapes import SMALL, Shape, make_inputs
 
@@ -66,8 +76,12 @@ def value_and_gradients(layer, x, topk_idx, topk_weights, w):
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, topk_weights, w)
 
 
+def put_one(mesh, array, spec):
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
 def put(mesh, arrays, specs):
-    return tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True))
+    return tuple(put_one(mesh, a, spec) for a, spec in zip(arrays, specs, strict=True))
 
 
 def mapped_over(group, axis_name="ep", layer=layer, **options):
@@ -124,6 +138,28 @@ def test_layer_over_two_axes(make_group, axis_type):
     assert group.stats().ranks == (0, 1, 2, 3) * 2
 
 
+def test_other_operations_over_two_axes_give_the_bits_of_one_axis(make_group):
+    """Other tests compare the operations over one axis with the oracle."""
+
+    def operations(x, topk_idx, topk_weights, splits, *, group):
+        fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, zero_pad=True, wire="fp8", dequantize=False)
+        fp8, x = jax.lax.optimization_barrier((fp8, x))  # XLA might put the dispatch between the halves
+        done = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, zero_pad=True))
+        out = ep.combine_done(ep.combine_start(done.x, done))
+        sent = ep.all_to_all(x, splits, group=group)
+        back = ep.all_to_all_back(2 * sent.x, splits, group=group)
+        return fp8.x, fp8.scales, done.x, out, ep.dispatch_like(x, done), sent.splits, back
+
+    inputs = inputs_of_every_operation(SMALL, 4)
+    results = []
+    for mesh in (mesh_of(ep=4), mesh_of(major=2, minor=2)):
+        group = make_group(mesh, SMALL, axis_name=mesh.axis_names)
+        on_mesh = [array.reshape(*mesh.devices.shape, *array.shape[1:]) for array in inputs]
+        found = run_spmd(partial(operations, group=group), mesh, *on_mesh)
+        results.append([a.reshape(4, *a.shape[mesh.devices.ndim :]) for a in jax.tree.leaves(found)])
+    assert_trees_same_bits(*results)
+
+
 def test_scan_over_checkpointed_layers(make_group):
     axes = ("ep", "data")
     mesh = mesh_of(data=2, ep=2)
@@ -164,6 +200,32 @@ def test_other_axes_are_left_out(make_group, order, axis_type):
     mapped = mapped_over(group, layer=layer_of_einsum, mesh=mesh, axis_names={"ep"})
     specs = P("ep", "other"), P("ep"), P("ep"), P("ep", None, "other")
     assert_close(value_and_gradients(mapped, *put(mesh, args, specs)), value_and_gradients(dense, *args))
+
+
+@pytest.mark.parametrize("experts", ["einsum", "ragged_dot"])
+def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts):
+    """The layer's own matmuls, with weights that are sharded along the axis that shard_map leaves out."""
+    axes = ("data", "ep")
+    mesh = mesh_of(data=2, ep=2, model=2)
+    group = make_group(mesh, SHAPE, axis_name=axes)
+    x, topk_idx, topk_weights, w_gate_up = arguments(4)
+    w_down = arguments(4, seed=1)[3][:, : SHAPE.hidden // 2]
+
+    def layer_of(mlp):
+        return lambda x, topk_idx, topk_weights, w: mlp(x, topk_idx, topk_weights, w["gate_up"], w["down"])
+
+    def dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down):
+        gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, w_gate_up), 2, axis=-1)
+        y = jnp.einsum("tei,eih->teh", jax.nn.silu(gate) * up, w_down)
+        return jnp.einsum("teh,tke,tk->th", y, jax.nn.one_hot(topk_idx, len(w_down)), topk_weights)
+
+    mlp = partial(ep.moe.mlp, group=group, experts=experts)
+    mapped = jax.shard_map(mlp, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes))
+    w = {"gate_up": w_gate_up, "down": w_down}
+    specs = {"gate_up": P(axes, None, "model"), "down": P(axes, "model")}
+    placed = [*put(mesh, (x, topk_idx, topk_weights), [P(axes)] * 3), jax.tree.map(partial(put_one, mesh), w, specs)]
+    expected = value_and_gradients(layer_of(dense_mlp), x, topk_idx, topk_weights, w)
+    assert_close(value_and_gradients(layer_of(mapped), *placed), expected)
 
 
 def test_shard_map_in_shard_map(make_group):
@@ -291,17 +353,21 @@ def test_lowering_for_gpus_names_the_group_that_will_be_opened(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("NVIDIA H100 80GB HBM3", "cuda"), ("cpu", "reference"), (None, "error")], ids=str
+    ("platform", "num_ranks", "expected"),
+    [("gpu", 4, "cuda"), ("gpu", 64, "collectives"), ("tpu", 4, "collectives"), ("cpu", 4, "reference")],
 )
-def test_backend_without_devices(kind, expected):
-    platform = "gpu" if expected == "cuda" else "cpu"
-    device = kind and jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
-    mesh = AbstractMesh((4,), ("ep",), abstract_device=device)
-    if expected == "error":
-        with pytest.raises(ValueError, match=r"backend is 'auto', and the mesh is an AbstractMesh .* backend='cuda'"):
-            open_group(mesh, SHAPE)
-    else:
-        assert open_group(mesh, SHAPE).backend == expected
+def test_backend_without_devices(platform, num_ranks, expected):
+    device = jax.sharding.AbstractDevice(device_kind=f"a {platform}", num_cores=None, platform=platform)
+    mesh = AbstractMesh((num_ranks,), ("ep",), abstract_device=device)
+    assert open_group(mesh, SHAPE, num_experts=64).backend == expected
+
+
+def test_backend_without_devices_whose_kind_is_not_known():
+    mesh = AbstractMesh((4,), ("ep",))
+    with pytest.raises(ValueError, match=r"backend is 'auto', and the mesh is an AbstractMesh .* backend='cuda'"):
+        open_group(mesh, SHAPE)
+    for backend in ("cuda", "collectives", "reference"):
+        assert open_group(mesh, SHAPE, backend=backend).backend == backend
 
 
 def test_what_a_group_without_devices_refuses():

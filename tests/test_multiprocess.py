@@ -129,15 +129,17 @@ def test_joining_others(monkeypatch, variables, joins):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_reference_backend(devices):
+def test_backends_in_plain_jax(devices):
     """Each process compares what its own devices got with the oracle's answer for all of them."""
-    run_program("reference_backend", 2, devices=devices)
+    run_program("backends_in_plain_jax", 2, devices=devices)
 
 
-def reference_backend():
-    for mesh in (jax.sharding.Mesh(jax.devices(), ("ep",)), mesh_of_two_axes()):
+def backends_in_plain_jax():
+    one_axis = jax.sharding.Mesh(jax.devices(), ("ep",))
+    for mesh, layout_of_collectives in ((one_axis, "expert"), (mesh_of_two_axes(), "ragged")):
         for layout in ("expert", "ragged"):
             check_layer(mesh, layout, "reference")
+        check_layer(mesh, layout_of_collectives, "collectives")
 
 
 def mesh_of_two_axes():

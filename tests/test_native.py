@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,10 +81,28 @@ def test_layout_arithmetic_is_that_of_python(layout, alignment):
         default = _layouts.default_capacity(layout, **sizes, alignment=alignment)
         assert _native.cpu.default_capacity(layout, **sizes, alignment=alignment) == default
         need = rng.integers(0, 60, experts_per_rank).astype(np.int32)
+        needed = np.max(need) if layout == "expert" else np.sum(-(-need // alignment) * alignment)
         for capacity in (0, alignment, 5 * alignment, 1000 * alignment):
-            python = _layouts.place(jnp.asarray(need), layout=layout, capacity=capacity, alignment=alignment)
             native = _native.cpu.place_groups(need.tolist(), layout=layout, capacity=capacity, alignment=alignment)
-            assert native == list(zip(*(np.asarray(field).tolist() for field in python[:3]), strict=True))
+            first_row, group_sizes, fits = zip(*native, strict=True)
+            assert all(fits) == (needed <= capacity)
+            if all(fits):
+                place = _layouts.place(
+                    jnp.asarray(need)[:, None], layout=layout, capacity=capacity, alignment=alignment
+                )
+                assert list(first_row) == place.first_row.tolist()
+                assert list(group_sizes) == place.group_sizes.tolist()
+
+
+@needs_native
+@pytest.mark.parametrize("num_ranks", [1, 2, 7, 32])
+def test_rows_are_shared_as_in_python(num_ranks):
+    rng = np.random.default_rng(num_ranks)
+    fill = jax.jit(_layouts.fill)
+    for _ in range(100):
+        need = rng.integers(0, rng.choice([2, 50]), num_ranks).astype(np.int32)
+        room, start = int(rng.integers(need.sum() + 2)), int(rng.integers(num_ranks))
+        assert _native.cpu.share_rows(need.tolist(), room, start) == fill(need, room, start).tolist()
 
 
 @needs_native

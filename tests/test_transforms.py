@@ -55,7 +55,7 @@ def test_check_vma_changes_nothing(group, layout, mesh, inputs):
     def all_ops(x, topk_idx, topk_weights):
         recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
         halves = ep.dispatch_done(
-            ep.dispatch_start(x, topk_idx, None, group=group, layout=layout, zero_pad=True, wire="fp8", dequantize=True)
+            ep.dispatch_start(x, topk_idx, None, group=group, layout=layout, zero_pad=True, wire="fp8")
         )
         out = ep.combine_done(ep.combine_start(halves.x, halves))
         splits = jnp.full(group.num_experts, 0, jnp.int32).at[3].set(len(x))

@@ -11,7 +11,9 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import assert_combined, assert_dispatched, assert_same_bits, random_rows, run_spmd
+from helpers import PURE_JAX, assert_combined, assert_dispatched, assert_same_bits, random_rows, run_spmd
+from jax_ep import _wires
+from jax_ep._backends.cuda import CudaBackend
 from shapes import SMALL, make_inputs, np_dtype
 
 SHAPE = dataclasses.replace(SMALL, hidden=256)
@@ -126,8 +128,8 @@ def test_wire_and_both_ways_to_dequantize(make_group, mesh, layout, wire, dtype)
     y = random_rows(quantised.route, shape.hidden, dtype)
 
     def dispatch_both(y, *inputs):
-        recv = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, zero_pad=True)
-        on_arrival = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, dequantize=True, zero_pad=True)
+        recv = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, dequantize=False, zero_pad=True)
+        on_arrival = ep.dispatch(*inputs, group=group, layout=layout, wire=wire, zero_pad=True)
         return recv, ep.dequantize(recv), on_arrival, ep.combine(y, recv)
 
     recv, later, on_arrival, out = run_spmd(dispatch_both, mesh, y, *inputs)
@@ -144,20 +146,38 @@ def test_wire_with_too_little_room(make_group, mesh, layout, wire):
     alignment = 8
     capacity = oracle.needed_capacity(inputs.topk_idx, SHAPE.num_experts, layout, alignment) - alignment
     options = {"layout": layout, "wire": wire, "alignment": alignment, "capacity": max(capacity, alignment)}
-    recv = run_spmd(lambda *inputs: ep.dispatch(*inputs, group=group, **options), mesh, *inputs)
+    recv = run_spmd(lambda *inputs: ep.dispatch(*inputs, group=group, dequantize=False, **options), mesh, *inputs)
     assert_dispatched(recv, oracle.dispatch(*inputs, num_experts=SHAPE.num_experts, **options))
 
 
+@pytest.mark.parametrize("op", ["dispatch", "all_to_all"])
+def test_kernels_refuse_to_cast_other_dtypes(make_group, mesh, op, monkeypatch):
+    shape = dataclasses.replace(SHAPE, dtype="float32")
+    inputs = make_inputs(shape, mesh.size)
+    group = make_group(mesh, shape)
+    if group.backend in PURE_JAX:
+        pytest.skip("it has no kernels")
+    monkeypatch.setattr(CudaBackend, "_kernels_cast", True)
+
+    def rows(x, topk_idx, topk_weights):
+        if op == "all_to_all":
+            return ep.all_to_all(x, jnp.zeros(shape.num_experts, jnp.int32), group=group, wire="fp8").x
+        return ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged", wire="fp8").x
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{op}: the kernel casts x, which must be bfloat16"):
+        run_spmd(rows, mesh, *inputs)
+
+
 def test_quantised_input(make_group, mesh, layout):
-    """x quantised by the caller travels as it is, with its scales."""
+    """x quantised by the caller travels as it is, with its scales. By default it arrives in the group's dtype."""
     x, topk_idx, topk_weights = make_inputs(SHAPE, mesh.size, "uneven")
     inputs = (oracle.quantize(x, "fp8"), topk_idx, topk_weights)
     group = make_group(mesh, SHAPE)
     options = {"num_experts": SHAPE.num_experts, "layout": layout}
 
     def dispatch_both(*inputs):
-        recv = ep.dispatch(*inputs, group=group, layout=layout)
-        on_arrival = ep.dispatch(*inputs, group=group, layout=layout, dequantize=True)
+        recv = ep.dispatch(*inputs, group=group, layout=layout, dequantize=False)
+        on_arrival = ep.dispatch(*inputs, group=group, layout=layout)
         return recv, ep.dequantize(recv), on_arrival
 
     recv, later, on_arrival = run_spmd(dispatch_both, mesh, *inputs)
@@ -181,6 +201,16 @@ def test_quantised_input_of_all_bytes(make_group, mesh, dtype):
     pair = (codes.view(ml_dtypes.float8_e4m3fn), scales)
     results = dispatch_fp8(make_group, mesh, shape, None, pair, *inputs[1:])
     assert_fp8_dispatched(results, pair, inputs, shape)
+
+
+@pytest.mark.parametrize("ulps", [-3, 0, 3])
+def test_factor_is_correctly_rounded(ulps):
+    """448 / amax for every mantissa of amax, also if the platform's division is off by a few ulp."""
+    amax = (np.arange(2**23, dtype=np.uint32) | np.uint32(127 << 23)).view(np.float32)
+    estimate = np.float32(1.75) / amax
+    estimate = (estimate.view(np.uint32) + np.uint32(ulps % 2**32)).view(np.float32)
+    for power in np.float32([2.0**-13, 1, 2.0**127]):
+        assert_same_bits(jax.jit(_wires._corrected_quotient)(amax * power, estimate), np.float32(448) / (amax * power))
 
 
 def test_oracle_quantised_rows_stay_close():

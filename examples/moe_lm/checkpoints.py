@@ -1,4 +1,4 @@
-"""Training state on disk, through Orbax: every process of a run saves and restores its own shards."""
+"""Saves and restores training state with Orbax. Every process of a run saves and restores its own shards."""
 
 import copy
 from pathlib import Path
@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 
 
 class Checkpoints:
-    """The checkpoints of one run: a pytree of arrays and a JSON history, by number of steps done."""
+    """The checkpoints of one run. A checkpoint is a pytree of arrays and a JSON history; its key is the step."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -17,24 +17,24 @@ class Checkpoints:
 
     @classmethod
     def are_in(cls, directory: Path) -> bool:
-        """Whether `directory` holds checkpoints. It is not made, as by `Checkpoints(directory)`."""
+        """Returns True if `directory` holds checkpoints. Does not create it, unlike `Checkpoints(directory)`."""
         return directory.is_dir() and cls(directory).latest() is not None
 
     def latest(self) -> int | None:
         return self._manager.latest_step()
 
     def save(self, step: int, state: dict, history: dict) -> None:
-        # Orbax writes in the background, while training goes on and appends to the history.
+        # Orbax writes in the background, while training continues and appends to the history.
         history = copy.deepcopy(history)
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), history=ocp.args.JsonSave(history))
         )
 
     def restore(self, state: dict) -> tuple[dict, dict]:
-        """Returns the latest (state, history), of the state what `state` names.
+        """Returns the latest (state, history). Restores only the entries of the state that `state` has.
 
-        `state` gives the shapes, dtypes and shardings, also of another mesh. Shapes that differ from the checkpoint's
-        end the program.
+        `state` gives the shapes, dtypes and shardings. The mesh may differ from the mesh of the checkpoint. If shapes
+        differ from the checkpoint, the program ends.
         """
         self._expect_same_sizes(state["params"])
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
@@ -57,5 +57,5 @@ class Checkpoints:
                 )
 
     def close(self) -> None:
-        """Waits for the saves that are under way."""
+        """Waits until all saves are done."""
         self._manager.close()

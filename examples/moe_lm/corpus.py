@@ -32,13 +32,16 @@ def load() -> tuple[np.ndarray, np.ndarray]:
 
 
 def unigram_entropy(text: np.ndarray) -> float:
-    """Nats per byte of the best guess that knows only how frequent each byte is: what a model must beat."""
+    """Returns the loss, in nats per byte, of a model that knows only the frequency of each byte."""
     frequency = np.bincount(text) / len(text)
     return -sum(p * math.log(p) for p in frequency if p > 0)
 
 
 def windows(text: np.ndarray, starts: np.ndarray, length: int, sharding: jax.sharding.Sharding) -> jax.Array:
-    """int32 [*starts.shape, length]: text[start:][:length] for each start; a process makes its own devices' part."""
+    """Returns text[start : start + length] for each start, int32 [*starts.shape, length].
+
+    Each process makes the part of its own devices.
+    """
 
     def part(index):
         return text[starts[index[:-1]][..., None] + np.arange(length)].astype(np.int32)
@@ -47,7 +50,7 @@ def windows(text: np.ndarray, starts: np.ndarray, length: int, sharding: jax.sha
 
 
 def training_batch(seed: int, step: int, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.Array:
-    """Random windows, int32 [*, length], that depend on seed and step alone, so that a resumed run reads the same."""
+    """Returns random windows, int32 [*, length]. They depend only on seed and step, so a resumed run gets the same."""
     text, _ = load()
     *lead, length = shape
     starts = np.random.default_rng([seed, step]).integers(len(text) - length, size=lead)
@@ -55,7 +58,7 @@ def training_batch(seed: int, step: int, shape: tuple[int, ...], sharding: jax.s
 
 
 def held_out_batches(shape: tuple[int, int, int], sharding: jax.sharding.Sharding):
-    """Yields windows that are spread evenly over the held-out text; shape is (batches, batch, length)."""
+    """Yields batches of windows, spread evenly over the held-out text. `shape` is (batches, batch, length)."""
     _, text = load()
     num_batches, batch, length = shape
     starts = np.linspace(0, len(text) - length, num_batches * batch, dtype=np.int64)

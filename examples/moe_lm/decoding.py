@@ -1,6 +1,7 @@
-"""The model of model.py one byte at a time, as a server runs it: with a cache of keys and values.
+"""Runs the model of model.py one byte at a time, with a cache of keys and values, as a server does.
 
-At a few tokens per rank the experts' rows are few: dispatch sends them as fp8, in the layout of a batched product.
+At a few tokens per rank the experts' rows are few: they travel as fp8, and `jax_ep.moe.mlp` pads them for one batched
+matmul, which reads the experts' weights once.
 """
 
 import jax
@@ -11,9 +12,10 @@ from moe_lm import model
 
 
 def serving(params: dict, cfg: model.Config) -> dict:
-    """The parameters of `model.init` in the model's dtype, with a list of layers in place of a stacked axis.
+    """Converts the parameters of `model.init` to the model's dtype, with a list of layers instead of a stacked axis.
 
-    A loop that Python unrolls reads weights and writes the cache where they are; a scan would copy each layer's.
+    With the list, Python unrolls the loop over layers, which reads weights and writes the cache in place. A scan would
+    copy the weights and the cache of each layer.
     """
     params = jax.tree.map(lambda p: p.astype(cfg.dtype), params)
     layers = [jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(cfg.layers)]
@@ -21,7 +23,7 @@ def serving(params: dict, cfg: model.Config) -> dict:
 
 
 def empty_cache(batch: int, length: int, cfg: model.Config) -> list[dict]:
-    """Of each layer, keys and values of `length` positions of `batch` sequences."""
+    """Returns an empty cache: for each layer, the keys and values of `length` positions of `batch` sequences."""
     shape = batch, length, cfg.heads, cfg.hidden // cfg.heads
     return [{name: jnp.zeros(shape, cfg.dtype) for name in ("keys", "values")} for _ in range(cfg.layers)]
 
@@ -35,9 +37,9 @@ def step(
     group: ep.Group,
     wire: str | None = None,
 ) -> tuple[jax.Array, list[dict]]:
-    """Reads one byte of each sequence, int32 [B], at `position`; returns the next one's logits [B, 256], and the cache.
+    """Reads a byte of each sequence, int32 [B], at `position`. Returns the next byte's logits [B, 256], and the cache.
 
-    `params` is what `serving` makes. Runs inside `jax.shard_map`, like the functions of model.py.
+    `params` is a result of `serving`. Runs inside `jax.shard_map`, like the functions of model.py.
     """
     x = params["embedding"][read][:, None]
     new_cache = []
@@ -51,7 +53,7 @@ def step(
 
 
 def attention(x: jax.Array, position: jax.Array, layer: dict, past: dict, cfg: model.Config) -> tuple[jax.Array, dict]:
-    """Attention of x [B, 1, H] to the positions up to its own, and the cache with that."""
+    """Returns the attention of x [B, 1, H] to all positions up to its own, and the cache with the new position."""
     q, k, v = model.queries_keys_values(x, position[None], layer, cfg)
     past = {
         name: jax.lax.dynamic_update_slice_in_dim(past[name], new, position, axis=1)
@@ -64,7 +66,5 @@ def attention(x: jax.Array, position: jax.Array, layer: dict, past: dict, cfg: m
 
 def moe(x: jax.Array, layer: dict, cfg: model.Config, group: ep.Group, wire: str | None) -> jax.Array:
     """Mixture of experts, x [T, H] -> [T, H]."""
-    _, ids, weights = model.route(x, layer, cfg)
-    # Experts whose product takes fp8 rows need no dequantize: recv.scales has a scale per 128 channels.
-    recv = ep.dispatch(x, ids, weights, group=group, layout="expert", wire=wire, dequantize=wire is not None)
-    return ep.combine(model.expert_mlp(recv.x, layer["experts"], jnp.matmul), recv)
+    _, routing = model.route(x, layer, cfg)
+    return model.experts(x, routing, layer, group, wire=wire)

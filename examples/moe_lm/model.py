@@ -1,13 +1,11 @@
 """A byte-level transformer whose feed-forward layers are mixtures of experts.
 
-Every function but `init` and `partition_specs` sees what one device sees and runs inside `jax.shard_map` over the mesh
-axes "data" and "ep": the batch is split over both axes, the experts over "ep", all other parameters are replicated.
+Every function except `init` and `partition_specs` runs inside `jax.shard_map` over the mesh axes "data" and "ep", on
+one device's arrays. The batch is split over both axes, and the experts over "ep". All other parameters are replicated.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +27,13 @@ class Config:
     top_k: int
     expert_hidden: int
     dtype: jnp.dtype  # of activations; parameters are float32
-    capacity_factor: float | None = None  # rows a rank has room for over the T * top_k of a balanced load; None: all
+    capacity_factor: float | None = None  # capacity of a rank / (T * top_k); None: room for all rows
     balance: float = 0.0  # weight of the load-balancing loss
-    remat: bool = False  # compute layers again in the backward pass: only what enters each is kept, no dispatched row
+    remat: bool = False  # recompute layers in the backward pass: keep only each layer's input, no dispatched rows
 
 
 def init(key: jax.Array, cfg: Config) -> dict:
-    """The parameters, float32; those of the layers are stacked in a leading axis that `jax.lax.scan` walks."""
+    """Makes the parameters, float32. `jax.lax.scan` runs over the leading axis of the layers' parameters."""
     keys = iter(jax.random.split(key, 7))
 
     def normal(*shape):
@@ -61,7 +59,7 @@ def init(key: jax.Array, cfg: Config) -> dict:
 
 
 def partition_specs(tree) -> dict:
-    """PartitionSpecs of parameters, or of anything that mirrors them, such as an optimiser's moments."""
+    """Returns the PartitionSpecs of parameters, or of a tree that contains them, such as an optimiser's moments."""
 
     def spec(path, _):
         return P(None, "ep") if jax.tree_util.DictKey("experts") in path else P()
@@ -84,7 +82,7 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def queries_keys_values(x: jax.Array, positions: jax.Array, layer: dict, cfg: Config) -> tuple[jax.Array, ...]:
-    """Of x [B, S, H] at positions [S]; each [B, S, heads, H / heads]."""
+    """Returns the queries, keys and values of x [B, S, H] at positions [S], each [B, S, heads, H / heads]."""
     B, S, H = x.shape
     qkv = (x @ layer["qkv"].astype(x.dtype)).reshape(B, S, 3, cfg.heads, H // cfg.heads)
     return rotate(qkv[:, :, 0], positions), rotate(qkv[:, :, 1], positions), qkv[:, :, 2]
@@ -97,41 +95,46 @@ def attention(x: jax.Array, layer: dict, cfg: Config) -> jax.Array:
     return out.reshape(x.shape) @ layer["attention_out"].astype(x.dtype)
 
 
-def route(x: jax.Array, layer: dict, cfg: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For x [T, H]: the experts' probabilities [T, E], and the ids and weights [T, top_k] of those chosen."""
-    probabilities = jax.nn.softmax(x.astype(jnp.float32) @ layer["router"].astype(jnp.float32))
-    weights, ids = jax.lax.top_k(probabilities, cfg.top_k)
-    return probabilities, ids, weights / weights.sum(axis=-1, keepdims=True)
+def route(x: jax.Array, layer: dict, cfg: Config) -> tuple[jax.Array, ep.moe.Routing]:
+    """For x [T, H]: the router's logits [T, E], float32, and the experts chosen."""
+    logits = x.astype(jnp.float32) @ layer["router"].astype(jnp.float32)
+    return logits, ep.moe.route(logits, top_k=cfg.top_k)
+
+
+def experts(x: jax.Array, routing: ep.moe.Routing, layer: dict, group: ep.Group, **options) -> jax.Array:
+    """Weighted sum of the experts' outputs for each token, x [T, H] -> [T, H]."""
+    weights = (layer["experts"][name].astype(x.dtype) for name in ("gate_up", "down"))
+    return ep.moe.mlp(x, routing.topk_idx, routing.topk_weights, *weights, group=group, **options)
 
 
 def moe(x: jax.Array, layer: dict, cfg: Config, group: ep.Group) -> tuple[jax.Array, dict]:
     """Mixture of experts, x [T, H] -> [T, H], and its metrics, equal on all devices."""
-    probabilities, ids, weights = route(x, layer, cfg)
+    logits, routing = route(x, layer, cfg)
     capacity = None if cfg.capacity_factor is None else math.ceil(cfg.capacity_factor * len(x) * cfg.top_k)
-    recv = ep.dispatch(x, ids, weights, group=group, layout="ragged", capacity=capacity)
-    y = expert_mlp(recv.x, layer["experts"], partial(jax.lax.ragged_dot, group_sizes=recv.group_sizes))
-    out = ep.combine(y, recv)
+    out = experts(x, routing, layer, group, capacity=capacity)
 
-    # Switch Transformer's balancing loss: its gradient lowers the probability of an expert with more than its share.
-    load = jax.lax.pmean(jax.nn.one_hot(ids, cfg.experts).mean(axis=(0, 1)), AXES)
-    balance = cfg.experts * jnp.sum(load * jax.lax.pmean(probabilities.mean(axis=0), AXES))
-    return out, {"load": load, "balance": balance, "dropped": jax.lax.psum(recv.num_dropped, AXES)}
+    # The loss of ep.moe.route balances each device's tokens by themselves. This one balances those of all devices.
+    load = jax.lax.pmean(routing.load, AXES)
+    balance = cfg.experts * jnp.sum(load * jax.lax.pmean(jax.nn.softmax(logits).mean(axis=0), AXES))
+    dropped = jnp.int32(0) if capacity is None else dropped_rows(routing, capacity, group)
+    return out, {"load": load, "balance": balance, "dropped": dropped}
 
 
-def expert_mlp(rows: jax.Array, experts: dict, matmul: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """SwiGLU of each row by its expert; matmul multiplies rows in dispatch's layout with one matrix per expert."""
-    gate, up = jnp.split(matmul(rows, experts["gate_up"].astype(rows.dtype)), 2, axis=-1)
-    return matmul(jax.nn.silu(gate) * up, experts["down"].astype(rows.dtype))
+def dropped_rows(routing: ep.moe.Routing, capacity: int, group: ep.Group) -> jax.Array:
+    """Rows, over all devices, that do not fit in the capacity of their rank."""
+    of_experts = jax.lax.psum(jnp.round(routing.load * routing.topk_idx.size), "ep")
+    of_ranks = of_experts.reshape(group.num_ranks, -1).sum(axis=1)
+    return jax.lax.psum(jnp.maximum(of_ranks - capacity, 0).sum().astype(jnp.int32), "data")
 
 
 def unembed(x: jax.Array, params: dict) -> jax.Array:
-    """float32 logits [..., 256] of what the last layer gives, x [..., H]."""
+    """Returns float32 logits [..., 256] for the last layer's output x [..., H]."""
     x = rms_norm(x, params["final_norm"])
     return (x @ params["unembedding"].astype(x.dtype)).astype(jnp.float32)
 
 
 def forward(params: dict, tokens: jax.Array, cfg: Config, group: ep.Group) -> tuple[jax.Array, dict]:
-    """Next-byte logits, tokens [B, S] -> float32 [B, S, 256], and the metrics of each MoE layer, stacked."""
+    """Returns next-byte logits, tokens [B, S] -> float32 [B, S, 256], and the metrics of each MoE layer, stacked."""
 
     def block(x, layer):
         x += attention(rms_norm(x, layer["attention_norm"]), layer, cfg)
@@ -140,13 +143,13 @@ def forward(params: dict, tokens: jax.Array, cfg: Config, group: ep.Group) -> tu
         return x + out.reshape(x.shape), metrics
 
     if cfg.remat:
-        block = jax.checkpoint(block, prevent_cse=False)  # in a scan nothing can merge the two computations
+        block = jax.checkpoint(block, prevent_cse=False)  # in a scan, XLA cannot merge the two computations
     x, metrics = jax.lax.scan(block, params["embedding"].astype(cfg.dtype)[tokens], params["layers"])
     return unembed(x, params), metrics
 
 
 def loss(params: dict, windows: jax.Array, cfg: Config, group: ep.Group) -> tuple[jax.Array, dict]:
-    """The objective over windows int32 [B, S + 1], and metrics: "nats" per byte, and those of `moe`."""
+    """Returns the loss over windows int32 [B, S + 1], and metrics: "nats" per byte, and the metrics of `moe`."""
     logits, metrics = forward(params, windows[:, :-1], cfg, group)
     log_probs = jax.nn.log_softmax(logits)
     nats = -jnp.take_along_axis(log_probs, windows[:, 1:, None], axis=-1).mean()
@@ -155,7 +158,7 @@ def loss(params: dict, windows: jax.Array, cfg: Config, group: ep.Group) -> tupl
 
 
 def sample(params: dict, prompt: jax.Array, key: jax.Array, num_bytes: int, cfg: Config, group: ep.Group) -> jax.Array:
-    """Continues each prompt, int32 [B, S] -> [B, num_bytes]; the model sees the last S bytes."""
+    """Continues each prompt, int32 [B, S] -> [B, num_bytes]. The model sees the last S bytes."""
 
     def step(window, key):
         logits, _ = forward(params, window, cfg, group)

@@ -1,4 +1,4 @@
-"""What the options of train_moe.py and decode.py must be: an option that does not fit is named, with one that does."""
+"""Checks the options of train_moe.py and decode.py. An error names the option and a correct value."""
 
 import argparse
 import math
@@ -8,7 +8,7 @@ import jax_ep as ep
 
 
 def positive(kind: type) -> Callable:
-    """The type of an option: an int or a float above 0."""
+    """Returns a parser of an option that must be above 0. `kind` is int or float."""
 
     def parse(text: str):
         value = kind(text)
@@ -16,12 +16,12 @@ def positive(kind: type) -> Callable:
             raise argparse.ArgumentTypeError(f"{text} must be {'1 or more' if kind is int else 'more than 0'}")
         return value
 
-    parse.__name__ = kind.__name__  # by which argparse refuses what is no number
+    parse.__name__ = kind.__name__  # argparse shows this name in its error
     return parse
 
 
-def model_misfits(options: argparse.Namespace, ranks: int) -> Iterator[str]:
-    """What is wrong with a model whose experts are spread over `ranks` devices, and what would be right."""
+def model_mismatches(options: argparse.Namespace, ranks: int) -> Iterator[str]:
+    """Yields a message for each option that is wrong for a model whose experts are split over `ranks` devices."""
     unit = math.lcm(2 * options.heads, 8)
     if options.hidden % unit:
         yield (
@@ -35,6 +35,6 @@ def model_misfits(options: argparse.Namespace, ranks: int) -> Iterator[str]:
         )
     if options.top_k > min(options.experts, 32):
         yield f"--top-k {options.top_k} must be at most {min(options.experts, 32)}, with --experts {options.experts}"
-    status = ep.backends().get(options.backend)  # of "auto" there is none
+    status = ep.backends().get(options.backend)  # "auto" has no status
     if status and not status.available:
         yield f"--backend {options.backend} cannot be used here: {status.reason}; use --backend auto"

@@ -1,4 +1,4 @@
-"""What a run tells its user: a progress bar, log lines, a JSON file of every step and a picture."""
+"""The output of a run: a progress bar, log lines, a JSON file with every step, and a plot."""
 
 import json
 import math
@@ -10,13 +10,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-LOG_LINES = 10  # per run, for logs that keep no progress bar
+LOG_LINES = 10  # per run; logs do not keep the progress bar
 
 
 class Report:
-    """Collects the metrics of each step and shows them; a context manager around the training loop.
+    """Collects the metrics of each step and shows them. It is a context manager around the training loop.
 
-    Only one process of a distributed run should be `loud`; the others collect the same metrics and print nothing.
+    In a distributed run, only one process should be `loud`. The others collect the same metrics and print nothing.
     """
 
     def __init__(self, *, steps: int, tokens_per_step: int, loud: bool, history: dict[str, list]) -> None:
@@ -38,7 +38,7 @@ class Report:
         self._progress.stop()
 
     def step(self, metrics: dict[str, np.ndarray]) -> None:
-        """Adds a step's metrics: those of `model.loss` on the host, stacked over the parts of the step."""
+        """Adds the metrics of a step: the metrics of `model.loss`, on the host, stacked over the parts of the step."""
         self._clock.append(time.perf_counter())
         self.history["loss"].append(metrics["nats"].mean().item())
         self.history["dropped"].append(metrics["dropped"].sum().item())
@@ -54,17 +54,17 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the whole mesh per second, without the first step's compilation."""
+        """The tokens per second of the whole mesh. It excludes the first step, which compiles."""
         steps = len(self._clock) - 1
         return steps * self._tokens_per_step / (self._clock[-1] - self._clock[0]) if steps > 0 else 0.0
 
     def imbalance(self) -> float:
-        """The busiest expert's load over the mean load, in the worst layer of the last step."""
+        """Returns the largest load of an expert, divided by the mean load, in the worst layer of the last step."""
         load = np.array(self.history["load"][-1])
         return (load.max(axis=1) / load.mean(axis=1)).max().item()
 
     def write(self, directory: Path, *, held_out: float, unigram: float) -> None:
-        """Prints the result, losses in nats per byte, and writes train_moe.json and train_moe.png."""
+        """Prints the result and writes train_moe.json and train_moe.png. Losses are in nats per byte."""
         self.console.print(
             f"held-out loss {held_out:.3f} nats/byte = {held_out / math.log(2):.3f} bits/byte "
             f"(unigram entropy of that text: {unigram:.3f} nats = {unigram / math.log(2):.3f} bits)"
@@ -84,7 +84,7 @@ class Report:
 
 
 def plot(history: dict[str, list], held_out: float, unigram: float, path: Path) -> None:
-    """The loss curve above, and below each layer's experts over time, coloured by load."""
+    """Plots the loss curve, and below it each layer's experts over time, coloured by load."""
     load = np.array(history["load"])  # [steps, layers, experts]
     steps, layers, experts = load.shape
     figure = Figure(figsize=(9, 4 + 1.4 * layers), layout="constrained")

@@ -38,19 +38,29 @@ Layout parse_layout(const std::string& name) {
   throw std::invalid_argument("layout is '" + name + "', but must be 'expert' or 'ragged'");
 }
 
-// (first_row, count, group_size) of every local expert.
-std::vector<std::tuple<int64_t, int32_t, int32_t>> place_groups(const std::vector<int32_t>& need,
-                                                                const std::string& layout_name, int64_t capacity,
-                                                                int64_t alignment) {
+// (first_row, group_size, fits) of every local expert, which needs so many rows.
+std::vector<std::tuple<int64_t, int32_t, bool>> place_groups(const std::vector<int32_t>& need,
+                                                             const std::string& layout_name, int64_t capacity,
+                                                             int64_t alignment) {
   const Layout layout = parse_layout(layout_name);
-  std::vector<std::tuple<int64_t, int32_t, int32_t>> groups;
+  std::vector<std::tuple<int64_t, int32_t, bool>> groups;
   int64_t rows_before = 0;
   for (size_t expert = 0; expert < need.size(); ++expert) {
     const Placement group = place_group(layout, expert, rows_before, need[expert], capacity, alignment);
-    groups.emplace_back(group.first_row, group.count, group.group_size);
+    groups.emplace_back(group.first_row, group.group_size, group.fits);
     rows_before += align_up(need[expert], alignment);
   }
   return groups;
+}
+
+// The rows that are kept of each source rank, if there is room for so many.
+std::vector<int32_t> share_rows_of(const std::vector<int32_t>& need, int32_t room, int32_t start) {
+  const auto num_ranks = static_cast<int32_t>(need.size());
+  std::vector<int32_t> first(num_ranks + 1), kept(num_ranks);
+  for (int32_t source = 0; source < num_ranks; ++source) first[source + 1] = first[source] + need[source];
+  share_rows(first.data(), 1, num_ranks, room, start);
+  for (int32_t source = 0; source < num_ranks; ++source) kept[source] = first[source + 1] - first[source];
+  return kept;
 }
 
 // What Group::bytes_per_device tells of a group, without making it.
@@ -76,6 +86,7 @@ NB_MODULE(_cpu, m) {
       nb::arg("experts_per_rank"), nb::arg("alignment"));
   m.def("place_groups", place_groups, nb::arg("need"), nb::kw_only(), nb::arg("layout"), nb::arg("capacity"),
         nb::arg("alignment"));
+  m.def("share_rows", share_rows_of, nb::arg("need"), nb::arg("room"), nb::arg("start"));
   m.def("group_bytes", group_bytes, nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("top_k"),
         nb::arg("max_tokens"), nb::arg("max_payload"));
 }

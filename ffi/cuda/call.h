@@ -1,4 +1,4 @@
-// What every call of a kernel says, whatever the kernel.
+// The arguments that all kernels have.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,18 +9,18 @@ namespace jax_ep {
 
 enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16 };
 
-// What a start leaves for its done, in memory of XLA's: of a slot there can be several starts.
+// What a start leaves for its done. XLA allocates the memory, because several starts can be in flight.
 struct PendingCall {
   uint32_t epoch;
-  uint32_t blocks_begun;  // of the body
+  uint32_t blocks_begun;  // blocks of the done's kernel that have begun
 };
 
 struct Call {
   OpKind op;
   Phase phase;
-  uint32_t hash;              // of all that must be equal on all ranks
+  uint32_t hash;              // a hash of everything that must be equal on all ranks
   const int32_t* axis_index;  // the rank that XLA runs here
-  PendingCall* pending;       // of split-phase calls
+  PendingCall* pending;       // null for whole operations
   int32_t num_tokens, top_k;
 };
 

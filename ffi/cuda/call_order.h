@@ -1,7 +1,7 @@
 // Finds devices of this process that run the operations of two groups in different order. An operation keeps its stream
 // and its SMs until all ranks have run it, so such devices would wait for each other until the time-out.
 //
-// Handlers note each call before they launch it. This is plain C++: nothing here asks the device.
+// Handlers note each call before they launch it. This file is plain C++ and does not use the device.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace jax_ep {
 
-// One expert-parallel group of a mesh: a group, and the index of a list in GroupConfig::devices.
-using LineId = std::pair<int64_t, int32_t>;
+// One EP group of a mesh: the id of a Group, and the index of a list in GroupConfig::devices.
+using EpGroupId = std::pair<int64_t, int32_t>;
 
 struct NotedCall {
   int32_t device;      // CUDA ordinal
@@ -22,30 +22,31 @@ struct NotedCall {
   int32_t num_sms;     // for the operation
   int32_t device_sms;
   uint32_t op;       // OpKind
-  bool is_in_graph;  // the call is captured: CUDA graphs launch it, and tell nobody
+  bool is_in_graph;  // the call is captured: a CUDA graph launches it without a handler
 };
 
-// A call that comes before an operation of another line on one device, and after that operation on another device.
+// A call that comes before an operation of another EP group on one device, and after that operation on another device.
 struct OrderConflict {
-  LineId other;
-  uint32_t other_op;  // an operation of the other line
+  EpGroupId other;
+  uint32_t other_op;  // an operation of the other EP group
   int32_t other_device;
-  uint64_t number;                              // of the call in its line, from 1
-  uint64_t others_before, others_before_there;  // calls of the other line, on this device and on `other_device`
-  bool is_one_stream;  // both lines have one stream on each of the two devices: fewer SMs would not help
+  uint64_t number;                              // of the call in its EP group, from 1
+  uint64_t others_before, others_before_there;  // calls of the other EP group, on this device and on `other_device`
+  bool is_one_stream;  // both EP groups have one stream on each of the two devices: fewer SMs would not help
 };
 
 class CallOrder {
  public:
-  // A line with one device needs no check, and is left out. What other processes do is not seen here.
-  void open(LineId id, const std::vector<int32_t>& devices);
+  // Ignores an EP group with one device, which needs no check. Calls of other processes are not seen.
+  void open(EpGroupId id, const std::vector<int32_t>& devices);
   void close(int64_t group);
 
-  // Held while a call is noted and launched: calls are noted in the order in which the device gets them.
+  // The caller holds the lock while it notes and launches a call. So calls are noted in the order in which the device
+  // gets them.
   std::unique_lock<std::mutex> lock(int32_t device);
-  // Gives the conflicts with other open lines. Two operations on different streams that fit on a device together are no
-  // conflict. A line with a call in a CUDA graph is left out from then on.
-  std::vector<OrderConflict> note(LineId id, const NotedCall& call);
+  // Gives the conflicts with other open EP groups. Two operations on different streams that fit on a device together
+  // are no conflict. An EP group with a call in a CUDA graph is left out from then on.
+  std::vector<OrderConflict> note(EpGroupId id, const NotedCall& call);
 
  private:
   struct Device {
@@ -53,31 +54,31 @@ class CallOrder {
     const void* stream = nullptr;  // of the newest call
     uint32_t op = 0;               // of the newest call
   };
-  // How many calls of another line had come, as the first device that is in both lines made a call.
+  // The first device in both EP groups that made a call, and the calls of the other EP group on it before that call.
   struct Seen {
     int32_t device;
     uint64_t others_before;
   };
-  // A call that some devices of the line have yet to make.
+  // A call that some devices of the EP group have not made yet.
   struct Record {
-    size_t num_devices = 0;  // that have made it
-    std::map<LineId, Seen> seen;
+    size_t num_devices = 0;  // that have made the call
+    std::map<EpGroupId, Seen> seen;
   };
-  struct Line {
+  struct EpGroup {
     std::map<int32_t, Device> devices;
-    int32_t most_sms = 0;  // of a call so far
+    int32_t most_sms = 0;  // of all calls so far
     uint64_t num_complete = 0;
-    std::deque<Record> records;  // of the calls behind the first `num_complete`
+    std::deque<Record> records;  // of the calls after the first `num_complete`
   };
 
-  static bool share_stream(const Line& a, const Line& b, int32_t device);
+  static bool share_stream(const EpGroup& a, const EpGroup& b, int32_t device);
 
   std::mutex mutex_;
-  std::map<LineId, Line> lines_;
+  std::map<EpGroupId, EpGroup> ep_groups_;
   std::map<int32_t, std::mutex> of_devices_;
 };
 
-// Of this process.
+// The registry of this process.
 CallOrder& call_order();
 
 }  // namespace jax_ep

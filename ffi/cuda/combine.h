@@ -1,5 +1,5 @@
-// Combine: from the rows of experts back to their tokens, one partial sum per token and rank. Serves combine, the
-// backward passes of dispatch and dispatch_like, and all_to_all_back.
+// Combine sends the experts' rows back to their tokens, as one partial sum per token and rank. The same kernel serves
+// combine, the backward passes of dispatch and dispatch_like, and all_to_all_back.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,23 +10,23 @@
 namespace jax_ep {
 
 struct CombineArgs : Call {
-  // Experts' side.
-  const void* y;                 // [num_rows, row_bytes]
-  int64_t row_bytes;             // 0 if only weights go back
-  const float* row_weights;      // [num_rows] to sum with, or null for 1
-  const float* weights_to_send;  // [num_rows] cotangents that return to [T, K], or null
-  const int32_t* rows;           // [R, T, K] of the route; null for all_to_all_back
-  const int32_t* num_arrived;    // [R] of the route; all_to_all_back: null, the sources say it
+  // The experts' side.
+  const void* y;                     // [num_rows, row_bytes]
+  int64_t row_bytes;                 // 0 if only weights go back
+  const float* row_weights;          // [num_rows], the weights of the sums; null for weights of 1
+  const float* weights_to_send;      // [num_rows] cotangents that return to [T, K], or null
+  const int32_t* recv_row;           // [R, T, K] of the route; null for all_to_all_back
+  const int32_t* num_recv_per_rank;  // [R] of the route; null for all_to_all_back, whose sources send the numbers
 
-  // Source side.
-  const int32_t* place;     // of the route: as in DispatchArgs
-  const int32_t* num_sent;  // [R] for all_to_all_back: rows that this rank has at each other; else null
-  void* out;                // [T, elements of row_bytes], or null
+  // The tokens' side.
+  const int32_t* send_slot;  // of the route: as in DispatchArgs
+  const int32_t* num_sent;   // [R] for all_to_all_back: the number of this rank's rows at each rank; else null
+  void* out;                 // [T, elements of row_bytes], or null
   ElementType out_type;
   float* topk_weights;  // [T, K] or null
 };
 
-// Enqueues one kernel. `type` is that of y.
+// Enqueues one kernel. `type` is the element type of y.
 cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream);
 cudaError_t load_combine();

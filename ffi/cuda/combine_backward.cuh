@@ -1,71 +1,18 @@
-// Rows that arrive at a receiver, and the backward pass of combine. For a row, it computes weight * row for each
-// expert's row, and the products of the row with the rows of y.
+// The backward pass of combine. For a row that arrives, it computes weight * row for each expert's row, and the
+// products of the row with the rows of y.
 #pragma once
 
-#include "ffi/cuda/padding.cuh"
+#include "ffi/cuda/dispatch_arrival.cuh"
 
 namespace jax_ep {
 
 template <typename Config>
-struct CombineBackward : Padding<Config> {
-  using Base = Padding<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::experts_per_rank, Base::has_unit, Base::is_own, Base::kArrival,
-      Base::kReceiveBatch, Base::op, Base::out_row, Base::payload_bytes, Base::peers, Base::scratch, Base::shared,
-      Base::sync_warp_group;
+struct CombineBackward : DispatchArrival<Config> {
+  using Base = DispatchArrival<Config>;
+  using Base::args, Base::chunk_of, Base::experts_per_rank, Base::has_unit, Base::kReceiveBatch, Base::out_row,
+      Base::peers, Base::scratch, Base::shared, Base::sync_warp_group;
+  using typename Base::Arriving;
   using typename Base::X;
-
-  // The units of a batch that a lane takes: one in each chunk and, except in the backward pass of combine, a last one,
-  // which is the scales of the chunk with this lane's number.
-  static constexpr int kUnitsTaken = kReceiveBatch + (kArrival != Arrival::kCombineBack);
-  struct Taken {
-    uint4 units[kUnitsTaken];
-  };
-
-  // A row that may arrive.
-  struct Arriving {
-    int32_t source, index;
-    bool is_own;  // only its header must arrive: the row is in x
-    bool comes;
-    RowPlace place;
-    RowHeader header;  // of a new route, for k = lane
-    int32_t row;       // of a known route, for k = lane
-    float weight;      // of that row, for the backward pass of combine
-    Taken first;       // this warp's first batch
-  };
-
-  // The addresses at which a batch arrives.
-  struct BatchPlace {
-    uint8_t *units, *scales;  // this lane's unit of the first chunk; the scales of the chunk with its number
-    int32_t step;             // between chunks, in bytes
-    int32_t bytes_left;       // of the payload, from the first unit on
-    bool has_scales;
-    __device__ __forceinline__ bool has(int i) const { return i < kReceiveBatch ? i * step < bytes_left : has_scales; }
-    __device__ __forceinline__ uint8_t* at(int i) const { return i < kReceiveBatch ? units + i * step : scales; }
-  };
-
-  __device__ BatchPlace place_of(const RowPlace& place, int32_t first, const WarpGroup& warp_group) const {
-    const int32_t chunk = chunk_of(first, lane_id(), warp_group);
-    return {place.unit(op, first), place.scales(op, payload_bytes, chunk), warp_group.num_warps * kChunkBytes,
-            payload_bytes - (first * kChunkBytes + lane_id() * kUnitBytes),
-            args.num_scales && lane_id() < kReceiveBatch && chunk < chunks()};
-  }
-
-  __device__ void look_at_batch(const RowPlace& place, int32_t first, const WarpGroup& warp_group, Taken& taken) const {
-    look_at_units(taken.units, place_of(place, first, warp_group));
-  }
-
-  template <typename Also>
-  __device__ void take_batch(int32_t source, const RowPlace& place, int32_t first, const WarpGroup& warp_group,
-                             Taken& taken, Also also) const {
-    const auto resolve = [&](int i) {
-      const bool is_unit = i < kReceiveBatch;
-      const int32_t escape_mask =
-          is_unit ? chunk_of(first, i, warp_group) : chunks() + chunk_of(first, lane_id(), warp_group);
-      return true_unit(op.state, source, place.escape_masks + escape_mask, is_unit ? lane_id() : 0);
-    };
-    take_units(op, [=](int) { return source; }, taken.units, place_of(place, first, warp_group), resolve, also);
-    __syncwarp();
-  }
 
   // Prefetches the first kRowsAhead rows of y, before the row arrives with which they are multiplied. The other rows of
   // y follow when these have been used. The copies go to shared memory, in which each lane writes and reads only its

@@ -7,6 +7,7 @@
 
 #include "ffi/cuda/combine.h"
 #include "ffi/cuda/ll_units.cuh"
+#include "ffi/cuda/network_rows.cuh"
 #include "ffi/cuda/ring.cuh"
 #include "ffi/cuda/rows.cuh"
 
@@ -32,7 +33,7 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
 // True if a node's ranks add up their partial sums of another node's token, and one of them sends the total over the
 // network. (For all_to_all_back, one rank has the whole row.)
 constexpr bool goes_by_node(const Peers& peers, const CombineArgs& args) {
-  return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && args.rows != nullptr &&
+  return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && args.recv_row != nullptr &&
          !are_few(args.num_tokens);
 }
 
@@ -77,7 +78,7 @@ struct CombineOperands {
   static constexpr int kSumsAtOnce = sums_at_once(kVariant);
   // True if a warp group loads the metadata of its next row while it sends a row. Few rows usually take one round, and
   // with many rows other warps hide the latency.
-  static constexpr bool kAsksAhead = kVariant == Variant::kBalanced;
+  static constexpr bool kLoadsAhead = kVariant == Variant::kBalanced;
   static constexpr int kRanksAtOnce = 4;  // the ranks whose sums a lane usually awaits at once
   static constexpr int kSize = Vector<X>::kSize;
   static constexpr int kRowsAtOnce = 4;  // the rows of a token that a lane loads before it adds them
@@ -92,7 +93,7 @@ struct CombineOperands {
   PrefetchRingOfY& ring;
   Pieces& to_come;
 
-  __device__ bool is_all_to_all() const { return args.rows == nullptr; }
+  __device__ bool is_all_to_all() const { return args.recv_row == nullptr; }
   __device__ bool by_node() const { return !is_low_latency(kVariant) && goes_by_node(peers, args); }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
@@ -118,7 +119,7 @@ struct CombineOperands {
   struct SourceRow {
     int32_t peer, index;
     // Decides `present`. For a peer's row: the number of rows from the peer, which must be more than `index`. For an
-    // own row: its index in args.place, which must not be -1.
+    // own row: its index in args.send_slot, which must not be -1.
     int32_t seen;
     bool present;
     uint32_t rows;  // bits of the k that have a row here

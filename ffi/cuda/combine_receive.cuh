@@ -9,9 +9,9 @@ namespace jax_ep {
 template <typename Config>
 struct CombineReceiver : CombineSender<Config> {
   using Base = CombineSender<Config>;
-  using Base::add_weighted, Base::args, Base::ask_for_row, Base::by_node, Base::chunk_of, Base::end_of_parts,
-      Base::has_unit, Base::kAsksAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce, Base::kSize,
-      Base::kSumsAtOnce, Base::op, Base::partial_sums, Base::peers, Base::plan, Base::resolved, Base::ring,
+  using Base::add_weighted, Base::args, Base::issue_row_loads, Base::by_node, Base::chunk_of, Base::end_of_parts,
+      Base::has_unit, Base::kLoadsAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce, Base::kSize,
+      Base::kSumsAtOnce, Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row, Base::ring,
       Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::with_out_type;
   using typename Base::SourceRow;
   using typename Base::Sums;
@@ -21,19 +21,19 @@ struct CombineReceiver : CombineSender<Config> {
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.ticket, warp_id());
     const bool takes_tokens = plan.row_receiver(op.state.ticket) >= 0 && warp_group.index < warp_group.num_groups;
     int32_t token = takes_tokens ? warp_group.index : args.num_tokens;
-    Returning asked = {};
-    if (kAsksAhead && token < args.num_tokens) asked = ask_for_token(token);
+    Returning issued = {};
+    if (kLoadsAhead && token < args.num_tokens) issued = issue_token_loads(token);
     op.stamp(Stamp::kEntered);
     if (op.warp_has_failed()) return;
     if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
-      op.wait_peers(op.state, &PeerCounters::returned, args.num_arrived, row_bytes() + header_bytes);
+      op.wait_peers(op.state, &PeerCounters::returned, args.num_recv_per_rank, row_bytes() + header_bytes);
     }
 #pragma unroll 1
     for (; token < args.num_tokens; token += warp_group.num_groups) {
-      const Returning now = kAsksAhead ? asked : ask_for_token(token);
+      const Returning now = kLoadsAhead ? issued : issue_token_loads(token);
       const int32_t next = token + warp_group.num_groups;
-      if (kAsksAhead && next < args.num_tokens) asked = ask_for_token(next);
+      if (kLoadsAhead && next < args.num_tokens) issued = issue_token_loads(next);
       receive_token(token, now, warp_group);
     }
   }
@@ -41,20 +41,21 @@ struct CombineReceiver : CombineSender<Config> {
   // A token whose sums come back.
   struct Returning {
     int32_t index;  // the index of its row among the rows that rank = lane got
-    SourceRow own;  // its rows here; call resolved() before use
+    SourceRow own;  // its rows here; call complete_row() before use
   };
 
-  __device__ Returning ask_for_token(int32_t token) const {
-    Returning asked = {-1};
-    if (lane_id() < peers.num_ranks) asked.index = __ldg(args.place + int64_t{token} * peers.num_ranks + lane_id());
-    if (sums_own()) asked.own = ask_for_row(peers.rank, token);
-    return asked;
+  __device__ Returning issue_token_loads(int32_t token) const {
+    Returning issued = {-1};
+    if (lane_id() < peers.num_ranks)
+      issued.index = __ldg(args.send_slot + int64_t{token} * peers.num_ranks + lane_id());
+    if (sums_own()) issued.own = issue_row_loads(peers.rank, token);
+    return issued;
   }
 
-  __device__ void receive_token(int32_t token, const Returning& asked, const WarpGroup& warp_group) const {
-    const SourceRow own = sums_own() ? resolved(asked.own) : SourceRow{};
+  __device__ void receive_token(int32_t token, const Returning& issued, const WarpGroup& warp_group) const {
+    const SourceRow own = sums_own() ? complete_row(issued.own) : SourceRow{};
     const int32_t rank = lane_id();
-    int32_t index = asked.index, source = rank;
+    int32_t index = issued.index, source = rank;
     if (by_node()) {
       const Nodes& nodes = nodes_of(peers);
       index = index_by_node(nodes, index, token);
@@ -118,7 +119,7 @@ struct CombineReceiver : CombineSender<Config> {
   }
 
   // The addresses of this lane's units in an arriving part, whose chunks are contiguous.
-  struct PartPlace {
+  struct PartAddresses {
     uint8_t* units;
     int32_t bytes_left;
     __device__ __forceinline__ bool has(int i) const { return i * kChunkBytes < bytes_left; }
@@ -127,13 +128,14 @@ struct CombineReceiver : CombineSender<Config> {
 
   // Waits for a part of the sum from `source`, and takes it.
   __device__ Sums take_sums(int32_t source, int32_t row, int32_t part) const {
-    const RowPlace from(op, __shfl_sync(kAllLanes, row, source));
+    const RowAddress from(op, __shfl_sync(kAllLanes, row, source));
     const int32_t first = part * kSumsAtOnce;
-    const PartPlace place = {from.unit(op, first), row_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes)};
+    const PartAddresses addresses = {from.unit(op, first),
+                                     row_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes)};
     const auto resolve = [&](int i) { return true_unit(op.state, source, from.escape_masks + first + i, lane_id()); };
     Sums sums;
-    look_at_units(sums.unit, place);
-    take_units(op, [=](int) { return source; }, sums.unit, place, resolve, [] { return true; });
+    look_at_units(sums.unit, addresses);
+    take_units(op, [=](int) { return source; }, sums.unit, addresses, resolve, [] { return true; });
     __syncwarp();
     return sums;
   }
@@ -183,10 +185,10 @@ struct CombineReceiver : CombineSender<Config> {
 #pragma unroll 1
     for (; sources; sources &= sources - 1) {
       const int32_t source = __ffs(sources) - 1;
-      const RowPlace place(op, __shfl_sync(kAllLanes, row, source));
+      const RowAddress from(op, __shfl_sync(kAllLanes, row, source));
       RowHeader header = no_header(op);
       const bool came = op.wait_until(
-          source, [&] { return lane_id() >= args.top_k || look_at_header(op, place.header(lane_id()), header); });
+          source, [&] { return lane_id() >= args.top_k || look_at_header(op, from.header(lane_id()), header); });
       if (came) total += header.weight;
       __syncwarp();
     }
@@ -208,8 +210,8 @@ struct CombineReceiver : CombineSender<Config> {
     const ArenaLayout& layout;
     uint8_t* of_first_row[N];  // the address in the arena's first row
     int32_t row[kRanks];
-    bool comes[kRanks], has_unit[N];
-    __device__ __forceinline__ bool has(int i) const { return comes[i % kRanks] && has_unit[i / kRanks]; }
+    bool is_sent[kRanks], has_unit[N];
+    __device__ __forceinline__ bool has(int i) const { return is_sent[i % kRanks] && has_unit[i / kRanks]; }
     __device__ __forceinline__ uint8_t* at(int i) const {
       return of_first_row[i / kRanks] + layout.row_offset(row[i % kRanks]);
     }
@@ -224,33 +226,33 @@ struct CombineReceiver : CombineSender<Config> {
       for (i %= kRanks; i > 0; --i) behind &= behind - 1;
       return __ffs(behind) - 1;
     };
-    UnitOfRanks<N, kRanks> place = {peers.layout};
+    UnitOfRanks<N, kRanks> addresses = {peers.layout};
 #pragma unroll
     for (int c = 0; c < N; ++c) {
-      place.of_first_row[c] = RowPlace(op, 0).unit(op, chunk[c]);
-      place.has_unit[c] = has_unit(chunk[c]);
+      addresses.of_first_row[c] = RowAddress(op, 0).unit(op, chunk[c]);
+      addresses.has_unit[c] = has_unit(chunk[c]);
     }
     bool is_here[kRanks], any_is_here = false;
 #pragma unroll
     for (int i = 0; i < kRanks; ++i) {
-      place.row[i] = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      addresses.row[i] = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
       is_here[i] = left & -left & here;
       any_is_here |= is_here[i];
-      place.comes[i] = left != 0 && !is_here[i];
+      addresses.is_sent[i] = left != 0 && !is_here[i];
       left &= left - 1;
     }
     uint4 units[N * kRanks];
-    look_at_units(units, place);
+    look_at_units(units, addresses);
     uint4 unit_here[N] = {};
     if (any_is_here) {
 #pragma unroll
       for (int c = 0; c < N; ++c) unit_here[c] = own(c);
     }
     const auto resolve = [&](int i) {
-      const RowPlace from(op, place.row[i % kRanks]);
+      const RowAddress from(op, addresses.row[i % kRanks]);
       return true_unit(op.state, source(i), from.escape_masks + chunk[i / kRanks], lane_id());
     };
-    take_units(op, source, units, place, resolve, [] { return true; });
+    take_units(op, source, units, addresses, resolve, [] { return true; });
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < N * kRanks; ++i) {
@@ -261,7 +263,7 @@ struct CombineReceiver : CombineSender<Config> {
       to_floats(part, values);
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
-        if (place.has(i) || is_here[rank]) total[c][e] += values[e];
+        if (addresses.has(i) || is_here[rank]) total[c][e] += values[e];
       }
     }
   }

@@ -8,9 +8,9 @@ namespace jax_ep {
 template <typename Config>
 struct CombineSender : CombineSums<Config> {
   using Base = CombineSums<Config>;
-  using Base::args, Base::ask_for_row, Base::is_all_to_all, Base::by_node, Base::chunk_of, Base::end_of_parts,
-      Base::has_unit, Base::kAsksAhead, Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations, Base::op,
-      Base::partial_sums, Base::peers, Base::plan, Base::resolved, Base::row_bytes, Base::send_num_rows, Base::step,
+  using Base::args, Base::issue_row_loads, Base::is_all_to_all, Base::by_node, Base::chunk_of, Base::end_of_parts,
+      Base::has_unit, Base::kLoadsAhead, Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations, Base::op,
+      Base::partial_sums, Base::peers, Base::plan, Base::complete_row, Base::row_bytes, Base::send_num_rows, Base::step,
       Base::drain_ring;
   using typename Base::SourceRow;
   using typename Base::Sums;
@@ -31,13 +31,13 @@ struct CombineSender : CombineSums<Config> {
     uint32_t item = warp_group.index;
     SourceRow row = {}, next = {};
     Sums sums = {};
-    const auto sum_row = [&](SourceRow asked) {
+    const auto sum_row = [&](SourceRow issued) {
       const uint32_t next_item = item + warp_group.num_groups;
-      if (kAsksAhead && !is_all_to_all() && next_item < num_candidates) next = ask_for_row(next_item);
-      row = resolved(asked);
+      if (kLoadsAhead && !is_all_to_all() && next_item < num_candidates) next = issue_row_loads(next_item);
+      row = complete_row(issued);
       sums = partial_sums(row, warp_group.warp, warp_group);
     };
-    if (item < num_candidates && !is_all_to_all()) sum_row(ask_for_row(item));
+    if (item < num_candidates && !is_all_to_all()) sum_row(issue_row_loads(item));
     op.stamp(Stamp::kEntered);
     bool gives_up = op.warp_has_failed();
     // The warps of a warp group meet at a barrier for each row to a remote rank. So they must agree: all of them go on
@@ -50,7 +50,7 @@ struct CombineSender : CombineSums<Config> {
 #pragma unroll 1
     for (; item < num_candidates; item += warp_group.num_groups) {
       if (item >= warp_group.num_groups || is_all_to_all())
-        sum_row(kAsksAhead && !is_all_to_all() ? next : ask_for_row(item));
+        sum_row(kLoadsAhead && !is_all_to_all() ? next : issue_row_loads(item));
       if (row.present) send_row(row, sums, warp_group);
       if (is_remote(peers, row.peer) && !by_node())
         put_staged(row.peer, peers.rank, row.index, row.present, warp_group);
@@ -60,9 +60,9 @@ struct CombineSender : CombineSums<Config> {
   // Sends a partial sum. `sums` is this warp's first part of it.
   __device__ void send_row(const SourceRow& row, Sums sums, const WarpGroup& warp_group) const {
     const Hop to = next_hop(row.peer);
-    const RowPlace place(op, to.rank, to.source, row.index);
+    const RowAddress address(op, to.rank, to.source, row.index);
     if (args.weights_to_send && warp_group.warp == 0 && lane_id() < args.top_k) {
-      send_header(op, place.header(lane_id()), {0, 0, row.row < 0 ? 0 : __ldg(args.weights_to_send + row.row), 0});
+      send_header(op, address.header(lane_id()), {0, 0, row.row < 0 ? 0 : __ldg(args.weights_to_send + row.row), 0});
     }
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
@@ -72,7 +72,7 @@ struct CombineSender : CombineSums<Config> {
         const int32_t chunk = chunk_of(part, i, warp_group);
         const bool present = has_unit(chunk);
         Chunk::of(sums.unit[i], present)
-            .send(op, to.rank, place.unit(op, chunk), [&] { return place.escape_masks + chunk; }, present);
+            .send(op, to.rank, address.unit(op, chunk), [&] { return address.escape_masks + chunk; }, present);
       }
     }
   }

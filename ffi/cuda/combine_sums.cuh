@@ -9,7 +9,7 @@ template <typename Config>
 struct CombineSums : CombineOperands<Config> {
   using Base = CombineOperands<Config>;
   using Base::add_weighted, Base::args, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
-      Base::kAsksAhead, Base::kHasRing, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op,
+      Base::kLoadsAhead, Base::kHasRing, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op,
       Base::peers, Base::ring, Base::rounded, Base::row_bytes, Base::start_sum, Base::sums_own, Base::to_come;
   using typename Base::SourceRow;
   using typename Base::X;
@@ -18,22 +18,22 @@ struct CombineSums : CombineOperands<Config> {
   __device__ __noinline__ static void send_num_rows(State& state, const int32_t* num_rows) {
     operation_of<Operation>(state).send_num_rows(num_rows);
   }
-  __device__ __noinline__ static int32_t expect_num_rows(State& state, int32_t source) {
-    return operation_of<Operation>(state).expect_num_rows(source);
+  __device__ __noinline__ static int32_t wait_num_rows(State& state, int32_t source) {
+    return operation_of<Operation>(state).wait_num_rows(source);
   }
 
-  // Loads the metadata of a row, and does not use it yet; resolved() makes it usable. If kAsksAhead, resolved() also
-  // computes `present`: a compare here would wait for the loads. Otherwise `present` is computed here, which takes less
-  // time.
-  __device__ SourceRow ask_for_row(uint32_t item) const {
+  // Loads the metadata of a row, and does not use it yet; complete_row() makes it usable. If kLoadsAhead,
+  // complete_row() also computes `present`: a compare here would wait for the loads. Otherwise `present` is computed
+  // here, which takes less time.
+  __device__ SourceRow issue_row_loads(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
     if (peer >= peers.num_ranks) peer -= peers.num_ranks;
-    return ask_for_row(peer, by_destinations.quotient(item));
+    return issue_row_loads(peer, by_destinations.quotient(item));
   }
 
   // The index of an own token's row is the token's number.
-  __device__ SourceRow ask_for_row(int32_t peer, int32_t index) const {
+  __device__ SourceRow issue_row_loads(int32_t peer, int32_t index) const {
     SourceRow source = {};
     source.peer = peer;
     source.index = index;
@@ -42,20 +42,20 @@ struct CombineSums : CombineOperands<Config> {
     if (is_all_to_all()) {
       if (lane_id() == 0) source.row = candidate;
     } else if (lane_id() < args.top_k) {
-      source.row = __ldg(args.rows + int64_t{candidate} * args.top_k + lane_id());
+      source.row = __ldg(args.recv_row + int64_t{candidate} * args.top_k + lane_id());
     }
     if (peer != peers.rank || is_all_to_all()) {
       source.seen = num_rows_of(source.peer);
-      if (!kAsksAhead) source.present = source.index < source.seen;
+      if (!kLoadsAhead) source.present = source.index < source.seen;
     } else {
-      source.seen = sums_own() ? index : __ldg(args.place + int64_t{index} * peers.num_ranks + peer);
-      if (!kAsksAhead) source.present = source.seen >= 0;
+      source.seen = sums_own() ? index : __ldg(args.send_slot + int64_t{index} * peers.num_ranks + peer);
+      if (!kLoadsAhead) source.present = source.seen >= 0;
     }
     return source;
   }
 
-  __device__ SourceRow resolved(SourceRow source) const {
-    if (kAsksAhead) source.present = is_present(source);
+  __device__ SourceRow complete_row(SourceRow source) const {
+    if (kLoadsAhead) source.present = is_present(source);
     if (!source.present) source.row = -1;
     source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
     source.rows = __ballot_sync(kAllLanes, source.row >= 0);
@@ -70,9 +70,9 @@ struct CombineSums : CombineOperands<Config> {
   // which the peer sends before any row. One lane waits, so that all lanes get the same number even if the operation
   // fails.)
   __device__ int32_t num_rows_of(int32_t peer) const {
-    if (!is_all_to_all()) return __ldg(args.num_arrived + peer);
+    if (!is_all_to_all()) return __ldg(args.num_recv_per_rank + peer);
     int32_t number = 0;
-    if (lane_id() == 0) number = expect_num_rows(op.state, peer);
+    if (lane_id() == 0) number = wait_num_rows(op.state, peer);
     return __shfl_sync(kAllLanes, number, 0);
   }
 

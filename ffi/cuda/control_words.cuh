@@ -17,15 +17,15 @@ struct Operation : Epoch {
 
   // Waits until a word from a peer has this operation's epoch, and returns its value; 0 if the operation fails. `seen`:
   // the word as the caller has loaded it.
-  __device__ __forceinline__ uint32_t expect_word(int32_t peer, const unsigned long long* word,
-                                                  unsigned long long seen) const {
+  __device__ __forceinline__ uint32_t wait_word(int32_t peer, const unsigned long long* word,
+                                                unsigned long long seen) const {
     if (static_cast<uint32_t>(seen >> 32) == state.epoch) return static_cast<uint32_t>(seen);
-    return await_word(state, peer, word);
+    return wait_word_slow(state, peer, word);
   }
-  __device__ __forceinline__ uint32_t expect_word(int32_t peer, const unsigned long long* word) const {
-    return expect_word(peer, word, load_relaxed(word));
+  __device__ __forceinline__ uint32_t wait_word(int32_t peer, const unsigned long long* word) const {
+    return wait_word(peer, word, load_relaxed(word));
   }
-  __device__ __noinline__ static uint32_t await_word(State& state, int32_t peer, const unsigned long long* word) {
+  __device__ __noinline__ static uint32_t wait_word_slow(State& state, int32_t peer, const unsigned long long* word) {
     const auto op = operation_of<Operation>(state);
     unsigned long long seen = 0;
     const bool came = op.wait_for(peer, op.state.epoch, [&] {
@@ -34,8 +34,8 @@ struct Operation : Epoch {
     });
     return came ? static_cast<uint32_t>(seen) : 0;
   }
-  __device__ __forceinline__ int32_t expect_number(int32_t peer, const unsigned long long* word) const {
-    return static_cast<int32_t>(expect_word(peer, word));
+  __device__ __forceinline__ int32_t wait_number(int32_t peer, const unsigned long long* word) const {
+    return static_cast<int32_t>(wait_word(peer, word));
   }
 
   // Sends each rank the number of rows that it gets. The workers of one block call it.
@@ -48,9 +48,9 @@ struct Operation : Epoch {
     }
   }
   // Waits for the number of rows that come from a rank.
-  __device__ __forceinline__ int32_t expect_num_rows(int32_t source) const {
+  __device__ __forceinline__ int32_t wait_num_rows(int32_t source) const {
     const int32_t copy = kHasNetwork && is_remote(peers, source) ? 0 : blockIdx.x % kNumRowsCopies;
-    return expect_number(source, &own().num_rows[state.slot][copy][source]);
+    return wait_number(source, &own().num_rows[state.slot][copy][source]);
   }
 
   // True for the warp of the first receiver that calls wait_peers(): the last but one. The last warp may be the control
@@ -83,7 +83,7 @@ struct Operation : Epoch {
     if (op.state.failed) return;
     if (peer == 0) red_add_relaxed_gpu(&counters.operations[static_cast<uint32_t>(op.call.op)], 1);
     if (peer >= op.peers.num_ranks) return;
-    const int32_t rows = num_rows ? __ldg(num_rows + peer) : op.expect_num_rows(peer);
+    const int32_t rows = num_rows ? __ldg(num_rows + peer) : op.wait_num_rows(peer);
     RowCounters& counted = counters.peer[peer].*direction;
     red_add_relaxed_gpu(&counted.rows, rows);
     red_add_relaxed_gpu(&counted.bytes, int64_t{rows} * row_bytes);

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(most_threads(kVariant), least_blocks_per_sm(kV
       dispatch.steal_rows();
     }
   } else if (ticket >= plan.first_receiver) {
-    dispatch.learn_places();
+    dispatch.learn_destinations();
   }
   dispatch.op.end([&] { dispatch.poison(); });
 }
@@ -55,20 +55,18 @@ using Kernel = void (*)(Peers, DispatchArgs, LaunchPlan);
 // microseconds, the main cost of an instruction is its fetch.
 template <Variant kVariant>
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
-  Kernel kernel = dispatch_kernel<float, false, Arrival::kCopy, kVariant>;  // for elements of any type
-  if (!casts && arrival == Arrival::kCopy) return kernel;
-  with_element_type(type, [&](auto element) {
-    using X = decltype(element);
-    if (arrival == Arrival::kCombineBack) {
-      kernel = dispatch_kernel<X, false, Arrival::kCombineBack, kVariant>;
-    } else if (arrival == Arrival::kCopy) {
-      kernel = dispatch_kernel<X, true, Arrival::kCopy, kVariant>;
-    } else {
-      kernel = casts ? dispatch_kernel<X, true, Arrival::kDequantize, kVariant>
-                     : dispatch_kernel<X, false, Arrival::kDequantize, kVariant>;
-    }
-  });
-  return kernel;
+  switch (arrival) {
+    case Arrival::kCombineBack:
+      return with_element_type(type, [](auto element) -> Kernel {
+        return dispatch_kernel<decltype(element), false, Arrival::kCombineBack, kVariant>;
+      });
+    case Arrival::kDequantize:
+      return casts ? dispatch_kernel<__nv_bfloat16, true, Arrival::kDequantize, kVariant>
+                   : dispatch_kernel<__nv_bfloat16, false, Arrival::kDequantize, kVariant>;
+    default:
+      return casts ? dispatch_kernel<__nv_bfloat16, true, Arrival::kCopy, kVariant>
+                   : dispatch_kernel<float, false, Arrival::kCopy, kVariant>;  // for elements of any type
+  }
 }
 
 Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Variant variant) {

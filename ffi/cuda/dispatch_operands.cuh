@@ -1,16 +1,20 @@
 // What the parts of a dispatch kernel share: the operands, facts that follow from them, and access to rows of x and of
 // the result. The parts are layers, each in a file of its own, on top of this one:
-//   routing.cuh, dispatch_send.cuh, padding.cuh, combine_backward.cuh, dispatch_receive.cuh, node_forward.cuh.
+//   routing.cuh, dispatch_send.cuh, padding.cuh, dispatch_arrival.cuh, combine_backward.cuh, dispatch_receive.cuh,
+//   node_forward.cuh.
 // dispatch.cu has the kernel, in which their order is visible.
 #pragma once
 
+#include <type_traits>
+
 #include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/ll_units.cuh"
+#include "ffi/cuda/network_rows.cuh"
 #include "ffi/cuda/rows.cuh"
 
 namespace jax_ep {
 
-inline constexpr int32_t kPlacesBarrier = kFirstBarrier, kWarpGroupsBarrier = kFirstBarrier + 1;  // and up
+inline constexpr int32_t kDestinationsBarrier = kFirstBarrier, kWarpGroupsBarrier = kFirstBarrier + 1;  // and up
 
 struct DispatchShared {
   State state;
@@ -21,7 +25,7 @@ struct DispatchShared {
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
   int32_t arrived[kMaxRanks];  // the number of rows from each source
-  int32_t gives_up;            // a warp has seen the failure before kPlacesBarrier
+  int32_t gives_up;            // a warp has seen the failure before kDestinationsBarrier
   uint32_t claimed[kMaxBlockWarps];
 };
 
@@ -32,17 +36,19 @@ struct Lookup {
 };
 
 // The destinations of arriving rows; in dynamic shared memory.
-struct Places {
-  int32_t* first;        // [R, E_local]: the position, in the expert's group, of each source's first row
-  int32_t* first_row;    // [E_local]
+struct Destinations {
+  // [R + 1, E_local]: the position, in the expert's group, of each source's first row. The last row has the counts, so
+  // that a source keeps the rows before the next one's first position.
+  int32_t* first;
   int32_t* counts;       // [E_local]
+  int32_t* first_row;    // [E_local]
   int32_t* group_sizes;  // [E_local]
 
-  __device__ Places(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
+  __device__ Destinations(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
     first = static_cast<int32_t*>(memory);
-    first_row = first + num_ranks * experts_per_rank;
-    counts = first_row + experts_per_rank;
-    group_sizes = counts + experts_per_rank;
+    counts = first + num_ranks * experts_per_rank;
+    first_row = counts + experts_per_rank;
+    group_sizes = first_row + experts_per_rank;
   }
 };
 
@@ -75,8 +81,8 @@ __device__ __forceinline__ int32_t payload_of(const DispatchArgs& args) {
                          : static_cast<int32_t>(args.row_bytes);
 }
 
-// The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows to
-// fp8.
+// The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows of
+// bfloat16 to fp8.
 template <typename X_, bool kCasts_, Arrival kArrival_, Variant kVariant_>
 struct DispatchConfig {
   using X = X_;
@@ -98,7 +104,8 @@ struct DispatchOperands {
   static constexpr bool kStealsRows =
       kVariant == Variant::kThroughput;  // work stealing: blocks claim rows instead of a fixed share
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
-  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // units of x for one unit that is sent
+  static constexpr int kUnitsRead = kCasts ? 2 : 1;  // units of x for one unit that is sent
+  static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kArrival != Arrival::kDequantize));
 
   const Peers& peers;
   const DispatchArgs& args;
@@ -133,14 +140,14 @@ struct DispatchOperands {
   }
 
   // The addresses of a row that arrives here.
-  __device__ RowPlace place_here(int32_t source, int32_t index) const {
+  __device__ RowAddress row_here(int32_t source, int32_t index) const {
     return {op, peers.layout.row_number(op.state.slot, source, index)};
   }
 
   __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
 
-  __device__ int32_t num_arrived(int32_t source) const {
-    return sends_numbers() ? op.expect_num_rows(source) : __ldg(args.known_num_arrived + source);
+  __device__ int32_t num_recv_from(int32_t source) const {
+    return sends_numbers() ? op.wait_num_rows(source) : __ldg(args.known_num_recv_per_rank + source);
   }
 
   // A barrier of a warp group whose warps are in one block.
@@ -161,7 +168,7 @@ struct DispatchOperands {
 
   __device__ uint4 cast(const uint4 (&units)[kUnitsRead], float& scale) const {
     if constexpr (kCasts) {
-      Vector<X> x[kUnitsRead];
+      ChannelsOfUnit x;
 #pragma unroll
       for (int v = 0; v < kUnitsRead; ++v) x[v].bits = units[v];
       return cast_to_fp8(x, static_cast<Cast>(args.cast), scale);
@@ -188,9 +195,9 @@ struct DispatchOperands {
     fill_bytes(args.counts, int64_t{4} * experts_per_rank() * (args.is_all_to_all ? peers.num_ranks : 1), 0);
     fill_bytes(args.group_sizes, int64_t{4} * experts_per_rank(), 0);
     fill_bytes(args.num_dropped, 4, 0xff);
-    fill_bytes(args.rows, int64_t{4} * peers.num_ranks * args.num_tokens * args.top_k, 0xff);
-    fill_bytes(args.num_arrived, int64_t{4} * peers.num_ranks, 0);
-    fill_bytes(args.place, int64_t{4} * args.num_tokens * peers.num_ranks * (kHasNetwork ? 2 : 1), 0xff);
+    fill_bytes(args.recv_row, int64_t{4} * peers.num_ranks * args.num_tokens * args.top_k, 0xff);
+    fill_bytes(args.num_recv_per_rank, int64_t{4} * peers.num_ranks, 0);
+    fill_bytes(args.send_slot, int64_t{4} * args.num_tokens * peers.num_ranks * (kHasNetwork ? 2 : 1), 0xff);
   }
 };
 

@@ -11,14 +11,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base::args, Base::prefetch_y, Base::by_node, Base::bytes_under_way, Base::cast, Base::chunk_of, Base::chunks,
       Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own, Base::kArrival,
       Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken,
-      Base::kUnroll, Base::learn_places, Base::load_chunk, Base::look_at_batch, Base::new_route, Base::new_row,
-      Base::num_arrived, Base::op, Base::out_row, Base::pad, Base::peers, Base::place_here, Base::place_of,
-      Base::places_are_known, Base::plan, Base::scales_unit, Base::scratch, Base::sends_numbers, Base::shared,
+      Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch, Base::new_route, Base::new_row,
+      Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::peers, Base::row_here, Base::batch_at,
+      Base::await_destinations, Base::plan, Base::scales_unit, Base::scratch, Base::sends_numbers, Base::shared,
       Base::sum_products, Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
-  using typename Base::BatchPlace;
+  using typename Base::BatchAddresses;
   using typename Base::Taken;
-  using typename Base::X;
 
   // Receives rows. A warp group takes one candidate at a time, which is a row that may arrive, in the order of
   // find_candidate(). It loads what has arrived of its first row while the block finds out where it writes rows.
@@ -26,42 +25,42 @@ struct DispatchReceiver : CombineBackward<Config> {
     op.stamp(Stamp::kEntered);
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.ticket, warp_id());
     const bool takes_rows = plan.row_receiver(op.state.ticket) >= 0 && warp_group.index < warp_group.num_groups;
-    const Places places(scratch, peers.num_ranks, experts_per_rank());
+    const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
-      const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_arrived;
+      const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_recv_per_rank;
       op.wait_peers(op.state, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
     const uint32_t end = takes_rows ? num_candidates() : 0;
     uint32_t item = warp_group.index;
     Arriving arriving = {};
     const bool looks = !op.warp_has_failed() && item < end;  // after close(), there are no rows
-    if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_arrived(source); });
+    if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_recv_from(source); });
     if (kStealsRows && lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
-    if (!kIsLowLatency) learn_places();
-    if (kIsLowLatency && arriving.comes) await_row(arriving, warp_group);  // all rows arrive at about the same time
+    if (!kIsLowLatency) learn_destinations();
+    if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);  // all rows arrive at about the same time
     op.stamp(Stamp::kLooked);
-    if (!places_are_known()) return;
-    op.stamp(Stamp::kPlaced);
-    if (op.state.ticket == plan.first_receiver) write_counts(places);
+    if (!await_destinations()) return;
+    op.stamp(Stamp::kRouted);
+    if (op.state.ticket == plan.first_receiver) write_counts(destinations);
     if constexpr (kStealsRows) {
-      if (!args.is_all_to_all) pad(places);
+      if (!args.is_all_to_all) pad(destinations);
       if (!takes_rows) item = claimed_row(claim_row(warp_group), warp_group);
-      take_claimed_rows(item, arriving, looks, places, warp_group);
+      take_claimed_rows(item, arriving, looks, destinations, warp_group);
     } else {
       // The balanced variant pads before it delivers rows, since they are still in transit.
-      if (!kIsLowLatency && !args.is_all_to_all) pad(places);
+      if (!kIsLowLatency && !args.is_all_to_all) pad(destinations);
 #pragma unroll 1
       while (item < end) {
-        if (!kIsLowLatency && arriving.comes) await_row(arriving, warp_group);
-        deliver_row(arriving, places, warp_group);
+        if (!kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);
+        deliver_row(arriving, destinations, warp_group);
         item += warp_group.num_groups;
         if (item >= end) break;
         arriving = look_for_row(item, warp_group, [&](int32_t source) {
-          return kIsLowLatency ? num_arrived(source) : shared.arrived[source];
+          return kIsLowLatency ? num_recv_from(source) : shared.arrived[source];
         });
-        if (kIsLowLatency && arriving.comes) await_row(arriving, warp_group);
+        if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);
       }
-      if (kIsLowLatency && !args.is_all_to_all) pad(places);
+      if (kIsLowLatency && !args.is_all_to_all) pad(destinations);
     }
   }
 
@@ -71,13 +70,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   __device__ void steal_rows() const {
     const bool judges = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
     if (named_barrier_or(kWorkersBarrier, op.num_workers, judges && !op.all_have_begun())) return;
-    const Places places(scratch, peers.num_ranks, experts_per_rank());
+    const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     if (lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
-    learn_places();
-    if (!places_are_known()) return;
+    learn_destinations();
+    if (!await_destinations()) return;
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, plan.num_blocks - 1, warp_id());
     Arriving arriving = {};
-    take_claimed_rows(claimed_row(claim_row(warp_group), warp_group), arriving, false, places, warp_group);
+    take_claimed_rows(claimed_row(claim_row(warp_group), warp_group), arriving, false, destinations, warp_group);
   }
 
   __device__ uint32_t num_candidates() const { return peers.num_ranks * args.num_tokens; }
@@ -88,15 +87,15 @@ struct DispatchReceiver : CombineBackward<Config> {
 
   // Receives row `item`, and then the rows that the warp group claims. `looked`: look_for_row() has been called for
   // `item`.
-  __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Places& places,
+  __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Destinations& destinations,
                                     const WarpGroup& warp_group) const {
 #pragma unroll 1
     while (item < num_candidates()) {
       if (!looked) arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.arrived[source]; });
       looked = false;
-      if (arriving.comes) await_row(arriving, warp_group);
+      if (arriving.is_sent) await_row(arriving, warp_group);
       const uint32_t claimed = claim_row(warp_group);  // the claim's latency overlaps the writes of this row
-      deliver_row(arriving, places, warp_group);
+      deliver_row(arriving, destinations, warp_group);
       item = claimed_row(claimed, warp_group);
     }
   }
@@ -129,24 +128,24 @@ struct DispatchReceiver : CombineBackward<Config> {
     find_candidate(item, arriving);
     arriving.is_own = is_own(arriving.source);
     // If the operation fails, lanes give up one by one, and only some of them know the number of rows.
-    arriving.comes = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
-    if (!arriving.comes) return arriving;
-    arriving.place = place_here(arriving.source, arriving.index);
+    arriving.is_sent = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
+    if (!arriving.is_sent) return arriving;
+    arriving.address = row_here(arriving.source, arriving.index);
     if (!new_route() && !args.is_all_to_all) {
       const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
-      arriving.row = lane_id() < args.top_k ? __ldg(args.known_rows + candidate * args.top_k + lane_id()) : -1;
+      arriving.row = lane_id() < args.top_k ? __ldg(args.known_recv_row + candidate * args.top_k + lane_id()) : -1;
     }
     if (arriving.is_own) {
       read_own(arriving, warp_group.warp, warp_group);
-      if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
-      if (!new_route()) arriving.comes = __any_sync(kAllLanes, arriving.row >= 0);
-    } else if (comes_by_signal(arriving.source)) {  // before the signal, a unit may have arrived in part
-      const BatchPlace place = place_of(arriving.place, warp_group.warp, warp_group);
-      for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = place.has(i) ? sentinel_unit() : uint4{};
+      if (has_header()) arriving.header = load_header(arriving.address.header(lane_id()));
+      if (!new_route()) arriving.is_sent = __any_sync(kAllLanes, arriving.row >= 0);
+    } else if (arrives_by_signal(arriving.source)) {  // before the signal, a unit may have arrived in part
+      const BatchAddresses addresses = batch_at(arriving.address, warp_group.warp, warp_group);
+      for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = addresses.has(i) ? sentinel_unit() : uint4{};
       arriving.header = no_header(op);
     } else {
-      look_at_batch(arriving.place, warp_group.warp, warp_group, arriving.first);
-      if (has_header()) arriving.header = load_header(arriving.place.header(lane_id()));
+      look_at_batch(arriving.address, warp_group.warp, warp_group, arriving.first);
+      if (has_header()) arriving.header = load_header(arriving.address.header(lane_id()));
     }
     if constexpr (kArrival == Arrival::kCombineBack) {
       if (arriving.row >= 0) arriving.weight = __ldg(args.row_weights + arriving.row);
@@ -174,33 +173,33 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   // True if the source's rows come over the network with signals. By node, a local rank forwards them.
-  __device__ bool comes_by_signal(int32_t source) const { return is_remote(peers, source) && !by_node(); }
+  __device__ bool arrives_by_signal(int32_t source) const { return is_remote(peers, source) && !by_node(); }
 
   // Waits for the row's header and its first batch.
   __device__ void await_row(Arriving& arriving, const WarpGroup& warp_group) const {
     const bool has_header = this->has_header();
-    const auto header_has_come = [&] {
-      return !has_header || look_at_header(op, arriving.place.header(lane_id()), arriving.header);
+    const auto header_arrived = [&] {
+      return !has_header || look_at_header(op, arriving.address.header(lane_id()), arriving.header);
     };
     if (arriving.is_own) {
-      op.wait_until(peers.rank, header_has_come);
+      op.wait_until(peers.rank, header_arrived);
       __syncwarp();
     } else {
       if constexpr (kHasNetwork) {
         if (lane_id() == 0 && !by_node()) await_signal(op, arriving.source, arriving.source, arriving.index);
         __syncwarp();
       }
-      take_batch(arriving.source, arriving.place, warp_group.warp, warp_group, arriving.first, header_has_come);
+      take_batch(arriving.source, arriving.address, warp_group.warp, warp_group, arriving.first, header_arrived);
     }
     if (op.state.failed) arriving.header.expert = -1;  // the header may be garbage
   }
 
-  __device__ void deliver_row(Arriving& arriving, const Places& places, const WarpGroup& warp_group) const {
+  __device__ void deliver_row(Arriving& arriving, const Destinations& destinations, const WarpGroup& warp_group) const {
     const int32_t source = arriving.source;
     const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
     const bool keeps_route = new_route() && warp_group.warp == warp_group.num_warps - 1 && lane_id() < args.top_k;
-    if (!arriving.comes) {
-      if (keeps_route) args.rows[candidate * args.top_k + lane_id()] = -1;
+    if (!arriving.is_sent) {
+      if (keeps_route) args.recv_row[candidate * args.top_k + lane_id()] = -1;
       if (args.is_all_to_all && args.zero_pad && warp_group.warp == 0) zero_row(candidate);
       return;
     }
@@ -208,10 +207,10 @@ struct DispatchReceiver : CombineBackward<Config> {
     if (args.is_all_to_all) {
       if (lane_id() == 0) row = static_cast<int32_t>(candidate);
     } else if (lane_id() < args.top_k) {
-      row = new_route() ? new_row(source, arriving.header, places) : arriving.row;
+      row = new_route() ? new_row(source, arriving.header, destinations) : arriving.row;
     }
     if (keeps_route) {
-      args.rows[candidate * args.top_k + lane_id()] = row;
+      args.recv_row[candidate * args.top_k + lane_id()] = row;
       if (row >= 0) args.weights[row] = arriving.header.weight;
     }
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
@@ -224,11 +223,11 @@ struct DispatchReceiver : CombineBackward<Config> {
         if (arriving.is_own) {
           read_own(arriving, first, warp_group);
         } else {
-          look_at_batch(arriving.place, first, warp_group, arriving.first);
+          look_at_batch(arriving.address, first, warp_group, arriving.first);
         }
         if constexpr (kArrival == Arrival::kCombineBack) prefetch_y(row, first, warp_group);
         if (!arriving.is_own)
-          take_batch(source, arriving.place, first, warp_group, arriving.first, [] { return true; });
+          take_batch(source, arriving.address, first, warp_group, arriving.first, [] { return true; });
       }
       op.stamp(Stamp::kWrites);
       if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, warp_group);
@@ -272,7 +271,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // Dequantizes a batch into each expert's row, in the group's dtype.
+  // Dequantizes a batch into each expert's row, in bfloat16.
   __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
                              const WarpGroup& warp_group) const {
 #pragma unroll
@@ -282,14 +281,14 @@ struct DispatchReceiver : CombineBackward<Config> {
                                  __shfl_sync(kAllLanes, unit.z, i), __shfl_sync(kAllLanes, unit.w, i)};
       const int32_t block = lane_id() / 8;
       const uint32_t scale = block < 2 ? (block == 0 ? scales[0] : scales[1]) : (block == 2 ? scales[2] : scales[3]);
-      Vector<X> x[sizeof(X)];
+      ChannelsOfUnit x;
       cast_from_fp8(taken.units[i], __uint_as_float(scale), x);
 #pragma unroll 1
       for (uint32_t left = targets; left; left &= left - 1) {
         uint4* out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1)) +
-                     (chunk_of(first, i, warp_group) * kChunkUnits + lane_id()) * static_cast<int32_t>(sizeof(X));
+                     (chunk_of(first, i, warp_group) * kChunkUnits + lane_id()) * 2;
 #pragma unroll
-        for (int v = 0; v < sizeof(X); ++v) {
+        for (int v = 0; v < 2; ++v) {
           if (has_unit(chunk_of(first, i, warp_group))) out[v] = x[v].bits;
         }
       }

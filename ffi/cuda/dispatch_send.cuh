@@ -11,7 +11,7 @@ struct DispatchSender : Routing<Config> {
   using Base::args, Base::by_node, Base::cast, Base::chunks, Base::clear, Base::count_earlier, Base::count_tokens,
       Base::experts_per_rank, Base::has_unit, Base::ids_to_count, Base::is_own, Base::kCasts, Base::kIsLowLatency,
       Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::lookup, Base::new_route,
-      Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_here, Base::plan,
+      Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::row_here, Base::plan,
       Base::scales_unit, Base::shared;
   using typename Base::Ids;
 
@@ -41,31 +41,31 @@ struct DispatchSender : Routing<Config> {
     const Lookup lookup = this->lookup();
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.ticket, warp_id(), true);
     if (warp_group.index >= warp_group.num_groups) return;
-    const int32_t place = warp_id() >> plan.log_send_warps;  // the warp group's index in the block
+    const int32_t group_in_block = warp_id() >> plan.log_send_warps;  // the warp group's index in the block
     int32_t token = warp_group.index, counted = 0;
     Route route = load_route(token, warp_group);
     Batch batch = load(token, warp_group.warp);
-    Ids ids = ids_ahead(counted, token - place);
+    Ids ids = ids_ahead(counted, token - group_in_block);
     clear(lookup);
 #pragma unroll 1
-    for (int32_t turn = 0; token - place < args.num_tokens; ++turn) {
+    for (int32_t round = 0; token - group_in_block < args.num_tokens; ++round) {
       const int32_t next = token + warp_group.num_groups;
       const Route next_route = load_route(next, warp_group);
       const Batch next_batch = load(next, warp_group.warp);
-      const Ids next_ids = ids_ahead(token - place, next - place);
+      const Ids next_ids = ids_ahead(token - group_in_block, next - group_in_block);
       const Packed packed = pack(batch, warp_group.warp);
       if (new_route()) {
-        const Companions companions = {place, shared.experts[turn % 2], shared.ranks[turn % 2]};
-        begin_route(route, companions, warp_group);
-        if (!kCountsAhead) ids = ids_to_count(counted, token - place);
-        count_tokens(lookup, counted, token - place, ids);
-        place_route(lookup, route, companions, warp_group);
+        const BlockTokens block_tokens = {group_in_block, shared.experts[round % 2], shared.ranks[round % 2]};
+        publish_route(route, block_tokens, warp_group);
+        if (!kCountsAhead) ids = ids_to_count(counted, token - group_in_block);
+        count_tokens(lookup, counted, token - group_in_block, ids);
+        finish_route(lookup, route, block_tokens, warp_group);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;
       }
-      counted = token - place;
-      op.stamp(Stamp::kPlaced);
-      if (args.place && warp_group.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
-        int32_t* const kept = args.place + int64_t{token} * peers.num_ranks + lane_id();
+      counted = token - group_in_block;
+      op.stamp(Stamp::kRouted);
+      if (args.send_slot && warp_group.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
+        int32_t* const kept = args.send_slot + int64_t{token} * peers.num_ranks + lane_id();
         *kept = route.index;
         const bool is_forwarded = by_node() && is_remote(peers, lane_id());
         if (kHasNetwork && !is_forwarded) kept[args.num_tokens * peers.num_ranks] = -1;
@@ -101,8 +101,8 @@ struct DispatchSender : Routing<Config> {
   // because a load waits until the stores before it are issued.
   __device__ void send_row(int32_t token, Packed packed, const Route& route, int32_t index,
                            const WarpGroup& warp_group) const {
-    RowPlace row = {};  // at rank = lane
-    if (index >= 0) row = RowPlace(op, lane_id(), source_at(lane_id()), index);
+    RowAddress row = {};  // at rank = lane
+    if (index >= 0) row = RowAddress(op, lane_id(), source_at(lane_id()), index);
     const int32_t end = __any_sync(kAllLanes, index >= 0) ? parts() : 1;  // a row that is not sent has a header here
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end; part += warp_group.num_warps) {
@@ -111,7 +111,7 @@ struct DispatchSender : Routing<Config> {
       if (next < end) ahead = load(token, next);
       send_batch(packed, part, route, index, row);
       if (part == 0 && new_route() && token < args.num_tokens) {  // every token has a header here
-        write_header(place_here(peers.rank, token), route, peers.rank);
+        write_header(row_here(peers.rank, token), route, peers.rank);
       }
       if (next < end) packed = pack(ahead, next);
     }
@@ -132,48 +132,49 @@ struct DispatchSender : Routing<Config> {
       route.expert = __ldg(args.topk_idx + pair);
       if (args.topk_weights && warp_group.warp == 0) route.weight = __ldg(args.topk_weights + pair);
     } else if (lane_id() < peers.num_ranks) {
-      route.index = __ldg(args.known_place + int64_t{token} * peers.num_ranks + lane_id());
+      route.index = __ldg(args.known_send_slot + int64_t{token} * peers.num_ranks + lane_id());
     }
     return route;
   }
 
   // The tokens that a block's warp groups send in the same round.
-  struct Companions {
-    int32_t place;  // the index of this warp group's token
+  struct BlockTokens {
+    int32_t group_in_block;  // the index of this warp group's token
     int32_t* experts;
     uint32_t* ranks;
   };
 
   // Publishes the token's destinations in shared memory. The block's other warp groups read them after the next
   // barrier.
-  __device__ void begin_route(Route& route, const Companions& companions, const WarpGroup& warp_group) const {
+  __device__ void publish_route(Route& route, const BlockTokens& block_tokens, const WarpGroup& warp_group) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
     route.ranks = __reduce_or_sync(kAllLanes, present ? 1u << peers.by_experts.quotient(route.expert) : 0);
     if (warp_group.warp != 0) return;
     route.position = count_earlier(route.expert, lane_id());
     if (warp_group.num_warps >= plan.block_warps()) return;
-    if (lane_id() < args.top_k) companions.experts[companions.place * args.top_k + lane_id()] = route.expert;
-    if (lane_id() == 0) companions.ranks[companions.place] = route.ranks;
+    if (lane_id() < args.top_k)
+      block_tokens.experts[block_tokens.group_in_block * args.top_k + lane_id()] = route.expert;
+    if (lane_id() == 0) block_tokens.ranks[block_tokens.group_in_block] = route.ranks;
   }
 
   // Adds the numbers of rows before this token: those in `lookup`, and those of the block's tokens in this round.
-  __device__ void place_route(const Lookup& lookup, Route& route, const Companions& companions,
-                              const WarpGroup& warp_group) const {
+  __device__ void finish_route(const Lookup& lookup, Route& route, const BlockTokens& block_tokens,
+                               const WarpGroup& warp_group) const {
     if (route.ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
     if (warp_group.warp == 0 && route.expert >= 0) route.position += lookup.experts[route.expert];
-    if (companions.place == 0) return;
+    if (block_tokens.group_in_block == 0) return;
     // A lane for each of the block's tokens; then a lane for each of their pairs (token, k).
-    const uint32_t ranks = lane_id() < companions.place ? companions.ranks[lane_id()] : 0;
+    const uint32_t ranks = lane_id() < block_tokens.group_in_block ? block_tokens.ranks[lane_id()] : 0;
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
       const int32_t number = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
       if (lane_id() == rank && route.index >= 0) route.index += number;
     }
-    const int32_t num_pairs = warp_group.warp == 0 ? companions.place * args.top_k : 0;
+    const int32_t num_pairs = warp_group.warp == 0 ? block_tokens.group_in_block * args.top_k : 0;
 #pragma unroll 1
     for (int32_t first = 0; first < num_pairs; first += 32) {
-      const int32_t pair = first + lane_id(), expert = pair < num_pairs ? companions.experts[pair] : -1;
+      const int32_t pair = first + lane_id(), expert = pair < num_pairs ? block_tokens.experts[pair] : -1;
 #pragma unroll 1
       for (int32_t k = 0; k < args.top_k; ++k) {
         const int32_t number = __popc(__ballot_sync(kAllLanes, expert == __shfl_sync(kAllLanes, route.expert, k)));
@@ -204,7 +205,7 @@ struct DispatchSender : Routing<Config> {
   }
 
   __device__ void send_batch(const Packed& packed, int32_t part, const Route& route, int32_t index,
-                             const RowPlace& row) const {
+                             const RowAddress& row) const {
     send_chunks(packed.units, packed.scales, [=](int i) { return part * kSendBatch + i; }, route, index, row);
   }
 
@@ -212,19 +213,19 @@ struct DispatchSender : Routing<Config> {
   // chunk 0.
   template <int N, typename ChunkAt>
   __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
-                                              const Route& route, int32_t index, const RowPlace& row) const {
+                                              const Route& route, int32_t index, const RowAddress& row) const {
     for_each_rank(index, [&](int32_t peer) {
-      RowPlace place;
-      place.row = row.row_of_lane(peer);
-      if (chunk_at(0) == 0 && new_route()) write_header(place, route, peer);
+      RowAddress to;
+      to.row = row.row_of_lane(peer);
+      if (chunk_at(0) == 0 && new_route()) write_header(to, route, peer);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int32_t chunk = chunk_at(i);
         const auto escape_mask = [&](int32_t number) { return row.escape_masks_of_lane(peer) + number; };
-        units[i].send(op, peer, place.unit(op, chunk), [&] { return escape_mask(chunk); }, has_unit(chunk));
+        units[i].send(op, peer, to.unit(op, chunk), [&] { return escape_mask(chunk); }, has_unit(chunk));
         if (args.num_scales) {
           const bool present = lane_id() == 0 && chunk < chunks();
-          uint8_t* const at = place.scales(op, payload_bytes, chunk);
+          uint8_t* const at = to.scales(op, payload_bytes, chunk);
           scales[i].send(op, peer, at, [&] { return escape_mask(chunks() + chunk); }, present);
         }
       }
@@ -239,9 +240,9 @@ struct DispatchSender : Routing<Config> {
     const int32_t begin = new_route() ? 0 : peers.layout.header_bytes;
     const int32_t scales = args.num_scales ? chunks() * kUnitBytes : 0;
     const int32_t bytes = peers.layout.header_bytes - begin + payload_bytes + scales;
-    int32_t turn = 0;
+    int32_t num_remote = 0;
     for_each_rank(index, [&](int32_t peer) {
-      if (!is_remote(peers, peer) || turn++ % warp_group.num_warps != warp_group.warp) return;
+      if (!is_remote(peers, peer) || num_remote++ % warp_group.num_warps != warp_group.warp) return;
       put_row(op, peer, source_at(peer), __shfl_sync(kAllLanes, index, peer), begin, bytes);
     });
     const int32_t rank = lane_id();
@@ -265,21 +266,21 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  __device__ void write_header(const RowPlace& place, const Route& route, int32_t peer) const {
-    if (by_node() && is_remote(peers, peer)) return write_header_to_forward(place, route);
+  __device__ void write_header(const RowAddress& to, const Route& route, int32_t peer) const {
+    if (by_node() && is_remote(peers, peer)) return write_header_to_forward(to, route);
     if (lane_id() >= args.top_k) return;
     const int32_t expert = route.expert - peer * experts_per_rank();
     const bool is_there = route.expert >= 0 && expert >= 0 && expert < experts_per_rank();
-    send_header(op, place.header(lane_id()), {is_there ? expert : -1, route.position, route.weight, 0});
+    send_header(op, to.header(lane_id()), {is_there ? expert : -1, route.position, route.weight, 0});
   }
 
   // Writes the header for a forwarder. It holds the global number of the expert and, in place of the epoch, the row's
   // index at its destination. The row's signal has the epoch.
-  __device__ void write_header_to_forward(const RowPlace& place, const Route& route) const {
+  __device__ void write_header_to_forward(const RowAddress& to, const Route& route) const {
     const int32_t rank = route.expert >= 0 ? peers.by_experts.quotient(route.expert) : 0;
     const auto index = static_cast<uint32_t>(__shfl_sync(kAllLanes, route.index, rank));
     const RowHeader header = {route.expert, route.position, route.weight, index};
-    if (lane_id() < args.top_k) store_unit(place.header(lane_id()), *reinterpret_cast<const uint4*>(&header));
+    if (lane_id() < args.top_k) store_unit(to.header(lane_id()), *reinterpret_cast<const uint4*>(&header));
   }
 };
 

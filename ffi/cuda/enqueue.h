@@ -32,7 +32,7 @@ T* data(Result buffer) {
   return data<T>(*buffer);
 }
 
-// Only the kernels that calculate look at the type; the others move bytes.
+// Kernels that only move bytes ignore the type.
 inline ElementType element_type(const ffi::AnyBuffer& buffer) {
   switch (buffer.element_type()) {
     case ffi::F32:
@@ -56,7 +56,7 @@ inline int64_t num_rows(const ffi::AnyBuffer& buffer) {
 // Why the group takes no calls, or "".
 inline std::string refusal(const Group* group) {
   if (group == nullptr) {
-    return "this process has not made the group that the program was compiled for; make an equal Group before";
+    return "this process has not made the group that the program was compiled for; make an equal Group first";
   }
   if (group->closed()) return "its group is closed; make a new Group and trace the function again";
   if (const std::optional<FailureRecord> failure = group->failure()) {
@@ -66,7 +66,7 @@ inline std::string refusal(const Group* group) {
   return "";
 }
 
-// This device's part in the group, if the group takes calls.
+// Returns the group's member on this device, if the group takes calls.
 inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal) {
   const Group* group = find_group(group_id);
   const std::string where = std::string(op) + ": ", reason = refusal(group);
@@ -80,7 +80,7 @@ inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, 
   return member;
 }
 
-// The same, if also the call fits in the group's arena.
+// The same, and checks that the call fits in the group's arena.
 inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal, const Call& call,
                                               int64_t payload) {
   const auto member = member_for(op, group_id, ordinal);
@@ -105,7 +105,7 @@ struct OrderError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The rank of `member` has found that it runs `op` in another order than `other_device` does.
+// Fails the group: the rank of `member` runs `op` in another order than `other_device` does.
 inline void fail_for_order(const Group& group, const Member& member, uint32_t op, int32_t other_device,
                            uint64_t expected, uint64_t seen) {
   FailureRecord why = {};
@@ -126,12 +126,12 @@ struct OrderedCall {
 
 // Notes the call. If devices run it and another group's operations in different order, both groups fail, so that
 // kernels that wait already end at once, and it throws OrderError.
-inline void expect_order(const OrderedCall& call, const Member& member, cudaStream_t stream) {
+inline void check_order(const OrderedCall& call, const Member& member, cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
   const auto op = static_cast<uint32_t>(call.op);
   const auto conflicts = call_order().note(
-      {call.group, member.line},
+      {call.group, member.ep_group},
       {member.ordinal, stream, call.num_sms, member.num_sms, op, capture != cudaStreamCaptureStatusNone});
   for (const OrderConflict& conflict : conflicts) {
     const Group &group = *find_group(call.group), &other = *find_group(conflict.other.first);
@@ -152,7 +152,7 @@ inline void expect_order(const OrderedCall& call, const Member& member, cudaStre
   }
 }
 
-// Turns what is thrown into XLA's errors. One call at a time is noted and enqueued on a device.
+// Notes and enqueues one call at a time on each device. Turns exceptions into XLA's errors.
 template <typename Enqueue>
 ffi::Error enqueued(const char* op, const Member& member, Enqueue enqueue) {
   const auto what = [=](const std::exception& error) { return std::string(op) + ": " + error.what(); };
@@ -169,12 +169,12 @@ ffi::Error enqueued(const char* op, const Member& member, Enqueue enqueue) {
   return ffi::Error::Success();
 }
 
-// Launches a whole operation, or starts one as split-phase calls, which needs `buffers`.
+// Launches a whole operation, or starts a split-phase call, which needs `buffers`.
 inline ffi::Error begin(const char* op, int64_t group, const Member& member, const Call& call, const Buffers& buffers,
                         cudaStream_t stream, const SplitPhaseCalls::Body& body) {
   return enqueued(op, member, [&] {
     if (call.phase == Phase::kWhole) {
-      expect_order({group, call.op, body.num_blocks}, member, stream);
+      check_order({group, call.op, body.num_blocks}, member, stream);
       check(body.launch(stream), "the kernel was not launched");
     } else {
       member.split_phase->start(call, buffers, body, stream);
@@ -182,7 +182,7 @@ inline ffi::Error begin(const char* op, int64_t group, const Member& member, con
   });
 }
 
-// SMs for an operation of the group, as plans take them; 0: as the plan sees fit.
+// The `num_sms` of launch plans for an operation of the group. 0: the plan chooses.
 inline int32_t num_sms(int64_t group, Phase phase, int32_t device_sms) {
   const int32_t chosen = find_group(group)->num_sms();
   return phase == Phase::kWhole ? chosen : usable_sms_beside_others(chosen, device_sms);
@@ -211,7 +211,7 @@ inline ffi::Error enqueue_combine(const char* op, cudaStream_t stream, int32_t o
   if (member.has_error()) return member.error();
   const Peers& peers = (*member)->peers;
   const int32_t device_sms = (*member)->num_sms;
-  const LaunchPlan plan = plan_combine(args.num_tokens, peers.num_ranks, args.rows ? args.top_k : 0,
+  const LaunchPlan plan = plan_combine(args.num_tokens, peers.num_ranks, args.recv_row ? args.top_k : 0,
                                        num_chunks(static_cast<int32_t>(args.row_bytes)),
                                        num_sms(group, args.phase, device_sms), device_sms);
   const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
@@ -220,7 +220,7 @@ inline ffi::Error enqueue_combine(const char* op, cudaStream_t stream, int32_t o
   return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
-// Memory that a start will need: XLA has allocated it, which is all.
+// The handler of jax_ep_room. XLA has allocated the results, which a start will need; there is nothing to do.
 inline ffi::Error room(ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
 
 template <typename... Buffer>
@@ -228,17 +228,18 @@ Buffers addresses(const Buffer&... buffers) {
   return {data<const void>(buffers)...};
 }
 
-// The operands are the start's, but for its axis_index, and the ticket; the results are in the place of some of them.
+// The operands are the operands of the start without axis_index, then the ticket. The results alias some of them.
 inline ffi::Error done(const char* op, OpKind kind, cudaStream_t stream, int32_t ordinal, int64_t group,
                        ffi::RemainingArgs operands) {
   const auto member = member_for(op, group, ordinal);
   if (member.has_error()) return member.error();
   Buffers buffers;
   for (size_t i = 0; i < operands.size(); ++i) buffers.push_back(data<const void>(*operands.get<ffi::AnyBuffer>(i)));
-  // A start waits for no peer. The stream waits for the operation from the done on, so that is where the call counts.
+  // The call counts here and not at its start: a start waits for no peer, and from the done on, the stream waits for
+  // the operation.
   const int32_t most_sms = num_sms(group, Phase::kDone, (*member)->num_sms);
   return enqueued(op, **member, [&] {
-    expect_order({group, kind, most_sms}, **member, stream);
+    check_order({group, kind, most_sms}, **member, stream);
     (*member)->split_phase->done(buffers, stream);
   });
 }

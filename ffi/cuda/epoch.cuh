@@ -59,9 +59,9 @@ struct Epoch : Waiting {
     __syncwarp();
     if (!state.slot_is_free && !warp_has_failed()) {
       if (sends(state.ticket)) {
-        claim_slots(state);
+        wait_slots_free(state);
       } else if (call.phase != Phase::kStart && peer == 0) {
-        await_own_slot(state);
+        wait_own_slot_free(state);
       }
       __syncwarp();
     }
@@ -111,7 +111,7 @@ struct Epoch : Waiting {
     if (!has_former_left && !state.failed) fail_overlap();
     store_relaxed(&own().num_left[~epoch & 1], 0);
     if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
-    if (!state.failed) expect_rank(axis_index);
+    if (!state.failed) check_rank(axis_index);
   }
 
   // Fails the operation: blocks of two launches are in operations of the group at the same time.
@@ -138,16 +138,16 @@ struct Epoch : Waiting {
 
   __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
 
-  __device__ __forceinline__ void expect_rank(int32_t axis_index) const {
+  __device__ __forceinline__ void check_rank(int32_t axis_index) const {
     if (axis_index != peers.rank) fail(state, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
   }
 
   // Waits until every peer has read the former rows of the slot: before that, this rank must not write to the peer's
   // slot. One warp calls it.
-  __device__ __noinline__ static void claim_slots(State& state) {
+  __device__ __noinline__ static void wait_slots_free(State& state) {
     const auto op = operation_of<Epoch>(state);
     const int32_t peer = lane_id();
-    if (peer == op.peers.rank) await_own_slot(state);  // first: while it is taken, peers' slots are, too
+    if (peer == op.peers.rank) wait_own_slot_free(state);  // first: while it is taken, peers' slots are, too
     __syncwarp();
     if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
   }
@@ -163,7 +163,7 @@ struct Epoch : Waiting {
 
   // Waits until the former operation of the slot, which another launch may still run, has read its rows on this rank.
   // Before that, this launch must not look for rows in the slot.
-  __device__ __noinline__ static void await_own_slot(State& state) {
+  __device__ __noinline__ static void wait_own_slot_free(State& state) {
     const auto op = operation_of<Epoch>(state);
     const auto newest = [&] { return op.newest_known(op.peers.rank); };
     op.wait_for(op.peers.rank, op.epoch_before(), newest, FailureReason::kSlotTaken);

@@ -87,19 +87,19 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
 
 void Group::open() {
   const Span span("jax_ep.Group: open");
-  for (size_t line = 0; line < config_.devices.size(); ++line) {
+  for (size_t ep_group = 0; ep_group < config_.devices.size(); ++ep_group) {
     for (int32_t rank = 0; rank < num_ranks(); ++rank) {
-      const int32_t ordinal = config_.devices[line][rank];
+      const int32_t ordinal = config_.devices[ep_group][rank];
       if (ordinal == kElsewhere) continue;
       Member& member = members_.emplace_back();
       member.ordinal = ordinal;
-      member.line = static_cast<int32_t>(line);
+      member.ep_group = static_cast<int32_t>(ep_group);
       member.peers.rank = rank;
     }
   }
-  expect_supported_pairs();
+  check_supported_pairs();
   records_.push_back({HostMemory::allocate(members_.size() * sizeof(FailureRecord)), members_.size()});
-  if (config_.network) expect_room();
+  if (config_.network) check_room();
   for (Member& member : members_) open_member(member);
 
   std::vector<ProcessHandle> others;
@@ -122,10 +122,10 @@ void Group::open() {
 // Looks at this process's devices. jax_ep/_backends/__init__.py looks at the devices of other processes, too, if this
 // process sees them. No process sees the link to a device that CUDA_VISIBLE_DEVICES or a container hides from it: CUDA
 // then says nothing about that link.
-void Group::expect_supported_pairs() const {
-  for (const std::vector<int32_t>& line : config_.devices) {
+void Group::check_supported_pairs() const {
+  for (const std::vector<int32_t>& ep_group : config_.devices) {
     std::vector<int32_t> ordinals;
-    for (int32_t ordinal : line) {
+    for (int32_t ordinal : ep_group) {
       if (ordinal != kElsewhere) ordinals.push_back(ordinal);
     }
     const std::string reason = unsupported_pair(ordinals);
@@ -177,7 +177,7 @@ void Group::open_member(Member& member) {
 }
 
 // NVSHMEM's processes wait for one another when they allocate, so that one without room says so before.
-void Group::expect_room() const {
+void Group::check_room() const {
   constexpr int64_t kGranularity = int64_t{512} << 20;  // of NVSHMEM's heap, by default
   const OnDevice device(members_[0].ordinal);
   size_t free = 0, total = 0;
@@ -200,7 +200,7 @@ ProcessHandle Group::handle() const {
   for (const Member& member : members_) {
     const DeviceMemory& control = *member.control.allocation;
     mine.ranks.push_back(
-        {member.line, member.peers.rank, member.arena.handle(), control.handle(), member.control.offset});
+        {member.ep_group, member.peers.rank, member.arena.handle(), control.handle(), member.control.offset});
     if (config_.sharing != Sharing::kFileDescriptor) continue;
     mine.descriptors.push_back(member.arena.descriptor());
     mine.descriptors.push_back(control.descriptor());
@@ -208,11 +208,11 @@ ProcessHandle Group::handle() const {
   return mine;
 }
 
-// Lets the device reach the memory of all ranks of its line.
+// Lets the device reach the memory of all ranks of its EP group.
 PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& others) const {
   PeerTable table = {};
   for (const Member& peer : members_) {
-    if (peer.line != member.line) continue;
+    if (peer.ep_group != member.ep_group) continue;
     peer.arena.let_in(member.ordinal);
     peer.control.allocation->let_in(member.ordinal);
     table.arena[peer.peers.rank] = peer.arena.data();
@@ -222,7 +222,7 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
   for (const ProcessHandle& other : others) {
     for (size_t i = 0; i < other.ranks.size(); ++i) {
       const RankHandle& peer = other.ranks[i];
-      if (peer.line != member.line) continue;
+      if (peer.ep_group != member.ep_group) continue;
       const auto map = [&](const MemoryHandle& handle, size_t descriptor) {
         const bool has_descriptor = handle.sharing == Sharing::kFileDescriptor;
         return DeviceMemory::map(handle, has_descriptor ? other.descriptors.at(descriptor) : none, member.ordinal);
@@ -239,7 +239,7 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
 // The pointers to local ranks, and the PEs of far ones.
 NetworkTable Group::find_peers(const Member& member) const {
   const Network& network = *config_.network;
-  const std::vector<int32_t>& pes = config_.pes.at(member.line);
+  const std::vector<int32_t>& pes = config_.pes.at(member.ep_group);
   const int32_t self = member.peers.rank;
   auto* const own_control = reinterpret_cast<uint8_t*>(member.peers.control);
   NetworkTable table = {};
@@ -373,7 +373,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, std::unique_ptr<Group>> groups;
-  // Closed groups whose number a new group has. They are never freed: a program may still hold a pointer to one.
+  // Closed groups whose id a newer group has. They are never freed: a program may still hold a pointer to one.
   std::vector<std::unique_ptr<Group>> replaced;
 };
 
@@ -387,16 +387,16 @@ Registry& registry() {
 
 void open_group(int64_t id, GroupConfig config) {
   auto group = std::make_unique<Group>(std::move(config));
-  std::map<int32_t, std::vector<int32_t>> lines;
-  for (const Member& member : group->members()) lines[member.line].push_back(member.ordinal);
+  std::map<int32_t, std::vector<int32_t>> ep_groups;
+  for (const Member& member : group->members()) ep_groups[member.ep_group].push_back(member.ordinal);
   const std::lock_guard<std::mutex> lock(registry().mutex);
   std::unique_ptr<Group>& entry = registry().groups[id];
   if (entry != nullptr && !entry->closed()) {
-    throw std::runtime_error("this process has a group with the number " + std::to_string(id) + " already");
+    throw std::runtime_error("this process already has an open group with the id " + std::to_string(id));
   }
   if (entry != nullptr) registry().replaced.push_back(std::move(entry));
   entry = std::move(group);
-  for (const auto& [line, devices] : lines) call_order().open({id, line}, devices);
+  for (const auto& [ep_group, devices] : ep_groups) call_order().open({id, ep_group}, devices);
 }
 
 void close_group(int64_t id) {

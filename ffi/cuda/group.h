@@ -1,4 +1,4 @@
-// The groups of this process: their memory on every local device, and the peer tables that kernels are given.
+// The groups of this process: their memory on every local device, and the peer tables of their kernels.
 #pragma once
 
 #include <atomic>
@@ -18,42 +18,42 @@
 
 namespace jax_ep {
 
-// What another process must know of a rank here: plain bytes.
+// What another process must know about a rank of this process. It is sent as bytes.
 struct RankHandle {
-  int32_t line, rank;
+  int32_t ep_group, rank;
   MemoryHandle arena, control;
   int64_t control_offset;
 };
 static_assert(std::is_trivially_copyable_v<RankHandle>);
 
-// What a process gives to the others of a group.
+// What a process sends to the other processes of a group.
 struct ProcessHandle {
   std::vector<RankHandle> ranks;
-  // Of its failure records, one for each of `ranks`; then, with Sharing::kFileDescriptor, of each rank's arena and
-  // control memory.
+  // The first descriptor is that of the failure records, which has one record for each of `ranks`. With
+  // Sharing::kFileDescriptor, the descriptors of each rank's arena and control memory follow.
   std::vector<FileDescriptor> descriptors;
 };
-// Gives this process's to all others, and theirs to this one.
+// Sends this process's handle to all others, and returns theirs.
 using Exchange = std::function<std::vector<ProcessHandle>(const ProcessHandle&)>;
 
 struct GroupConfig {
   int32_t num_experts, top_k, max_tokens;
   int64_t max_payload;  // bytes of a row
-  int32_t num_sms;      // 0: as the plan sees fit
+  int32_t num_sms;      // 0: the launch plan chooses
   double timeout_seconds;
-  // CUDA ordinals: one list (a line) per expert-parallel group of the mesh, in the order of ranks; kElsewhere for those
-  // of other processes.
+  // CUDA ordinals: one list (an EP group) per expert-parallel group of the mesh, in the order of ranks. A device of
+  // another process is kElsewhere.
   std::vector<std::vector<int32_t>> devices;
-  // With kNone, all devices are here, and nothing is exchanged.
+  // With kNone, this process has all devices, and exchanges nothing.
   Sharing sharing = Sharing::kNone;
   Exchange exchange = nullptr;
-  // Where ranks may be far: the exchange is of nothing then. `pes` is like `devices`.
+  // For groups over a network. Then the processes exchange no handles. `pes` is indexed like `devices`.
   const Network* network = nullptr;
   std::vector<std::vector<int32_t>> pes = {};
-  int32_t node_size = 0;  // so many ranks in a row can map each other's memory
+  int32_t node_size = 0;  // consecutive ranks that map each other's memory
 };
 
-// What a rank has done since the group was opened.
+// The counters of a rank since the group was opened.
 struct PeerStats {
   RowCounters sent, received;
   uint64_t waited_ns;
@@ -61,19 +61,19 @@ struct PeerStats {
 struct RankStats {
   std::vector<uint64_t> operations;  // by OpKind
   uint64_t dropped;
-  std::vector<PeerStats> peers;  // by rank, itself among them
+  std::vector<PeerStats> peers;  // by rank, including the rank itself
 };
 
-// The failure in a line: the Python class that Group.check raises, and the beginning of its message.
+// Describes the failure in one line: the Python class that Group.check raises, and the beginning of its message.
 std::string summary(const FailureRecord& failure);
 
-// What a launch needs to know of the device it runs on.
+// What a launch needs to know about its device.
 struct Member {
-  int32_t ordinal, line;
+  int32_t ordinal, ep_group;
   int32_t num_sms;  // of the device
   Peers peers;
-  DeviceMemory arena;                       // none over a network, which has memory of its own
-  uint8_t* symmetric_arena = nullptr;       // that one
+  DeviceMemory arena;                       // empty over a network
+  uint8_t* symmetric_arena = nullptr;       // the arena over a network, in symmetric memory
   LastingMemory control;                    // the table of pointers follows it
   std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
   std::vector<DeviceMemory> peer_controls;  // the same
@@ -88,14 +88,14 @@ class Group {
   explicit Group(GroupConfig config);
   ~Group() { close(); }
 
-  // Ends what still runs here, unmaps the peers' arenas and frees the own ones. Control memory stays, also the peers':
-  // executables that XLA keeps may still look at it. With Sharing::kIpc, or over a network, free_arenas() has to
-  // follow, when all processes have closed.
+  // Ends the operations that still run on this process's devices, unmaps the peers' arenas and frees the own arenas.
+  // Control memory stays mapped, also the peers', because compiled programs may still read it. With Sharing::kIpc, or
+  // over a network, the caller must call free_arenas() after all processes have closed.
   void close();
   void free_arenas();
 
-  // Has all ranks of the member's line give up, as a kernel does that fails (Waiting::fail in wait.cuh). Waits
-  // for no kernel.
+  // Makes all ranks of the member's EP group give up, as a failing kernel does (Waiting::fail in wait.cuh). Waits for
+  // no kernel.
   void fail(const Member& member, const FailureRecord& why) const;
 
   bool closed() const { return closed_; }
@@ -103,12 +103,12 @@ class Group {
   std::string name() const;                            // some of the user's settings, for messages
   int64_t bytes_per_device() const;
   std::optional<FailureRecord> failure() const;
-  // Of this process's ranks, in the order of members(). Waits for no kernel, and works after close().
+  // The counters of this process's ranks, in the order of members(). Waits for no kernel, and works after close().
   std::vector<RankStats> stats() const;
   const std::vector<Member>& members() const { return members_; }
   const Member* member_on(int32_t ordinal) const;
   Kernels kernels() const { return config_.network ? config_.network->kernels : kernels_of_this_module(); }
-  Traffic traffic() const;  // of the ranks here; over a network
+  Traffic traffic() const;  // the sum over this process's ranks; only over a network
 
  private:
   // The failure records of a process's ranks.
@@ -118,9 +118,9 @@ class Group {
   };
 
   void open();
-  void expect_supported_pairs() const;
+  void check_supported_pairs() const;
   void open_member(Member& member);
-  void expect_room() const;
+  void check_room() const;
   uint8_t* allocate_symmetric(int64_t bytes, int32_t ordinal) const;
   ProcessHandle handle() const;
   PeerTable map_peers(Member& member, const std::vector<ProcessHandle>& others) const;
@@ -132,14 +132,14 @@ class Group {
   GroupConfig config_;
   ArenaLayout layout_;
   std::vector<Member> members_;
-  std::vector<Records> records_;  // this process's, then the others'
+  std::vector<Records> records_;  // of this process, then of the others
   std::atomic<bool> closed_ = false;
 };
 
-// Groups by the number that stands in compiled programs, which is the same in all processes. A closed group keeps it
-// until an equal group is opened: programs of the closed group then call the new one.
+// Groups have ids, which compiled programs contain. A group's id is the same in all processes. A closed group keeps its
+// id until an equal group is opened: programs of the closed group then call the new group.
 void open_group(int64_t id, GroupConfig config);
-void close_group(int64_t id);   // does nothing if there is none, as its opening has failed
+void close_group(int64_t id);   // does nothing if there is no such group, because opening it has failed
 Group* find_group(int64_t id);  // null if this process has made no such group
 
 }  // namespace jax_ep

@@ -13,7 +13,7 @@
 // Headers need no escapes: they hold their epoch.
 #pragma once
 
-#include "ffi/cuda/control_words.cuh"
+#include "ffi/cuda/network_rows.cuh"
 
 namespace jax_ep {
 
@@ -31,20 +31,13 @@ __device__ __forceinline__ uint4 escape() {
   return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord ^ 1);
 }
 
-// The staging memory of a row for a remote rank, from which put_row sends it. It is free when the row's slot at that
-// rank is free.
-__device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer, int32_t index) {
-  const NetworkLayout network(op.peers.layout, op.peers.num_ranks);
-  return op.state.table.arena[op.peers.rank] + network.staged_row(op.state.slot, peer, index);
-}
-
 // The addresses of a row in the memory of rank `at`. For a remote rank, `row` is the staging memory on this rank.
-struct RowPlace {
+struct RowAddress {
   uint8_t* row;
   unsigned long long* escape_masks;  // one per chunk of the payload, then one per unit of scales
 
-  RowPlace() = default;
-  __device__ __forceinline__ RowPlace(const Operation& op, int32_t at, int32_t from, int32_t index) {
+  RowAddress() = default;
+  __device__ __forceinline__ RowAddress(const Operation& op, int32_t at, int32_t from, int32_t index) {
     const ArenaLayout& layout = op.peers.layout;
     const int32_t number = layout.row_number(op.state.slot, from, index);
     uint8_t* arena = op.state.table.arena[at];
@@ -52,7 +45,7 @@ struct RowPlace {
     escape_masks = reinterpret_cast<unsigned long long*>(arena + layout.escape_masks_offset(number));
   }
   // A row that arrives here, by its number in the arena.
-  __device__ __forceinline__ RowPlace(const Operation& op, int32_t number) {
+  __device__ __forceinline__ RowAddress(const Operation& op, int32_t number) {
     uint8_t* const arena = op.state.table.arena[op.peers.rank];
     row = arena + op.peers.layout.row_offset(number);
     escape_masks = reinterpret_cast<unsigned long long*>(arena + op.peers.layout.escape_masks_offset(number));
@@ -91,10 +84,10 @@ struct Chunk {
 
   // Stores the units and, if the chunk has escapes, the escape mask. escape_mask() returns the mask's address. A whole
   // warp calls it.
-  template <typename Mark>
-  __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* place, Mark escape_mask,
+  template <typename EscapeMask>
+  __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* to, EscapeMask escape_mask,
                                        bool present) const {
-    if (present) store_unit(place, unit);
+    if (present) store_unit(to, unit);
     if (!has_escapes) return;
     unsigned long long* const word = escape_mask();
     if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels));
@@ -102,131 +95,87 @@ struct Chunk {
 
  private:
   __device__ __noinline__ static Chunk with_escape_mask(uint4 unit, bool present) {
-    const bool empty = present && is_sentinel(unit);
-    const bool ambiguous = empty || (present && is_escape(unit));
-    return {ambiguous ? escape() : unit, __ballot_sync(kAllLanes, empty), __any_sync(kAllLanes, ambiguous) != 0};
+    const bool equals_sentinel = present && is_sentinel(unit);
+    const bool ambiguous = equals_sentinel || (present && is_escape(unit));
+    return {ambiguous ? escape() : unit, __ballot_sync(kAllLanes, equals_sentinel),
+            __any_sync(kAllLanes, ambiguous) != 0};
   }
 };
 
 // Waits for the escape mask, and returns the unit for which the escape of the sender's lane `bit` stands.
 __device__ __noinline__ static uint4 true_unit(State& state, int32_t peer, const unsigned long long* escape_mask,
                                                int32_t bit) {
-  return operation_of<Operation>(state).expect_word(peer, escape_mask) >> bit & 1 ? sentinel_unit() : escape();
+  return operation_of<Operation>(state).wait_word(peer, escape_mask) >> bit & 1 ? sentinel_unit() : escape();
 }
 
-// Loads `N` units of this lane, which may or may not have arrived: unit i from place.at(i) if place.has(i). All others
-// are zero.
-template <int N, typename Place>
-__device__ __forceinline__ void look_at_units(uint4 (&units)[N], const Place& place) {
+// Loads `N` units of this lane, which may or may not have arrived: unit i from addresses.at(i) if addresses.has(i). All
+// others are zero.
+template <int N, typename Addresses>
+__device__ __forceinline__ void look_at_units(uint4 (&units)[N], const Addresses& addresses) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     units[i] = uint4{};
-    if (place.has(i)) units[i] = load_unit(place.at(i));
+    if (addresses.has(i)) units[i] = load_unit(addresses.at(i));
   }
 }
 
 // Waits until all `units` have arrived, and stores the sentinel in their place. look_at_units has loaded them; this
 // function loads only the missing units again. peer(i) is the rank that sends unit i. resolve(i) returns the true_unit
-// of an escape. also() polls for other data that must arrive, and returns true if it has arrived.
+// of an escape. poll_more() polls for other data that must arrive, and returns true if it has arrived.
 //
 // A receiver has hundreds of warps, which spend most of their time here. So this function takes few instructions if all
 // units have arrived, and few instructions between two polls.
-template <int N, typename Peer, typename Place, typename Resolve, typename Also>
-__device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4 (&units)[N], const Place& place,
-                                           Resolve resolve, Also also) {
-  const auto any_is_odd = [&] {  // a sentinel or an escape, or data that begins like them
+template <int N, typename Peer, typename Addresses, typename Resolve, typename PollMore>
+__device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4 (&units)[N],
+                                           const Addresses& addresses, Resolve resolve, PollMore poll_more) {
+  const auto any_needs_check = [&] {  // a sentinel or an escape, or data that begins like them
     bool any = false;
 #pragma unroll
     for (int i = 0; i < N; ++i) any |= units[i].x == kSentinelWord;
     return any;
   };
-  if (!also() || any_is_odd()) {
+  if (!poll_more() || any_needs_check()) {
     int awaited = 0;
-    const auto have_come = [&] {
-      bool missing = !also();
+    const auto all_arrived = [&] {
+      bool missing = !poll_more();
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         if (!is_sentinel(units[i])) continue;
-        units[i] = load_unit(place.at(i));
+        units[i] = load_unit(addresses.at(i));
         missing = true;
         awaited = i;
       }
       return !missing;
     };
-    op.wait_until([&] { return peer(awaited); }, have_come);
+    op.wait_until([&] { return peer(awaited); }, all_arrived);
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (place.has(i)) store_unit(place.at(i), sentinel_unit());
+    if (addresses.has(i)) store_unit(addresses.at(i), sentinel_unit());
   }
-  if (!any_is_odd()) return;
+  if (!any_needs_check()) return;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (place.has(i) && is_escape(units[i])) units[i] = resolve(i);
+    if (addresses.has(i) && is_escape(units[i])) units[i] = resolve(i);
   }
 }
 
-__device__ __forceinline__ void send_header(const Operation& op, RowHeader* place, RowHeader header) {
+__device__ __forceinline__ void send_header(const Operation& op, RowHeader* to, RowHeader header) {
   header.epoch = op.state.epoch;
-  store_unit(place, *reinterpret_cast<const uint4*>(&header));
+  store_unit(to, *reinterpret_cast<const uint4*>(&header));
 }
 
-__device__ __forceinline__ RowHeader load_header(const RowHeader* place) {
-  const uint4 unit = load_unit(place);
+__device__ __forceinline__ RowHeader load_header(const RowHeader* from) {
+  const uint4 unit = load_unit(from);
   return {static_cast<int32_t>(unit.x), static_cast<int32_t>(unit.y), __uint_as_float(unit.z), unit.w};
 }
 // A header that has not arrived.
 __device__ __forceinline__ RowHeader no_header(const Operation& op) { return {0, 0, 0, op.state.epoch - 1}; }
 // Returns true if `header` has arrived. Otherwise loads it again, and returns false.
-__device__ __forceinline__ bool look_at_header(const Operation& op, const RowHeader* place, RowHeader& header) {
+__device__ __forceinline__ bool look_at_header(const Operation& op, const RowHeader* from, RowHeader& header) {
   if (header.epoch == op.state.epoch) return true;
-  header = load_header(place);
+  header = load_header(from);
   return false;
-}
-
-// The functions below are for remote ranks.
-
-inline constexpr uint32_t kNoRow = 1;  // the tag of a signal that comes without a row
-
-// The signal of row `index` from a source, in the memory of the rank that waits for it (a symmetric address).
-__device__ __forceinline__ unsigned long long* signal_of(const Operation& op, int32_t from, int32_t index) {
-  const ArenaLayout& layout = op.peers.layout;
-  uint8_t* signals = op.state.table.arena[op.peers.rank] + NetworkLayout(layout, op.peers.num_ranks).signals_begin;
-  return reinterpret_cast<unsigned long long*>(signals) + layout.row_number(op.state.slot, from, index);
-}
-
-// Puts `bytes` of a staged row, from offset `begin` on, to a remote rank, as row `index` of source `from`. Also sets
-// the row's signal there. One warp calls it, when the whole row is staged.
-__device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32_t from, int32_t index, int32_t begin,
-                                        int32_t bytes) {
-  const ArenaLayout& layout = op.peers.layout;
-  uint8_t* const arena = op.state.table.arena[op.peers.rank];
-  const int64_t offset = layout.row_offset(layout.row_number(op.state.slot, from, index)) + begin;
-  put_with_signal(arena + offset, staged_row(op, peer, index) + begin, bytes, signal_of(op, from, index),
-                  op.state.epoch, pe_of(op.peers, peer));
-  if (lane_id() != 0) return;
-  auto* traffic = reinterpret_cast<Traffic*>(arena + NetworkLayout(layout, op.peers.num_ranks).traffic_begin);
-  red_add_relaxed_gpu(&traffic->rows, 1);
-  red_add_relaxed_gpu(&traffic->bytes, bytes);
-}
-
-// Sets the signal with kNoRow: source `from` sends no row `index`.
-__device__ __forceinline__ void put_no_row(const Operation& op, int32_t peer, int32_t from, int32_t index) {
-  put_word(signal_of(op, from, index), tagged(kNoRow, op.state.epoch), pe_of(op.peers, peer));
-}
-
-// Waits for the signal of row `index` of source `from`, which `peer` sends. Returns false if the source sends no such
-// row, or if the operation fails. Returns true at once for a local peer, whose units show by themselves that they have
-// arrived.
-__device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, int32_t from, int32_t index) {
-  if (!is_remote(op.peers, peer)) return true;
-  unsigned long long* const signal = signal_of(op, from, index);
-  bool is_there = false;
-  op.wait_until(peer, [&] {
-    is_there = has_come(signal, op.state.epoch);
-    return is_there || has_come(signal, tagged(kNoRow, op.state.epoch));
-  });
-  return is_there;
 }
 
 }  // namespace jax_ep

@@ -42,7 +42,7 @@ __device__ void put_word(unsigned long long* word, unsigned long long value, int
 __device__ void put_with_signal(uint8_t* to, const uint8_t* from, int32_t bytes, unsigned long long* signal,
                                 uint32_t value, int32_t pe);
 // True if the signal has arrived; then the data has arrived, too.
-__device__ bool has_come(unsigned long long* signal, unsigned long long value);
+__device__ bool signal_arrived(unsigned long long* signal, unsigned long long value);
 // Orders words: words sent after this call arrive after the words that this rank has sent before it.
 __device__ void order_words();
 

@@ -1,5 +1,6 @@
-// Groups with ranks that have no pointer to each other's memory ("far" ones; the others, of one node, are "near"):
-// where things lie in their memory, and what the module _nvshmem does for them. docs/network.md tells how.
+// Groups over a network. A local rank is in the same node, and maps this rank's memory. A remote rank is in another
+// node. This file has the layout of the memory for remote ranks, and the functions of the module _nvshmem.
+// docs/network.md explains the transport.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,24 +16,25 @@ namespace jax_ep {
 
 inline constexpr int32_t kLocal = -1;
 
-// Memory of remote ranks is named by that of this rank, at the same offset, and by their processing element (PE): the
-// pointers here are this rank's own for them.
+// Memory is symmetric. So a word of a remote rank is named by the address of the same word in this rank's memory, and
+// by the remote rank's processing element (PE). For remote ranks, the pointers of PeerTable are this rank's own
+// pointers.
 struct NetworkTable : PeerTable {
   int32_t pe[kMaxRanks];  // kLocal for local ranks
-  Nodes nodes;            // a rank is near those of its node
+  Nodes nodes;            // the ranks of a node are local to one another
 };
 
-// What this rank has sent to remote ranks since the group was made.
+// The rows and bytes that this rank has sent to remote ranks since the group was opened.
 struct Traffic {
   unsigned long long rows, bytes;
 };
 
-// Behind the arena, in one piece of memory with it.
+// The layout of the memory behind the arena. Both are one allocation.
 struct NetworkLayout {
   int32_t num_ranks, max_tokens;
   int64_t row_stride;
-  int64_t staging_begin;  // rows to send, as (slot, peer, index)
-  int64_t signals_begin;  // a word per row of the arena: the epoch of the row that has arrived
+  int64_t staging_begin;  // rows to send, indexed by (slot, peer, index)
+  int64_t signals_begin;  // a word per row of the arena: the epoch of the newest row that has arrived there
   int64_t traffic_begin;
   int64_t bytes;
 
@@ -45,13 +47,13 @@ struct NetworkLayout {
         traffic_begin(signals_begin + arena.num_rows() * 8),
         bytes(align_up(traffic_begin + static_cast<int64_t>(sizeof(Traffic)), 256)) {}
 
-  // Of row `index` for a peer, in the operations of a slot.
+  // The offset of row `index` for a peer, in the operations of a slot.
   constexpr int64_t staged_row(int32_t slot, int32_t peer, int32_t index) const {
     return staging_begin + ((int64_t{slot} * num_ranks + peer) * max_tokens + index) * row_stride;
   }
 };
 
-// The kernels of a module, which is compiled for remote ranks or not.
+// The kernels of a module. _nvshmem has kernels for remote ranks; _cuda has kernels without them.
 struct Kernels {
   decltype(&jax_ep::launch_dispatch) launch_dispatch;
   decltype(&jax_ep::launch_combine) launch_combine;
@@ -65,18 +67,19 @@ inline Kernels kernels_of_this_module() {
   return {launch_dispatch, launch_combine, launch_start, launch_hold, load_dispatch, load_combine, load_start};
 }
 
-// What _nvshmem gives to _cuda. Each process has a GPU of its own; emulated ones are all in one.
+// The functions that _nvshmem gives to _cuda. Each process has one GPU; emulated GPUs are all in one process.
 struct Network {
   Kernels kernels;
-  // Zeros on the current device, at the same offset in all processes, which allocate and free together; null if there
-  // is no room.
+  // Allocates zeros on the current device. All processes allocate and free together, and get memory at the same offset.
+  // Returns null if there is no room.
   uint8_t* (*allocate)(int64_t bytes);
   void (*free)(uint8_t* memory);
-  // A PE's memory, or null where it is far; `memory` is the current device's.
+  // Returns the address of a PE's copy of `memory`, which is on the current device; null if the PE is remote.
   uint8_t* (*pointer_to)(uint8_t* memory, int32_t pe);
 };
 
 }  // namespace jax_ep
 
-// NVSHMEM's `Network`. In no namespace: the emulator compiles these sources twice, the second time in another one.
+// Returns NVSHMEM's `Network`. It is in no namespace, because the emulator compiles these sources a second time, in
+// another namespace.
 const void* jax_ep_network_table();

@@ -11,7 +11,7 @@ struct NodeForward : DispatchReceiver<Config> {
   using Base = DispatchReceiver<Config>;
   using Base::args, Base::chunk_of, Base::chunks, Base::has_unit, Base::kArrival, Base::kReceiveBatch,
       Base::look_at_batch, Base::new_route, Base::num_candidates, Base::num_experts, Base::op, Base::peers,
-      Base::place_here, Base::plan, Base::send_chunks, Base::take_batch;
+      Base::row_here, Base::plan, Base::send_chunks, Base::take_batch;
   using typename Base::Route;
   using typename Base::Taken;
 
@@ -25,12 +25,12 @@ struct NodeForward : DispatchReceiver<Config> {
     for (int32_t item = warp_group.index; item < num_candidates; item += warp_group.num_groups) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
       const int32_t source = nodes.rail_peer_in(node);
-      const RowPlace from = place_here(nodes.source_of(node), token);
+      const RowAddress from = row_here(nodes.source_of(node), token);
       const Route route = forwarded_route(nodes, node, token, from, warp_group);
       if (__any_sync(kAllLanes, op.state.failed)) return;
       if (!__any_sync(kAllLanes, route.index >= 0)) continue;
-      RowPlace to = {};  // at rank = lane
-      if (route.index >= 0) to = RowPlace(op, lane_id(), source, route.index);
+      RowAddress to = {};  // at rank = lane
+      if (route.index >= 0) to = RowAddress(op, lane_id(), source, route.index);
 #pragma unroll 1
       for (int32_t first = warp_group.warp; first < chunks(); first += kReceiveBatch * warp_group.num_warps) {
         Taken taken;
@@ -43,24 +43,24 @@ struct NodeForward : DispatchReceiver<Config> {
   }
 
   // Waits for the row of a token from another node, and returns the token's destinations in this node, for lane = rank.
-  // With a new route, they are in the row's header; args.place keeps them, in the columns of the other node's ranks.
-  // With a known route, args.known_place has them there.
-  __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowPlace& from,
+  // With a new route, they are in the row's header; args.send_slot keeps them, in the columns of the other node's
+  // ranks. With a known route, args.known_send_slot has them there.
+  __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowAddress& from,
                                    const WarpGroup& warp_group) const {
     Route route = {-1, -1, 0, 1.0f};
     const bool is_local = nodes.is_own(lane_id());
     const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.rail_peer(lane_id(), node);
-    if (!new_route() && is_local) route.index = __ldg(args.known_place + kept);
-    bool comes = new_route() || __any_sync(kAllLanes, route.index >= 0);
-    if (comes && lane_id() == 0) {
-      comes = await_signal(op, nodes.rail_peer_in(node), nodes.source_of(node), token);
+    if (!new_route() && is_local) route.index = __ldg(args.known_send_slot + kept);
+    bool is_sent = new_route() || __any_sync(kAllLanes, route.index >= 0);
+    if (is_sent && lane_id() == 0) {
+      is_sent = await_signal(op, nodes.rail_peer_in(node), nodes.source_of(node), token);
     }
-    comes = __shfl_sync(kAllLanes, comes, 0);
+    is_sent = __shfl_sync(kAllLanes, is_sent, 0);
     __syncwarp();  // one lane has waited; now all lanes may read
-    if (!comes) route.index = -1;
+    if (!is_sent) route.index = -1;
     if (!new_route()) return route;
     RowHeader header = {-1, 0, 0, 0};
-    if (comes && lane_id() < args.top_k) header = load_header(from.header(lane_id()));
+    if (is_sent && lane_id() < args.top_k) header = load_header(from.header(lane_id()));
     const int32_t rank = is_expert(header.expert, num_experts()) ? peers.by_experts.quotient(header.expert) : -1;
     if (rank >= 0 && nodes.is_own(rank)) route.expert = header.expert;
     route.position = header.position;
@@ -72,11 +72,11 @@ struct NodeForward : DispatchReceiver<Config> {
       // The index may be any number if the source is in another call.
       if (is_here && index < args.num_tokens) route.index = static_cast<int32_t>(index);
     }
-    if (warp_group.warp == 0 && is_local) args.place[kept] = route.index;
+    if (warp_group.warp == 0 && is_local) args.send_slot[kept] = route.index;
     return route;
   }
 
-  __device__ void send_taken(const Taken& taken, int32_t first, const Route& route, const RowPlace& to,
+  __device__ void send_taken(const Taken& taken, int32_t first, const Route& route, const RowAddress& to,
                              const WarpGroup& warp_group) const {
     Chunk units[kReceiveBatch], scales[kReceiveBatch];
 #pragma unroll

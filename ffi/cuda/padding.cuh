@@ -13,7 +13,7 @@ struct Padding : DispatchSender<Config> {
   // Pads the rows behind each group, and behind the last one. Their weights become zero. The rows become zero with
   // zero_pad, or if alignment has added them. With zero_pad, all receivers share the work; otherwise the first receiver
   // does it.
-  __device__ void pad(const Places& places) const {
+  __device__ void pad(const Destinations& destinations) const {
     const bool is_ragged = args.layout == Layout::kRagged, zeroes = args.zero_pad;
     const bool is_first = op.state.ticket == plan.first_receiver;
     if (!zeroes && !is_first) return;
@@ -25,8 +25,9 @@ struct Padding : DispatchSender<Config> {
       const int32_t expert = base + lane_id();
       int32_t begin = 0, end = 0;  // the gap behind the group of this lane's expert
       if (expert < experts_per_rank()) {
-        begin = places.first_row[expert] + places.counts[expert];
-        end = places.first_row[expert] + (is_ragged ? places.group_sizes[expert] : static_cast<int32_t>(args.capacity));
+        begin = destinations.first_row[expert] + destinations.counts[expert];
+        end = destinations.first_row[expert] +
+              (is_ragged ? destinations.group_sizes[expert] : static_cast<int32_t>(args.capacity));
       }
       last = __reduce_max_sync(kAllLanes, max(last, end));
 #pragma unroll 1

@@ -36,16 +36,16 @@ class PrefetchRing {
 
   __device__ __forceinline__ bool has_room_for(int32_t number) const { return number - num_taken_ < kPieces; }
   __device__ __forceinline__ void prefetch(int32_t number, const uint8_t* from, uint32_t bytes) const {
-    const uint32_t place = static_cast<uint32_t>(number) % kPieces;
-    copy_bulk(pieces_ + place * kPieceBytes, from, bytes, landed_ + 8 * place);
+    const uint32_t stage = static_cast<uint32_t>(number) % kPieces;
+    copy_bulk(pieces_ + stage * kPieceBytes, from, bytes, landed_ + 8 * stage);
   }
 
   // Waits for the next piece and returns its address. The piece stays until drop(). (The wait needs no deadline: the
   // piece comes from this device's memory, so no peer can delay it.)
   __device__ __forceinline__ uint32_t next() const {
-    const uint32_t place = num_taken_ % kPieces;
-    await_landed(landed_ + 8 * place, num_taken_ / kPieces % 2);
-    return pieces_ + place * kPieceBytes;
+    const uint32_t stage = num_taken_ % kPieces;
+    await_landed(landed_ + 8 * stage, num_taken_ / kPieces % 2);
+    return pieces_ + stage * kPieceBytes;
   }
   __device__ __forceinline__ void drop() {
     __syncwarp();  // all lanes have read the piece

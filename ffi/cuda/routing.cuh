@@ -2,15 +2,16 @@
 // sums over the counts that arrive.
 #pragma once
 
-#include "ffi/cuda/dispatch_operands.cuh"
+#include "ffi/cuda/share_room.cuh"
 
 namespace jax_ep {
 
 template <typename Config>
 struct Routing : DispatchOperands<Config> {
   using Base = DispatchOperands<Config>;
-  using Base::args, Base::experts_per_rank, Base::kIsLowLatency, Base::kStealsRows, Base::new_route, Base::num_arrived,
-      Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers, Base::shared;
+  using Base::args, Base::experts_per_rank, Base::kIsLowLatency, Base::kStealsRows, Base::new_route,
+      Base::num_recv_from, Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers,
+      Base::shared;
 
   // Notifies every rank of the operation. With a new route or with splits, first sends every rank the number of rows
   // for each of its experts.
@@ -35,7 +36,7 @@ struct Routing : DispatchOperands<Config> {
       }
       if (threadIdx.x < peers.num_ranks) op.notify(threadIdx.x);
     }
-    op.stamp(Stamp::kPlaced);
+    op.stamp(Stamp::kRouted);
     op.tell_former_finished();
   }
 
@@ -126,32 +127,33 @@ struct Routing : DispatchOperands<Config> {
     return __popc(__match_any_sync(kAllLanes, value) & earlier);
   }
 
-  // Finds out what a block must know to write rows. The control warp computes the destinations (place_rows); warp 0
-  // loads the numbers of rows from all sources. In the low-latency variant, only the control warp calls it, and each
-  // warp loads the numbers itself.
-  __device__ void learn_places() const {
-    if (op.is_control_warp()) place_rows(Places(scratch, peers.num_ranks, experts_per_rank()));
-    if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_arrived(threadIdx.x);
+  // Finds out what a block must know to write rows. The control warp computes the destinations (compute_destinations);
+  // warp 0 loads the numbers of rows from all sources. In the low-latency variant, only the control warp calls it, and
+  // each warp loads the numbers itself.
+  __device__ void learn_destinations() const {
+    if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
+    if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_recv_from(threadIdx.x);
     __syncwarp();
     if (op.is_worker()) return;
     if (op.state.failed) give_up();
-    named_barrier_arrive(kPlacesBarrier, blockDim.x);
+    named_barrier_arrive(kDestinationsBarrier, blockDim.x);
   }
-  // Waits until learn_places() is done. All workers of the block call it. Returns false if the operation has failed.
-  // All workers get the same answer, because the warps of a warp group must agree whether they have a row.
-  __device__ bool places_are_known() const {
+  // Waits until learn_destinations() is done. All workers of the block call it. Returns false if the operation has
+  // failed. All workers get the same answer, because the warps of a warp group must agree whether they have a row.
+  __device__ bool await_destinations() const {
     if (op.state.failed) give_up();
-    named_barrier(kPlacesBarrier, blockDim.x);
+    named_barrier(kDestinationsBarrier, blockDim.x);
     return !shared.gives_up;
   }
   __device__ void give_up() const { atomicExch(&shared.gives_up, 1); }
 
   // Computes the first row of each expert's group, by a prefix sum over the sizes of the groups. A known route has the
-  // sizes. One warp calls it; a lane computes two experts.
-  __device__ void place_rows(const Places& p) const {
+  // sizes. One warp calls it; a lane computes two experts. If rows do not fit, share_room() then decides which are
+  // kept.
+  __device__ void compute_destinations(const Destinations& p) const {
     if (args.is_all_to_all) return;
     int64_t rows_before = 0;
-    int32_t dropped = 0;
+    bool fits = true;
 #pragma unroll 1
     for (int32_t base = 0; base < experts_per_rank(); base += 64) {
       const int32_t first = base + 2 * lane_id(), end = min(first + 2, experts_per_rank());
@@ -176,26 +178,27 @@ struct Routing : DispatchOperands<Config> {
         if (expert >= end) break;
         const Placement group = place_group(args.layout, expert, begin, need[i], args.capacity, args.alignment);
         p.first_row[expert] = static_cast<int32_t>(group.first_row);
-        p.counts[expert] = new_route() ? group.count : __ldg(args.known_counts + expert);
-        p.group_sizes[expert] = new_route() ? group.group_size : need[i];
-        dropped += need[i] - group.count;
+        p.counts[expert] = new_route() ? need[i] : __ldg(args.known_counts + expert);
+        p.group_sizes[expert] = group.group_size;
+        fits &= group.fits;
         begin += size[i];
       }
     }
-    dropped = __reduce_add_sync(kAllLanes, dropped);
+    const bool overflows = __any_sync(kAllLanes, !fits) && new_route();
+    const int32_t dropped = overflows ? share_room(op.state, scratch) : 0;
     if (lane_id() == 0) shared.dropped = dropped;
   }
 
   // Sums the rows that `expert` and the next expert get from all sources. Stores in p.first where each source's rows
   // begin.
-  __device__ void sum_sources(const Places& p, int32_t expert, int32_t (&total)[2]) const {
+  __device__ void sum_sources(const Destinations& p, int32_t expert, int32_t (&total)[2]) const {
     constexpr int kAtOnce = 4;
     const bool has_next = expert + 1 < experts_per_rank();
 #pragma unroll 1
     for (int32_t first = 0; first < peers.num_ranks; first += kAtOnce) {
       uint4 words[kAtOnce];
       int32_t missing = first;
-      const auto have_come = [&] {
+      const auto all_arrived = [&] {
         bool all = true;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -209,7 +212,7 @@ struct Routing : DispatchOperands<Config> {
         }
         return all;
       };
-      op.wait_until([&] { return missing; }, have_come);
+      op.wait_until([&] { return missing; }, all_arrived);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= peers.num_ranks) break;
@@ -223,21 +226,11 @@ struct Routing : DispatchOperands<Config> {
     }
   }
 
-  // The inclusive prefix sum over a warp's lanes.
-  __device__ static int64_t sum_through(int64_t value) {
-#pragma unroll
-    for (int32_t offset = 1; offset < 32; offset *= 2) {
-      const int64_t before = __shfl_up_sync(kAllLanes, value, offset);
-      if (lane_id() >= offset) value += before;
-    }
-    return value;
-  }
-
-  __device__ void write_counts(const Places& p) const {
+  __device__ void write_counts(const Destinations& p) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; args.is_all_to_all && i < num_experts(); i += op.num_workers) {
       const int32_t source = peers.by_experts.quotient(i);
-      args.counts[i] = op.expect_number(source, op.counts_at(peers.rank, source) + i - source * experts_per_rank());
+      args.counts[i] = op.wait_number(source, op.counts_at(peers.rank, source) + i - source * experts_per_rank());
     }
     if (!new_route()) return;
 #pragma unroll 1
@@ -245,16 +238,17 @@ struct Routing : DispatchOperands<Config> {
       args.counts[expert] = p.counts[expert];
       args.group_sizes[expert] = p.group_sizes[expert];
     }
-    if (threadIdx.x < peers.num_ranks) args.num_arrived[threadIdx.x] = num_arrived(threadIdx.x);
+    if (threadIdx.x < peers.num_ranks) args.num_recv_per_rank[threadIdx.x] = num_recv_from(threadIdx.x);
     if (threadIdx.x != 0) return;
     *args.num_dropped = shared.dropped;
     if (shared.dropped) red_add_relaxed_gpu(&op.own().counters.dropped, shared.dropped);
   }
 
-  __device__ int32_t new_row(int32_t source, const RowHeader& header, const Places& places) const {
+  __device__ int32_t new_row(int32_t source, const RowHeader& header, const Destinations& destinations) const {
     if (header.expert < 0) return -1;
-    const int32_t position = places.first[source * experts_per_rank() + header.expert] + header.position;
-    return position < places.counts[header.expert] ? places.first_row[header.expert] + position : -1;
+    const int32_t* const first = destinations.first + source * experts_per_rank() + header.expert;
+    const int32_t position = first[0] + header.position;
+    return position < first[experts_per_rank()] ? destinations.first_row[header.expert] + position : -1;
   }
 };
 

@@ -1,4 +1,4 @@
-// Arithmetic on rows: 16-byte vectors of elements, the fp8 casts.
+// Arithmetic on rows: 16-byte vectors of elements, and the fp8 casts.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,7 +6,6 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "ffi/constants.h"
 #include "ffi/cuda/warp.cuh"
@@ -61,8 +60,8 @@ __device__ __forceinline__ void to_floats(const Vector<__nv_bfloat16>& x, float 
 // copied: then each load would wait for the one before. It does not load `*unit`: after keep_address, the compiler does
 // not know that the address is global.
 template <bool kReadsOnce>
-__device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* place) {
-  const auto* const unit = reinterpret_cast<const uint4*>(place);
+__device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* address) {
+  const auto* const unit = reinterpret_cast<const uint4*>(address);
   return kReadsOnce ? __ldcs(unit) : __ldca(unit);
 }
 
@@ -81,44 +80,33 @@ __device__ __forceinline__ Fp8Scale fp8_scale(float amax, Cast cast) {
   return isfinite(amax) ? finite : Fp8Scale{nan, nan};
 }
 
+// Two vectors of bfloat16, the only type that kernels cast to and from fp8: they have the channels of one unit of fp8.
+// (jax_ep/_backends/cuda.py casts rows of other types.)
+using ChannelsOfUnit = Vector<__nv_bfloat16>[2];
+
 // The largest |x| of a block of 128 channels, and at least 1e-4. Eight consecutive lanes share the block; whole warps
 // call it. A block with a NaN gives NaN, which fmaxf would drop. So the bits of |x| are compared as integers: they have
 // the order of the values, then infinity, then NaN.
-template <typename X>
-__device__ __forceinline__ float block_amax(const Vector<X> (&x)[sizeof(X)]) {
-  uint32_t largest = __float_as_uint(1e-4f);
-  uint32_t pairs = 0;  // the largest |x| of even and of odd channels, where two of them share a word
+__device__ __forceinline__ float block_amax(const ChannelsOfUnit& x) {
+  uint32_t pairs = 0;  // the largest |x| of even and of odd channels: two of them share a word
 #pragma unroll
-  for (int v = 0; v < sizeof(X); ++v) {
+  for (int v = 0; v < 2; ++v) {
     const uint32_t words[] = {x[v].bits.x, x[v].bits.y, x[v].bits.z, x[v].bits.w};
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if constexpr (sizeof(X) == 2) {
-        pairs = __vmaxu2(pairs, words[w] & 0x7fff7fffu);
-      } else {
-        largest = max(largest, words[w] & 0x7fffffffu);
-      }
-    }
+    for (int w = 0; w < 4; ++w) pairs = __vmaxu2(pairs, words[w] & 0x7fff7fffu);
   }
-  if constexpr (sizeof(X) == 2) {
-    Vector<X> pair;
-    pair.bits = make_uint4(pairs, 0, 0, 0);
-    float values[Vector<X>::kSize];
-    to_floats(pair, values);
-    largest = max(largest, max(__float_as_uint(values[0]), __float_as_uint(values[1])));
-  }
+  uint32_t largest = max(__float_as_uint(1e-4f), max(pairs << 16, pairs & 0xffff0000u));
 #pragma unroll
   for (int offset = 4; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, offset));
   return __uint_as_float(largest);
 }
 
 // Casts 16 channels to fp8 and returns the scale of their block in `scale`. Whole warps call it.
-template <typename X>
-__device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Cast cast, float& scale) {
-  constexpr int kSize = Vector<X>::kSize;
-  float values[sizeof(X)][kSize];
+__device__ __forceinline__ uint4 cast_to_fp8(const ChannelsOfUnit& x, Cast cast, float& scale) {
+  constexpr int kSize = Vector<__nv_bfloat16>::kSize;
+  float values[2][kSize];
 #pragma unroll
-  for (int v = 0; v < sizeof(X); ++v) to_floats(x[v], values[v]);
+  for (int v = 0; v < 2; ++v) to_floats(x[v], values[v]);
   const Fp8Scale fp8 = fp8_scale(block_amax(x), cast);
   scale = fp8.scale;
   union {
@@ -133,31 +121,23 @@ __device__ __forceinline__ uint4 cast_to_fp8(const Vector<X> (&x)[sizeof(X)], Ca
   return unit;
 }
 
-// Replaces a GPU's NaN by NumPy's NaN in a word of one or two elements. A GPU's arithmetic sets all bits of a NaN but
-// the sign, so its NaN is the largest signed integer. NumPy's NaN is larger than any number and infinity.
-template <typename X>
-__device__ __forceinline__ uint32_t with_numpy_nan(uint32_t word) {
-  if constexpr (std::is_same_v<X, float>) {
-    return static_cast<uint32_t>(min(static_cast<int32_t>(word), 0x7fc00000));
-  } else {
-    return __vmins2(word, std::is_same_v<X, __half> ? 0x7e007e00u : 0x7fc07fc0u);
-  }
-}
+// Replaces a GPU's NaN by NumPy's NaN in a word of two bfloat16. A GPU's arithmetic sets all bits of a NaN but the
+// sign, so its NaN is the largest signed integer. NumPy's NaN is larger than any number and infinity.
+__device__ __forceinline__ uint32_t with_numpy_nan(uint32_t word) { return __vmins2(word, 0x7fc07fc0u); }
 
-// Inverts cast_to_fp8 and rounds to X. Every NaN has NumPy's bits, as on the other backends.
-template <typename X>
-__device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, Vector<X> (&x)[sizeof(X)]) {
+// Inverts cast_to_fp8 and rounds to bfloat16. Every NaN has NumPy's bits, as on the other backends.
+__device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, ChannelsOfUnit& x) {
+  constexpr int kSize = Vector<__nv_bfloat16>::kSize;
   const auto* q = reinterpret_cast<const __nv_fp8_storage_t*>(&unit);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(q[i], __NV_E4M3)));
-    x[i / Vector<X>::kSize].element[i % Vector<X>::kSize] = from_float<X>(__fmul_rn(value, scale));
+    x[i / kSize].element[i % kSize] = from_float<__nv_bfloat16>(__fmul_rn(value, scale));
   }
 #pragma unroll
-  for (int v = 0; v < sizeof(X); ++v) {
+  for (int v = 0; v < 2; ++v) {
     const uint4 raw = x[v].bits;
-    x[v].bits = make_uint4(with_numpy_nan<X>(raw.x), with_numpy_nan<X>(raw.y), with_numpy_nan<X>(raw.z),
-                           with_numpy_nan<X>(raw.w));
+    x[v].bits = make_uint4(with_numpy_nan(raw.x), with_numpy_nan(raw.y), with_numpy_nan(raw.z), with_numpy_nan(raw.w));
   }
 }
 

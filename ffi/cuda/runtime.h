@@ -1,5 +1,4 @@
-// What host code needs of CUDA: errors as exceptions, functions of the driver, the current device, and spans of time
-// for profilers.
+// Host functions for CUDA: errors as exceptions, functions of the driver, the current device, and ranges for profilers.
 #pragma once
 
 #include <cuda.h>
@@ -20,7 +19,7 @@ inline void check(cudaError_t status, const std::string& what) {
   throw std::runtime_error(what + ": " + cudaGetErrorString(status));
 }
 
-// A word that a kernel writes with store_release (ptx.cuh), in memory of the host.
+// Loads a word of host memory that a kernel writes with store_release (ptx.cuh).
 inline uint32_t load_acquire_on_host(const uint32_t* word) {
 #ifdef JAX_EP_EMULATOR
   emulator::acquire_on_host(word);
@@ -28,10 +27,11 @@ inline uint32_t load_acquire_on_host(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
-// A word in memory of the host, which other threads of the host read with load_acquire_on_host.
+// Stores a word of host memory that other host threads read with load_acquire_on_host.
 inline void store_release_on_host(uint32_t* word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-// A function of the driver, which is not linked: the module loads where there is none.
+// Looks up a function of the CUDA driver. The driver is not linked, so that the module also loads on machines without
+// it.
 template <typename Function>
 Function driver_function(const char* name) {
   void* function = nullptr;
@@ -41,13 +41,13 @@ Function driver_function(const char* name) {
   return reinterpret_cast<Function>(function);
 }
 
-// Makes a device current, and afterwards what was before: the thread belongs to somebody else. That may be no context
-// at all, which asking for the former device would not tell: it is 0 then, and may be in use by another process.
+// Makes a device current, and restores the former context at the end, because the thread belongs to other code. It
+// restores the context and not the device: a thread without a context reports device 0, which another process may use.
 class OnDevice {
  public:
   explicit OnDevice(int32_t ordinal) {
     static const auto get_current = driver_function<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
-    if (get_current(&former_) != CUDA_SUCCESS) former_ = nullptr;  // nobody has used the driver yet
+    if (get_current(&former_) != CUDA_SUCCESS) former_ = nullptr;  // the driver is not initialized yet
     check(cudaSetDevice(ordinal), "cudaSetDevice(" + std::to_string(ordinal) + ")");
   }
   ~OnDevice() {
@@ -59,7 +59,7 @@ class OnDevice {
   CUcontext former_ = nullptr;
 };
 
-// What the host does while it lives, as Nsight Systems shows it. Without such a tool it is a load and a branch.
+// A range of host time, which Nsight Systems shows. Without a profiler, it costs a load and a branch.
 class Span {
  public:
 #ifdef NVTX_VERSION

@@ -1,4 +1,4 @@
-// Memory that the processes of a host share: device memory, and host memory that devices write.
+// Memory that the processes of a host share: device memory, and pinned host memory that devices write.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,16 +13,17 @@ namespace jax_ep {
 
 // How other processes map a device's memory.
 enum class Sharing : int32_t {
-  kNone,            // not at all
-  kFileDescriptor,  // it lives as long as anybody maps it, so that a process may close its group or die at any time
-  kIpc              // CUDA IPC, where there is no such descriptor: the owner frees it when nobody maps it any more
+  kNone,            // they do not
+  kFileDescriptor,  // the memory lives as long as any process maps it; so a process may close its group or die at any
+                    // time
+  kIpc  // CUDA IPC, if there are no descriptors: the owner must free the memory after all others have unmapped it
 };
 
-// Throws std::runtime_error: no room for `bytes` on the current device, and what the user can do.
+// Throws std::runtime_error with a message that the device has no room for `bytes`, and what the user can do.
 [[noreturn]] void throw_full(int64_t bytes, int32_t ordinal, const std::string& reason);
 
-// Whether these devices' memory can be shared by file descriptors, found by trying: a driver may say so in a sandbox
-// that does not let it.
+// The best way to share the memory of these devices. It tries file descriptors, because in some sandboxes the driver
+// reports them as supported, and they do not work.
 Sharing best_sharing(const std::vector<int32_t>& ordinals);
 
 class FileDescriptor {
@@ -41,7 +42,8 @@ class FileDescriptor {
   int number_;
 };
 
-// What another process must know to map device memory: plain bytes. With kFileDescriptor, a descriptor goes beside it.
+// What another process must know to map device memory. It is sent as bytes. With kFileDescriptor, the process also
+// needs the descriptor.
 struct MemoryHandle {
   Sharing sharing;
   int64_t bytes;
@@ -49,11 +51,11 @@ struct MemoryHandle {
 };
 static_assert(std::is_trivially_copyable_v<MemoryHandle>);
 
-// Memory of a device: this process's, or another's that is mapped here.
+// Device memory that this process owns, or that another process owns and this process maps.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
-  // Throws std::runtime_error, with what the user can do if the device's memory is full.
+  // Throws std::runtime_error. If the device's memory is full, the message says what the user can do.
   static DeviceMemory allocate(int64_t bytes, int32_t ordinal, Sharing sharing);
   // Maps another process's memory for the device `ordinal`.
   static DeviceMemory map(const MemoryHandle& handle, const FileDescriptor& descriptor, int32_t ordinal);
@@ -63,7 +65,7 @@ class DeviceMemory {
 
   uint8_t* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
-  // Lets another device of this process read and write it.
+  // Lets another device of this process read and write the memory.
   void let_in(int32_t ordinal) const;
   MemoryHandle handle() const;
   FileDescriptor descriptor() const;  // for kFileDescriptor
@@ -81,7 +83,7 @@ class DeviceMemory {
   bool is_own_ = true;
 };
 
-// A small part of a larger allocation of zeros that stays for the life of the process.
+// A small part of a larger allocation of zeros. The allocation stays until the process ends.
 struct LastingMemory {
   const DeviceMemory* allocation;
   int64_t offset;
@@ -90,23 +92,23 @@ struct LastingMemory {
 };
 LastingMemory allocate_lasting(int64_t bytes, int32_t ordinal, Sharing sharing);
 
-// Zeros in pinned host memory behind a file descriptor without a name, so that nothing stays behind.
+// Zeros in pinned host memory behind an anonymous file descriptor, so that no file remains.
 class HostMemory {
  public:
   HostMemory() = default;
   static HostMemory allocate(int64_t bytes);
-  // Maps another process's, to read.
+  // Maps the memory of another process, read-only.
   static HostMemory map(const FileDescriptor& descriptor, int64_t bytes);
   HostMemory(HostMemory&& other) noexcept { *this = std::move(other); }
   HostMemory& operator=(HostMemory&& other) noexcept;
   ~HostMemory();
 
   void* data() const { return data_; }
-  void* on_device(int32_t ordinal) const;  // where that device sees it
+  void* on_device(int32_t ordinal) const;  // the address for that device
   FileDescriptor descriptor() const;
 
  private:
-  FileDescriptor descriptor_;  // of own memory
+  FileDescriptor descriptor_;  // only of memory that this process owns
   void* data_ = nullptr;
   int64_t bytes_ = 0;
 };

@@ -14,7 +14,7 @@ SplitPhaseCalls::SplitPhaseCalls(const Peers& peers, LaunchStart launch_start, L
     : peers_(peers), launch_start_(launch_start), launch_hold_(launch_hold) {
   int lowest = 0, highest = 0;
   check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
-  // Its blocks need not wait until a computation that is running has no more blocks to begin.
+  // With the highest priority, the body's blocks begin before the remaining blocks of a computation that already runs.
   check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
 }
 
@@ -26,29 +26,30 @@ void SplitPhaseCalls::close() {
   stream_ = nullptr;
 }
 
-void SplitPhaseCalls::expect_open() const {
+void SplitPhaseCalls::check_open() const {
   if (stream_ == nullptr)
     throw std::invalid_argument("its group is closed; make a new Group and trace the function again");
 }
 
 void SplitPhaseCalls::start(Call call, Buffers buffers, Body body, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  expect_open();
+  check_open();
   call.phase = Phase::kStart;
   check(launch_start_(peers_, call, stream), "the kernel was not launched");
-  auto turn_taken = std::make_unique<Event>();
-  check(cudaEventRecord(turn_taken->event, stream), "cudaEventRecord");
-  // If there are others, their bodies may come first. (A start that is never done costs the later ones their hold.)
+  auto epoch_taken = std::make_unique<Event>();
+  check(cudaEventRecord(epoch_taken->event, stream), "cudaEventRecord");
+  // If there are other starts, their bodies may run first, so there is no hold. (After a start that is never done,
+  // later starts have no hold.)
   started_.erase(buffers.back());
   if (started_.empty())
     check(launch_hold_(peers_, call.pending, body.num_blocks, stream), "the kernel was not launched");
   const void* const ticket = buffers.back();
-  started_.insert_or_assign(ticket, Started{std::move(turn_taken), std::move(buffers), std::move(body)});
+  started_.insert_or_assign(ticket, Started{std::move(epoch_taken), std::move(buffers), std::move(body)});
 }
 
 void SplitPhaseCalls::done(const Buffers& buffers, cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  expect_open();
+  check_open();
   const auto found = started_.find(buffers.back());
   if (found == started_.end() || found->second.buffers != buffers) {
     throw std::invalid_argument(
@@ -58,7 +59,7 @@ void SplitPhaseCalls::done(const Buffers& buffers, cudaStream_t stream) {
   const Started started = std::move(found->second);
   started_.erase(found);
   const Event ended;
-  check(cudaStreamWaitEvent(stream_, started.turn_taken->event), "cudaStreamWaitEvent");
+  check(cudaStreamWaitEvent(stream_, started.epoch_taken->event), "cudaStreamWaitEvent");
   check(started.body.launch(stream_), "the kernel was not launched");
   check(cudaEventRecord(ended.event, stream_), "cudaEventRecord");
   check(cudaStreamWaitEvent(stream, ended.event), "cudaStreamWaitEvent");

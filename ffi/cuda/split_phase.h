@@ -1,8 +1,9 @@
-// Operations as split-phase calls: a start takes its turn on XLA's stream; all else, the body, runs on a stream beside
-// that, from there on, and XLA's stream waits for it at the done.
+// The host side of split-phase calls. A start takes the epoch on XLA's stream. The rest of the operation, its body,
+// runs on a stream of the group, which waits for the start. At the done, XLA's stream waits for the body.
 //
-// It is launched when the done is enqueued, which is soon: XLA enqueues far ahead. What it reads and writes is XLA's to
-// use again, but for the done, which has all of it as operands: without one, whatever the reason, it must not run.
+// The handler of the done launches the body. The host enqueues far ahead, so this is usually soon after the start. The
+// body reads and writes XLA's memory. XLA keeps this memory only because the done has all of it as operands. So the
+// body must not run if there is no done.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,10 +19,12 @@
 
 namespace jax_ep {
 
-// The addresses of all that an operation reads and writes, and last that of its ticket.
+// The addresses of all buffers that an operation reads or writes. The last one is the address of its ticket
+// (PendingCall).
 using Buffers = std::vector<const void*>;
 
-// The split-phase calls of one group on one device. XLA may call from any thread, in the order in which it enqueues.
+// The split-phase calls of one group on one device. XLA may call the functions from any thread, in the order in which
+// it enqueues. All functions throw std::runtime_error if CUDA fails.
 class SplitPhaseCalls {
  public:
   struct Body {
@@ -30,15 +33,16 @@ class SplitPhaseCalls {
   };
   using LaunchStart = decltype(&jax_ep::launch_start);
   using LaunchHold = decltype(&jax_ep::launch_hold);
-  // On the current device, which `peers` are of. All functions throw std::runtime_error if CUDA fails.
+  // `peers` are those of the current device.
   SplitPhaseCalls(const Peers& peers, LaunchStart launch_start, LaunchHold launch_hold);
-  // Behind all that has been launched.
+  // Destroys the stream, after the work that has been launched on it.
   void close();
 
-  // Takes the turn of `call`. What comes next on the stream is held until the body has begun, for a while.
+  // Launches the start of `call`, and the hold: the next kernel on `stream` waits, for a limited time, until the body
+  // has begun.
   void start(Call call, Buffers buffers, Body body, cudaStream_t stream);
-  // Launches the body, and has `stream` wait for it. Throws std::invalid_argument if no start that was not done has had
-  // these buffers.
+  // Launches the body of the start with these buffers, and makes `stream` wait for it. Throws std::invalid_argument if
+  // there is no such start, or if it was done before.
   void done(const Buffers& buffers, cudaStream_t stream);
 
  private:
@@ -46,22 +50,22 @@ class SplitPhaseCalls {
     cudaEvent_t event;
     Event();
     Event(const Event&) = delete;
-    ~Event() { cudaEventDestroy(event); }  // what waits for it already does so still
+    ~Event() { cudaEventDestroy(event); }  // streams that wait for the event still do
   };
   struct Started {
-    std::unique_ptr<Event> turn_taken;
+    std::unique_ptr<Event> epoch_taken;
     Buffers buffers;
     Body body;
   };
 
-  void expect_open() const;
+  void check_open() const;
 
   const Peers peers_;
   const LaunchStart launch_start_;
   const LaunchHold launch_hold_;
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
-  // By the address of the ticket, which an older start that was never done loses to the next one.
+  // Indexed by the address of the ticket. A start replaces an older start with the same ticket, which was never done.
   std::map<const void*, Started> started_;
 };
 

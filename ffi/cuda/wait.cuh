@@ -38,7 +38,7 @@ struct State {
 enum class Stamp : int32_t {
   kBegun = 0,
   kEntered = 1,    // the block has its role
-  kPlaced = 2,     // the block knows where its rows go, or has sent the numbers of rows
+  kRouted = 2,     // the block knows where its rows go, or has sent the numbers of rows
   kMoved = 3,      // a sender has sent a row; a receiver has a row
   kWarpsDone = 4,  // all warps of the block are done
   kLeft = 5,
@@ -131,7 +131,7 @@ struct Waiting {
     if (now < deadline_ns) return deadline_ns;
     if (deadline_ns % 2 == 0) return deadline(state, now) | 1;
     if (reason == FailureReason::kTimeout && state.entered) {
-      op.expect_no_other_call();
+      op.check_no_other_call();
       if constexpr (kHasNetwork) peer = op.silent_rank(peer);
     }
     fail(state, reason, peer, expected, seen);
@@ -159,7 +159,7 @@ struct Waiting {
   }
 
   // Fails with kOtherOp if a rank is in another operation: then the awaited data never comes.
-  __device__ void expect_no_other_call() const {
+  __device__ void check_no_other_call() const {
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
       const unsigned long long word = load_relaxed(&own().op[state.slot][rank]);

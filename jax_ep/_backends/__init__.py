@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jax_ep import _checks, _native, _network, _processes
+from jax_ep._backends.collectives import CollectivesBackend
 from jax_ep._backends.cuda import CudaBackend, CudaPrograms
 from jax_ep._backends.emulated import EmulatedBackend
 from jax_ep._backends.reference import ReferenceBackend
@@ -37,57 +38,74 @@ def backends() -> dict[str, BackendStatus]:
 
     Example:
         >>> sorted(ep.backends())
-        ['cuda', 'reference']
+        ['collectives', 'cuda', 'reference']
     """
     reason = _cuda_reason()
-    return {"cuda": BackendStatus(reason is None, reason or ""), "reference": BackendStatus(True, "")}
+    return {
+        "cuda": BackendStatus(reason is None, reason or ""),
+        "collectives": BackendStatus(True, ""),
+        "reference": BackendStatus(True, ""),
+    }
 
 
 def choose(requested: str, mesh: Mesh, axis_name: str | tuple[str, ...], timeout: float = 300.0) -> str:
-    """The backend for a group along `axis_name` of `mesh` whose user asks for `requested`; the same in all processes.
+    """Returns the backend for a group along `axis_name` of `mesh` whose user requests `requested`.
 
-    They wait `timeout` seconds for one another. On an abstract mesh, the choice is what the programs will need.
+    All processes of the mesh get the same answer. They wait for one another, for at most `timeout` seconds. On an
+    abstract mesh, the answer is the backend that the programs will need.
     """
     if isinstance(mesh, jax.sharding.AbstractMesh):
         return _choose_without_devices(requested, mesh, axis_name)
     known = backends()
     is_emulated = isinstance(requested, str) and requested == "emulated"
-    if is_emulated and _native.emulated is not None:  # for tests; it is not among those for users
+    if is_emulated and _native.emulated is not None:  # for tests: `backends()` does not list it
         return requested
     _checks.choice("backend", requested, ("auto", *known))
-    if requested == "reference":
+    if requested in ("reference", "collectives"):
         return requested
-    on_gpus = mesh.devices.flat[0].platform == "gpu"
+    platform = mesh.devices.flat[0].platform
     reason = _mesh_reason(mesh, axis_name) or _agreed_reason(known["cuda"].reason, mesh, axis_name, timeout)
     if not reason:
         return "cuda"
     if requested == "cuda":
-        raise ValueError(f"backend is 'cuda', which cannot be used here: {reason}. Use backend='auto' or 'reference'.")
-    if on_gpus:
-        warnings.warn(f"jax_ep uses the slow reference backend on GPUs: {reason}", stacklevel=4)
-    return "reference"
+        raise ValueError(
+            f"backend is 'cuda', which cannot be used here: {reason}. Use backend='auto', 'collectives' or 'reference'."
+        )
+    if platform == "cpu":
+        return "reference"
+    if platform != "gpu":
+        return "collectives"
+    warnings.warn(f"jax_ep uses XLA's collectives on GPUs, not its kernels: {reason}", stacklevel=4)
+    return "collectives"
 
 
 def _choose_without_devices(requested: str, mesh: jax.sharding.AbstractMesh, axis_name: str | tuple[str, ...]) -> str:
-    """The backend for programs that are only traced and lowered here. It need not work on this machine."""
-    known = ["cuda", "reference", *(["emulated"] if _native.emulated is not None else [])]
+    """Returns the backend for programs that this machine only traces and lowers. It need not work on this machine."""
+    known = [*backends(), *(["emulated"] if _native.emulated is not None else [])]
     _checks.choice("backend", requested, ("auto", *known))
-    if requested == "auto":
-        if (device := mesh.abstract_device) is None:
-            raise ValueError(
-                "backend is 'auto', and the mesh is an AbstractMesh that does not say what its devices are; choose "
-                "backend='cuda' (for GPUs) or 'reference', or give the AbstractMesh an abstract_device"
-            )
-        requested = "cuda" if device.platform in ("gpu", "cuda") else "reference"
-    if requested == "cuda" and (reason := _size_reason(mesh, axis_name)):
-        raise ValueError(f"backend is 'cuda', which cannot be used here: {reason}. Use backend='reference'.")
-    return requested
+    reason = _size_reason(mesh, axis_name)
+    if requested == "cuda" and reason:
+        raise ValueError(
+            f"backend is 'cuda', which cannot be used here: {reason}. Use backend='auto', 'collectives' or 'reference'."
+        )
+    if requested != "auto":
+        return requested
+    if (device := mesh.abstract_device) is None:
+        raise ValueError(
+            "backend is 'auto', and the mesh is an AbstractMesh that does not say what its devices are; choose "
+            "backend='cuda' (for GPUs), 'collectives' or 'reference', or give the AbstractMesh an abstract_device"
+        )
+    if device.platform == "cpu":
+        return "reference"
+    return "cuda" if device.platform in ("gpu", "cuda") and not reason else "collectives"
 
 
 def open_backend(name: str, group: GroupSettings) -> Backend:
-    """Makes the backend `name`, as returned by `choose`, for `group`."""
+    """Makes the backend for `group`. `name` is a result of `choose`."""
     if name == "reference":
         return ReferenceBackend(group)
+    if name == "collectives":
+        return CollectivesBackend(group)
     if not group.has_devices:
         return CudaPrograms(group)
     if name == "emulated":
@@ -96,14 +114,17 @@ def open_backend(name: str, group: GroupSettings) -> Backend:
 
 
 def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> str:
-    """Why no process can use the CUDA backend along `axis_name` of `mesh`, or ""; the same in all."""
+    """Returns why no process can use the CUDA backend along `axis_name` of `mesh`, or "" if they can.
+
+    The result is the same in all processes.
+    """
     if mesh.devices.flat[0].platform != "gpu":
         return "the mesh's devices are not GPUs"
     return _size_reason(mesh, axis_name)
 
 
 def _size_reason(mesh: Mesh, axis_name: str | tuple[str, ...]) -> str:
-    """Why a CUDA group cannot have as many ranks as there are along `axis_name` of `mesh`, or ""."""
+    """Returns why a CUDA group cannot have as many ranks as `mesh` has along `axis_name`, or "" if it can."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if (ranks := math.prod(mesh.shape[name] for name in names)) <= MAX_RANKS:
         return ""
@@ -115,7 +136,10 @@ def _size_reason(mesh: Mesh, axis_name: str | tuple[str, ...]) -> str:
 
 
 def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], timeout: float) -> str:
-    """Why the processes of `mesh` cannot use the CUDA backend together, or ""; `reason` is that of this process."""
+    """Returns why the processes of `mesh` cannot use the CUDA backend together, or "" if they can.
+
+    `reason` is why this process alone cannot use it, or "".
+    """
     me, processes = jax.process_index(), _processes.owners(mesh)
     if me not in processes:
         return f"process {me} has no device in the mesh"
@@ -150,7 +174,7 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str | tuple[
 
 
 def _first_reason(reasons: dict[int, str]) -> str:
-    """The first reason that a process gives, and which process if it is another one; "" if none gives a reason."""
+    """Returns the first reason that a process gives, or "". Names the process if it is not this process."""
     for process, reason in reasons.items():
         if reason:
             return reason if process == jax.process_index() else f"process {process}: {reason}"
@@ -158,16 +182,16 @@ def _first_reason(reasons: dict[int, str]) -> str:
 
 
 def _uuids(devices: Sequence[jax.Device]) -> dict[str, str]:
-    """JAX's number of each device (a string, as in JSON) -> what all processes call the GPU."""
+    """Maps JAX's id of each device (a string, because JSON has no other keys) to the UUID of the GPU."""
     native = cast(ModuleType, _native.cuda)
     return {str(device.id): native.device_uuid(device.local_hardware_id).hex() for device in devices}
 
 
 def _link_reason(ep_groups: np.ndarray, hosts: dict[int, str], gpus: dict[str, str]) -> str:
-    """Why two GPUs of a node cannot store into each other's memory, or ""; `hosts`: of each process.
+    """Returns why two GPUs of a node cannot store into each other's memory, or "" if all can.
 
-    Each process looks at the nodes of its own ranks, and at the GPUs that it sees there. CUDA says nothing about a GPU
-    of another process that CUDA_VISIBLE_DEVICES or a container hides from this process.
+    Each process checks the GPUs that it sees in the nodes of its own ranks. It cannot check a GPU of another process
+    that CUDA_VISIBLE_DEVICES or a container hides from it. `hosts` maps each process to its host.
     """
     native = cast(ModuleType, _native.cuda)
     for node in ep_groups.reshape(-1, _network.node_size(ep_groups, hosts)):
@@ -180,12 +204,12 @@ def _link_reason(ep_groups: np.ndarray, hosts: dict[int, str], gpus: dict[str, s
 
 
 def _cuda_reason() -> str | None:
-    """Why the CUDA backend cannot be used, or None."""
+    """Returns why this process cannot use the CUDA backend, or None if it can."""
     if reason := _native.cuda_reason():
         return reason
     try:
         devices = jax.local_devices(backend="gpu")
-    except (RuntimeError, AssertionError):  # the latter with JAX_PLATFORMS=cuda and a broken driver
+    except (RuntimeError, AssertionError):  # AssertionError: JAX_PLATFORMS=cuda and a broken driver
         return "JAX sees no GPU; pip install 'jax[cuda13]' on a machine with an NVIDIA driver"
     native = cast(ModuleType, _native.cuda)
     reasons = (native.unsupported_device(device.local_hardware_id) for device in devices)

@@ -1,7 +1,7 @@
 """The CUDA backend: each operation is one XLA FFI call, which launches one kernel (ffi/cuda/) on the rank's device.
 
-`targets.py` declares the operands and results of each call. Nothing here knows how devices reach each other: the native
-group does (ffi/cuda/group.h).
+`targets.py` declares the operands and results of each call. This file does not depend on how devices reach each other's
+memory: only the native group knows that (ffi/cuda/group.h).
 """
 
 from __future__ import annotations
@@ -22,30 +22,43 @@ from jax_ep._constants import CHANNELS_PER_SCALE, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
-_Started: TypeAlias = tuple[jax.Array | None, ...]  # memory for the results, None for NONE; the ticket
+_SentRows: TypeAlias = tuple[jax.Array, jax.Array | None]  # x as a kernel gets it; its scales if it is quantized
+
+
+class _Started(NamedTuple):
+    """What a start leaves for its done."""
+
+    memory: tuple[jax.Array | None, ...]  # for the results; None for NONE
+    ticket: jax.Array
+    quantized: _SentRows | None = None  # the rows that the start sends in place of its operand x
 
 
 class RouteArrays(NamedTuple):
-    """One rank's part of a route, named as the operands and results in `targets`, which say what they are."""
+    """One rank's part of a route. `_ROUTE` and `_COUNTS` in targets.py describe the arrays."""
 
-    place: jax.Array
-    rows: jax.Array
-    num_arrived: jax.Array
+    send_slot: jax.Array
+    recv_row: jax.Array
+    num_recv_per_rank: jax.Array
     counts: jax.Array
     group_sizes: jax.Array
 
 
 class _CudaOperations(Backend):
-    """The operations of a `NativeGroup`, or of a `GroupOfPrograms`."""
+    """Runs the operations of a `NativeGroup`, or lowers those of a `GroupOfPrograms`, as FFI calls."""
 
-    _id: int  # the group's number, which programs contain
+    _id: int  # the group's id, which programs contain
     _has_network: bool
 
     def dispatch_start(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
     ) -> _Started:
-        operands, results, settings = self._dispatch_call(call, x, topk_idx, topk_weights, zero_pad)
-        return self._start(targets.DISPATCH, operands, results, **settings)
+        rows = self._rows_to_send(call, x)
+        is_quantized_here = rows[1] is not None and not call.quantized
+        if is_quantized_here:
+            rows = _compat.in_one_place(rows)
+        operands, results, settings = self._dispatch_call(call, rows, topk_idx, topk_weights, zero_pad)
+        started = self._start(targets.DISPATCH, operands, results, **settings)
+        return started._replace(quantized=rows) if is_quantized_here else started
 
     def dispatch(
         self,
@@ -53,26 +66,32 @@ class _CudaOperations(Backend):
         x: Any,
         topk_idx: jax.Array,
         topk_weights: jax.Array | None,
-        started: Any,
+        started: _Started | None,
         *,
         zero_pad: bool,
     ) -> Dispatched:
-        operands, results, settings = self._dispatch_call(call, x, topk_idx, topk_weights, zero_pad)
+        quantized = None if started is None else started.quantized
+        rows = quantized or self._rows_to_send(call, x)
+        operands, results, settings = self._dispatch_call(call, rows, topk_idx, topk_weights, zero_pad)
         if started is None:
             got = self._call(targets.DISPATCH, operands, results, **settings)
         else:
             got = self._done(targets.DISPATCH, operands, started)
+        out, scales = got["out"], got["out_scales"] if self._kernel_returns_fp8(call) else None
+        if scales is not None and call.options.dequantize:
+            out, scales = _wires.dequantize(out, scales, self.group.dtype), None
         return Dispatched(
-            x=got["out"],
+            x=out,
             counts=got["counts"],
             group_sizes=got["group_sizes"],
             weights=got["weights"],
-            scales=got["out_scales"] if call.returns_fp8 else None,
+            scales=scales,
             num_dropped=got["num_dropped"],
             route=call.route(RouteArrays(**{name: got[name] for name in RouteArrays._fields})),
         )
 
-    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
+    def dispatch_like(self, route: Route, x: jax.Array, *, zero_pad: bool) -> jax.Array:
+        del zero_pad  # the kernels always write zeros here
         channels = x.shape[1]
         x = _pad_to_units(x)
         operands = {"x": x, **route.arrays._asdict()}
@@ -119,33 +138,67 @@ class _CudaOperations(Backend):
         got = self._call(targets.COMBINE_BACK, operands, results, **_route_attributes(route))
         return got["y_cotangent"], None if y is None else got["weights_cotangent"]
 
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
+    def all_to_all(
+        self, x: jax.Array, splits: jax.Array, wire: str | None, *, dequantize: bool, zero_pad: bool
+    ) -> AllToAll:
         group, num_rows = self.group, x.shape[0]
+        returns_fp8 = wire is not None and not (dequantize and self._kernels_cast)
         blocks = _layouts.split_blocks(splits, num_rows, group.num_ranks)
-        operands = {"x": x, "splits": blocks.splits.reshape(-1), "place": _place_in_block(blocks, num_rows)}
+        rows, scales = self._cast_for_wire(x, wire)
+        operands = {
+            "x": rows,
+            "x_scales": scales,
+            "splits": blocks.splits.reshape(-1),
+            "send_slot": _slots_in_blocks(blocks, num_rows),
+        }
         results = targets.ALL_TO_ALL.result_types(
             operands,
             {"E": group.experts_per_rank, "S": group.hidden // CHANNELS_PER_SCALE},
-            {"out": x.dtype if wire is None else _wires.FP8},
-            absent=["out_scales"] if wire is None else [],
+            {"out": _wires.FP8 if returns_fp8 else x.dtype},
+            absent=[] if returns_fp8 else ["out_scales"],
         )
-        cast = _wires.cast_of(wire)
-        got = self._call(targets.ALL_TO_ALL, operands, results, agreed=(wire,), cast=cast, zero_pad=zero_pad)
-        return AllToAll(got["out"], got["out_splits"], None if wire is None else got["out_scales"], group)
+        got = self._call(
+            targets.ALL_TO_ALL,
+            operands,
+            results,
+            agreed=(wire,),
+            cast=_wires.cast_of(wire if scales is None else None),
+            dequantize=wire is not None and not returns_fp8,
+            zero_pad=zero_pad,
+        )
+        out, out_scales = got["out"], got["out_scales"] if returns_fp8 else None
+        if out_scales is not None and dequantize:
+            out, out_scales = _wires.dequantize(out, out_scales, group.dtype), None
+        return AllToAll(out, got["out_splits"], out_scales, group)
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows = y.shape[1]
         blocks = _layouts.split_blocks(splits, num_rows, self.group.num_ranks)
-        operands = {"y": y, "num_sent": blocks.sizes, "place": _place_in_block(blocks, num_rows)}
+        operands = {"y": y, "num_sent": blocks.sizes, "send_slot": _slots_in_blocks(blocks, num_rows)}
         results = targets.ALL_TO_ALL_BACK.result_types(operands, {}, {"out": y.dtype})
         return self._call(targets.ALL_TO_ALL_BACK, operands, results)["out"]
 
+    @property
+    def _kernels_cast(self) -> bool:
+        """True if the kernels cast rows of the group's dtype to fp8 and back. Otherwise XLA casts them."""
+        return self.group.dtype == jnp.bfloat16
+
+    def _cast_for_wire(self, x: jax.Array, wire: str | None) -> _SentRows:
+        return (x, None) if wire is None or self._kernels_cast else _wires.quantize(x, wire)
+
+    def _rows_to_send(self, call: DispatchCall, x: Any) -> _SentRows:
+        return x if call.quantized else self._cast_for_wire(x, call.options.wire)
+
+    def _kernel_returns_fp8(self, call: DispatchCall) -> bool:
+        return call.returns_fp8 or (call.arrives_fp8 and not self._kernels_cast)
+
     def _dispatch_call(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, zero_pad: bool
+        self, call: DispatchCall, x: _SentRows, topk_idx: jax.Array, topk_weights: jax.Array | None, zero_pad: bool
     ) -> tuple[dict[str, jax.Array | None], dict[str, Result], dict[str, Any]]:
-        """The operands, results and settings of a dispatch."""
+        """Returns the operands, result types and settings of a dispatch."""
         group, options, route = self.group, call.options, call.route(None)
-        rows, scales = x if call.quantized else (x, None)
+        rows, scales = x
+        returns_fp8 = self._kernel_returns_fp8(call)
         operands = {"x": rows, "x_scales": scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
         results = targets.DISPATCH.result_types(
             operands,
@@ -156,13 +209,13 @@ class _CudaOperations(Backend):
                 "R": group.num_ranks,
                 "S": group.hidden // CHANNELS_PER_SCALE,
             },
-            {"out": _wires.FP8 if call.returns_fp8 else group.dtype},
-            absent=[] if call.returns_fp8 else ["out_scales"],
+            {"out": _wires.FP8 if returns_fp8 else group.dtype},
+            absent=[] if returns_fp8 else ["out_scales"],
         )
         settings = {
             "agreed": (options.layout, options.capacity, options.alignment, options.wire),
-            "cast": _wires.cast_of(options.wire),
-            "dequantize": options.dequantize and call.arrives_fp8,
+            "cast": _wires.cast_of(options.wire if scales is None else None),
+            "dequantize": call.arrives_fp8 and not returns_fp8,
             "zero_pad": zero_pad,
             **_route_attributes(route),
         }
@@ -185,12 +238,12 @@ class _CudaOperations(Backend):
         has_side_effect: bool = False,
         **attributes: Any,
     ) -> dict[str, jax.Array]:
-        """One FFI call; its results by name.
+        """Adds one FFI call to the program. Returns its results by name.
 
         Args:
-            agreed: what ranks must agree on besides the types of the operands. The kernels compare a hash of both. None
-                for a done, which is part of the call that its start has begun.
-            aliases: operand -> result in the same memory.
+            agreed: the facts on which ranks must agree, in addition to the types of the operands. The kernels compare a
+                hash of both. None for a done: it belongs to the call of its start.
+            aliases: maps the index of an operand to the index of the result in the same memory.
         """
         if agreed is not None:
             operands = {"axis_index": lax.axis_index(self.group.axis_name), **operands}
@@ -217,10 +270,10 @@ class _CudaOperations(Backend):
         results: Mapping[str, Result],
         **settings: Any,
     ) -> _Started:
-        """Starts `target`; gives the memory that its done will return as the results, and the ticket.
+        """Starts `target`. Returns the memory that its done will return as the results, and the ticket.
 
-        The memory comes from a separate, pure call. If jax.checkpoint runs that again in a backward pass, as it does
-        with barriers behind a start, it gets other memory, and XLA need not copy.
+        A separate, pure call allocates the memory. jax.checkpoint may run this call again in a backward pass, as it
+        does with barriers after a start. The second call then gets other memory, and XLA need not copy.
         """
         arrays = self._arrays(operands.values())
         allocate = jax.ffi.ffi_call("jax_ep_room", _types(arrays, results), vmap_method="sequential")
@@ -230,24 +283,28 @@ class _CudaOperations(Backend):
         ticket = self._call(
             start, {**operands, **memory}, start.result_types({}, {}, {}), has_side_effect=True, **settings
         )["ticket"]
-        # An array of no elements, as the argument of a program or of shard_map, is too much for XLA of jax 0.11.
-        return *(None if results[name] is NONE else array for name, array in memory.items()), ticket
+        # None instead of an array without elements: XLA of jax 0.11 fails if a program or a shard_map has such an
+        # argument.
+        return _Started(tuple(None if results[name] is NONE else array for name, array in memory.items()), ticket)
 
     def _done(
         self, target: Target, operands: Mapping[str, jax.Array | None], started: _Started
     ) -> dict[str, jax.Array]:
-        """Ends `target`, which was `started` with `operands`. XLA keeps the operands and the results' memory for it."""
-        *memory, ticket = started
-        given = {result.name: array for result, array in zip(target.results, memory, strict=True)}
+        """Ends `target`, which `_start` started with the same `operands`.
+
+        XLA keeps the operands, and the memory of the results, until the done.
+        """
+        given = {result.name: array for result, array in zip(target.results, started.memory, strict=True)}
         results = {name: NONE if array is None else Result(array.shape, array.dtype) for name, array in given.items()}
         aliases = {len(operands) + i: i for i in range(len(results))}
-        operands = {**operands, **given, "ticket": ticket}
+        operands = {**operands, **given, "ticket": started.ticket}
         return self._call(target.done, operands, results, agreed=None, aliases=aliases, has_side_effect=True)
 
     def _arrays(self, operands: Collection[jax.Array | None]) -> tuple[jax.Array, ...]:
-        """The operands of a foreign call: no None, all varying over the EP axis, behind a barrier."""
+        """Prepares the operands of an FFI call: replaces None, makes all vary over the EP axis, and adds a barrier."""
         arrays = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
-        # XLA:GPU would fuse the call with slices around it, then fail on an update of a result, or run a half twice.
+        # Without the barrier, XLA:GPU fuses the call with slices around it. It may then fail on an update of a result,
+        # or run a start or a done twice.
         return lax.optimization_barrier(_compat.vary(arrays, self.group.axis_names))
 
 
@@ -260,7 +317,7 @@ class CudaPrograms(GroupOfPrograms, _CudaOperations):
 
 
 def _types(operands: tuple[jax.Array, ...], results: Mapping[str, Result]) -> Sequence[Any]:
-    """The types of a foreign call's results: they vary over the mesh axes that its operands vary over."""
+    """Returns the types of an FFI call's results. Results vary over the same mesh axes as the operands."""
     return [_compat.result_type(operands[0], shape, dtype) for shape, dtype in results.values()]
 
 
@@ -270,18 +327,18 @@ def _route_attributes(route: Route) -> dict[str, Any]:
 
 
 def _without_counts(route: Route) -> dict[str, jax.Array]:
-    """The arrays of a route that the way back takes."""
+    """Returns the arrays of a route that combine and dispatch_back use."""
     arrays = route.arrays
-    return {"place": arrays.place, "rows": arrays.rows, "num_arrived": arrays.num_arrived}
+    return {"send_slot": arrays.send_slot, "recv_row": arrays.recv_row, "num_recv_per_rank": arrays.num_recv_per_rank}
 
 
 def _pad_to_units(rows: jax.Array) -> jax.Array:
-    """Rows of whole 16-byte units, in which they travel."""
+    """Pads each row to a multiple of 16 bytes, the unit of the kernels."""
     unit = 16 // rows.dtype.itemsize
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % unit)))
 
 
-def _place_in_block(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
-    """Where in its rank's block each row goes: [M, R] int32, -1 where it does not go to the rank."""
-    place = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row[None]
-    return jnp.where((place >= 0) & (place < blocks.sizes[None]), place, -1)
+def _slots_in_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
+    """Returns each row's position in the block of each rank: [M, R] int32, -1 if the row does not go to the rank."""
+    slot = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row[None]
+    return jnp.where((slot >= 0) & (slot < blocks.sizes[None]), slot, -1)

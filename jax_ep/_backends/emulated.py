@@ -1,4 +1,4 @@
-"""The CUDA backend on emulated GPUs (ffi/emulator/), which are CPU devices: for tests."""
+"""The CUDA backend on emulated GPUs (ffi/emulator/), for tests. Each CPU device is an emulated GPU."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class EmulatedBackend(CudaBackend):
         return self._ordinal(device)
 
     def _ordinal(self, device: jax.Device) -> int:
-        return device.id  # by which XLA:CPU calls handlers, in several processes, too
+        return device.id  # XLA:CPU gives handlers this id, also with several processes

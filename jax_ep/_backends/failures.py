@@ -1,4 +1,4 @@
-"""The error for the failure that a device has recorded."""
+"""Converts a failure that a device has recorded to an error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jax_ep._errors import Error, PeerTimeoutError
 
 
 def error_of(reason: str, op: str, rank: int, peer: int, expected: int, seen: int) -> Error:
-    """The error for the native group's first failure: `rank` gave up the operation `op`.
+    """Returns the error for the first failure of a native group: `rank` gave up the operation `op`.
 
     Args:
         reason: `FailureReason.words`.
-        peer: the rank that `rank` waited for, or looked at.
+        peer: the rank that `rank` waited for, or whose call it compared with its own.
         expected, seen: the values that `rank` compared.
     """
     timed_out = partial(PeerTimeoutError, op, waiting_rank=rank, missing_rank=peer, expected=expected, seen=seen)

@@ -1,4 +1,4 @@
-"""What the CUDA backend has in native code: memory that ranks map, failures, counters."""
+"""The part of the CUDA backend that owns native state: the memory that ranks map, failures and counters."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from jax_ep._constants import ELSEWHERE
 from jax_ep._errors import Error
 from jax_ep._settings import GroupSettings
 
-_SHARING = "JAX_EP_SHARING"  # in the environment: how processes map each other's memory, if not as found best
-_SAME_GPU = "JAX_EP_SAME_GPU"  # in the environment: "1" lets processes share a GPU, in time slices; for tests only
-_NO_NUMBER = -1  # of a group whose processes have not agreed on its number yet
-_Parcel: TypeAlias = tuple[bytes, list[int]]  # of a process: plain bytes, and file descriptors
+# Environment variables.
+_SHARING = "JAX_EP_SHARING"  # "descriptor" or "ipc": forces how processes map each other's memory
+_SAME_GPU = "JAX_EP_SAME_GPU"  # "1" lets processes share a GPU, in time slices; for tests only
+
+_NO_ID = -1  # before the processes have agreed on the group's id
+
+_Parcel: TypeAlias = tuple[bytes, list[int]]  # the handles of a process's memory, and file descriptors
 
 
-class GroupNumber:
-    """The number by which compiled programs name a group.
+class GroupId:
+    """Chooses a group's id, by which compiled programs name the group. All processes must compile the same program.
 
-    The number follows from the settings of the group, from the shape of its mesh, and from `index`: which of the equal
-    groups that are open at once. It does not depend on devices, on the process, or on groups that are closed. So a
-    program that was exported, or compiled for a group that is closed now, runs with an equal group.
+    The id is a hash of the group's settings, the shape of its mesh, and an index that counts the equal groups that are
+    open at the same time. It does not depend on devices, on the process, or on closed groups. So a program that was
+    exported, or compiled for a group that is closed now, runs with an equal group.
     """
 
     _taken: dict[str, set[int]] = {}  # by settings: the indices of the groups that this process has open
@@ -52,7 +55,7 @@ class GroupNumber:
         self._index: int | None = None
 
     def taken(self) -> list[int]:
-        """The indices of the equal groups that this process has open."""
+        """Returns the indices of the equal groups that this process has open."""
         with self._lock:
             return sorted(self._taken.get(self._key, ()))
 
@@ -64,37 +67,37 @@ class GroupNumber:
             here.add(self._index)
 
     def give_back(self) -> None:
-        """An equal group that is opened from now on may take the index."""
+        """Lets an equal group that is opened later take the index."""
         with self._lock:
             self._taken[self._key].discard(self._index)
 
-    def number(self, *, has_network: bool) -> int:
-        """The number. A group without devices has the number of the first equal group that is opened."""
+    def id(self, *, has_network: bool) -> int:
+        """Returns the id. A group without devices has the id of the first equal group that is opened."""
         return int(_digest([self._place, self.settings, has_network, self._index or 0])[:15], 16)
 
 
 class NativeGroup:
-    """A group's memory on this process's devices. The native module keeps it, under the group's number."""
+    """A group's memory on this process's devices. The native module keeps it under an id, which programs contain."""
 
     def __init__(self, group: GroupSettings, native: ModuleType) -> None:
-        """`native`: the extension module whose kernels run, on GPUs or emulated ones."""
+        """`native` is the extension module whose kernels run: `_cuda`, or `_emulated`."""
         self.group = group
         self._native = native
         mesh = cast(jax.sharding.Mesh, group.mesh)
         self._ep_groups = _processes.ep_groups(mesh, group.axis_name)
         place = [[device.id for device in mesh.devices.flat], list(mesh.shape.items()), group.axis_name]
         self._rendezvous = _processes.Rendezvous(_digest(place), _processes.owners(mesh), group.timeout)
-        self._number = GroupNumber(group)
-        self._id = _NO_NUMBER
+        self._group_id = GroupId(group)
+        self._id = _NO_ID
         self._last_stats: Any = None
         self._last_failure: Any = None
         try:
             with self._rendezvous:
                 self._open()
-        except BaseException:  # of this process, or of one that does not come to the rendezvous's end
-            if self._id != _NO_NUMBER:
+        except BaseException:  # an error here, or a process that does not come to the end of the rendezvous
+            if self._id != _NO_ID:
                 self._native.close_group(self._id)
-                self._number.give_back()
+                self._group_id.give_back()
             raise
         self.memory_bytes: int = self._native.group_bytes(self._id)
         self.closed = False
@@ -104,10 +107,10 @@ class NativeGroup:
         gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._ep_groups)]
         published = self._rendezvous.exchange(
             {
-                "settings": self._number.settings,
+                "settings": self._group_id.settings,
                 "gpus": gpus,
                 "host": _processes.host(),
-                "taken": self._number.taken(),
+                "taken": self._group_id.taken(),
             }
         )
         _expect_same_settings(published, me)
@@ -117,8 +120,8 @@ class NativeGroup:
         if _network.is_needed(self._ep_groups, hosts):
             network = self._start_network(hosts)
         self._has_network = network is not None
-        self._number.take(taken_elsewhere={index for answer in published.values() for index in answer["taken"]})
-        self._id = self._number.number(has_network=self._has_network)
+        self._group_id.take(taken_elsewhere={index for answer in published.values() for index in answer["taken"]})
+        self._id = self._group_id.id(has_network=self._has_network)
         self._sharing = choose_sharing(self._ep_groups, self._native) if network is None else "none"
         self._frees_together = self._has_network
         try:
@@ -145,26 +148,29 @@ class NativeGroup:
         self._rendezvous.exchange(None)  # no kernel writes to a peer before all memory is ready
 
     def _start_network(self, hosts: dict[int, str]) -> Any:
-        """What the native group needs of NVSHMEM; `hosts`: of each process."""
+        """Starts NVSHMEM, and returns its functions for the native group. `hosts` maps each process to its host."""
         return _network.start(self._rendezvous, hosts.values(), _local_ordinals(self._ep_groups)[0])
 
     def _processing_element(self, device: jax.Device) -> int:
-        """The number that NVSHMEM knows a device by."""
+        """Returns NVSHMEM's number of a device, its processing element (PE)."""
         return self._rendezvous.processes.index(device.process_index)
 
     def _ordinal(self, device: jax.Device) -> int:
-        """The number by which CUDA knows a device of this process."""
+        """Returns the CUDA ordinal of a device of this process."""
         return device.local_hardware_id
 
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
-        """Sends what is needed to map this process's memory to the processes that share an EP group with it."""
+        """Sends the handles to this process's memory to the processes that share an EP group with it.
+
+        Returns the handles of those processes.
+        """
         rendezvous, me = self._rendezvous, jax.process_index()
         handles, descriptors = mine
         with _processes.Mailbox() as mailbox:
             published = rendezvous.exchange(
                 {"sharing": self._sharing, "mailbox": mailbox.address, "handles": handles.hex()}
             )
-            # Where one process frees its memory by IPC's rules, all must say when they have unmapped it.
+            # With CUDA IPC in any process, all processes must unmap its memory before it is freed.
             self._frees_together = any(answer["sharing"] == "ipc" for answer in published.values())
             owners = [{device.process_index for device in ep_group} for ep_group in self._ep_groups]
             others = sorted(set().union(*(processes for processes in owners if me in processes)) - {me})
@@ -174,7 +180,7 @@ class NativeGroup:
         return [(bytes.fromhex(published[process]["handles"]), received[process]) for process in others]
 
     def _exchange_nothing(self, _: _Parcel) -> list[_Parcel]:
-        """Tells the others that this process has come so far, and waits for them."""
+        """Waits for the other processes. They exchange no handles: NVSHMEM maps the memory."""
         self._rendezvous.exchange(None)
         return []
 
@@ -186,23 +192,23 @@ class NativeGroup:
         try:
             self._close_with_others()
         finally:
-            # The next group may have this number, so what this one has to tell is fetched now.
+            # An equal group may take this id next. So the last counters and the failure are read now.
             self._last_stats = self._native.group_stats(self._id)
             self._last_failure = self._native.group_failure(self._id)
-            self._number.give_back()
+            self._group_id.give_back()
 
     def _close_with_others(self) -> None:
         if not self._frees_together:
             return
         try:
             self._rendezvous.wait_for_all()
-        except Exception as error:  # a peer may be dead, and jax.distributed with it
+        except Exception as error:  # a process may have died, and jax.distributed with it
             warnings.warn(f"Group.close: its memory stays taken, as others may still use it: {error}", stacklevel=3)
         else:
             self._native.free_arenas(self._id)
 
     def traffic(self) -> tuple[int, int]:
-        """The rows, and their bytes, that this process has sent over a network since the group was made."""
+        """Returns the number of rows, and of their bytes, that this process has sent over a network so far."""
         return self._native.group_traffic(self._id)
 
     def check(self) -> None:
@@ -226,7 +232,7 @@ class NativeGroup:
 
 
 class GroupOfPrograms:
-    """A group on an abstract mesh: its programs can be traced and lowered, and run with an equal group on devices."""
+    """A group on an abstract mesh. Its programs can be traced and lowered. They run with an equal group on devices."""
 
     memory_bytes = 0
 
@@ -235,20 +241,23 @@ class GroupOfPrograms:
         self.closed = False
         node_size = _network.given_node_size()
         self._has_network = 0 < node_size < group.num_ranks
-        self._id = GroupNumber(group).number(has_network=self._has_network)
+        self._id = GroupId(group).id(has_network=self._has_network)
 
     def close(self) -> None:
         self.closed = True
 
     def check(self) -> None:
-        """Nothing runs on devices that this group knows."""
+        """Does nothing: the group has no devices."""
 
     def stats(self) -> dict[str, Any]:
         return {}
 
 
 def choose_sharing(devices: np.ndarray, native: ModuleType) -> str:
-    """How this process shares the memory of its `devices` with the owners of the others; "none" if it owns all."""
+    """Returns how this process shares the memory of its own devices in `devices` with other processes.
+
+    Returns "none" if it owns all of `devices`.
+    """
     here = _local_ordinals(devices)
     if len(here) == devices.size:
         return "none"
@@ -279,7 +288,7 @@ def _expect_same_settings(published: dict[int, Any], me: int) -> None:
 
 
 def expect_own_gpus(published: dict[int, Any]) -> None:
-    """No two processes use the same GPU. `published`: of each process, "gpus" among others, the UUIDs of its GPUs."""
+    """Raises an error if two processes use the same GPU. published[process]["gpus"] has the UUIDs of its GPUs."""
     if os.environ.get(_SAME_GPU) == "1":
         return
     users: dict[str, int] = {}

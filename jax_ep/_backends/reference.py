@@ -1,14 +1,17 @@
 """The reference backend: plain JAX and `lax` collectives, on any platform and any number of processes.
 
-It is the oracle of the other backends, so it is written to be read. Every rank gathers all ids and all tokens of its
-group and works out alone which rows are its own; combine sends back one partial sum per token and rank, as the kernels
-do. Rows that hold no token are always zero here.
+The other backends must give the same results, so this file favours clear code over speed. Every rank gathers all ids
+and all tokens of its group, and selects its own rows. combine sends back one partial sum per token and rank, as the
+kernels do. Rows that hold no token are zero in this backend. With JAX_EP_DEBUG_NANS=1 in the environment, unspecified
+rows are NaN instead.
 """
 
 from __future__ import annotations
 
 import operator
-from functools import partial, reduce
+import os
+from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +22,14 @@ from jax_ep import _layouts, _wires
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
+_DEBUG_NANS = "JAX_EP_DEBUG_NANS"  # in the environment, when a group is made: "1" fills unspecified rows with NaN
+
 
 class RouteArrays(NamedTuple):
-    """One rank's part of a route, seen from the experts' side. An index one past the end stands for "none"."""
+    """One rank's part of a route, for the experts' side. An index one past the end means "none"."""
 
-    row: jax.Array  # [R, T, K] int32, this rank's row of each (source rank, token, k)
-    source: jax.Array  # [rows] int32, source rank * T + token of each row
+    row: jax.Array  # [R, T, K] int32: the row on this rank for each (source rank, token, k)
+    source: jax.Array  # [rows] int32: source rank * T + token for each row
 
 
 class ReferenceBackend(Backend):
@@ -33,15 +38,16 @@ class ReferenceBackend(Backend):
     def __init__(self, group: GroupSettings) -> None:
         self.group = group
         self.closed = False
+        self.debug_nans = os.environ.get(_DEBUG_NANS) == "1"
 
     def close(self) -> None:
         self.closed = True
 
     def check(self) -> None:
-        """Nothing fails here that JAX does not report."""
+        """Does nothing: JAX itself reports all errors of this backend."""
 
     def stats(self) -> dict[str, Any]:
-        return {}  # to count what XLA runs would take a call of the host in each operation
+        return {}  # counting the executions would take a host callback in each operation
 
     def dispatch_start(self, call: DispatchCall, *operands: Any, zero_pad: bool) -> None:
         """The whole operation runs in its done."""
@@ -56,7 +62,7 @@ class ReferenceBackend(Backend):
         *,
         zero_pad: bool,
     ) -> Dispatched:
-        del started, zero_pad  # padding is always zero here
+        del started
         placement, arrays = self._route(call, self._gather(topk_idx))
         route, options = call.route(arrays), call.options
         scales = None
@@ -64,11 +70,15 @@ class ReferenceBackend(Backend):
             x, scales = x
         elif options.wire is not None:
             x, scales = _wires.quantize(x, options.wire)
-        rows = self.dispatch_like(route, x)
+        rows = self._rows(route, x)
         if scales is not None:
-            scales = self.dispatch_like(route, scales)
+            scales = self._rows(route, scales)
             if options.dequantize:
                 rows, scales = _wires.dequantize(rows, scales, self.group.dtype), None
+        if not zero_pad:
+            is_specified = _is_in_group(route, placement)  # also the rows that alignment adds
+            rows = self._fill_unspecified(rows, is_specified)
+            scales = None if scales is None else self._fill_unspecified(scales, is_specified)
         return Dispatched(
             x=rows,
             counts=placement.counts,
@@ -79,18 +89,18 @@ class ReferenceBackend(Backend):
             route=route,
         )
 
-    def dispatch_like(self, route: Route, x: jax.Array) -> jax.Array:
-        tokens = self._gather(x).reshape(-1, *x.shape[1:])
-        return _take(tokens, route.arrays.source).reshape(*route.rows_shape, *x.shape[1:])
+    def dispatch_like(self, route: Route, x: jax.Array, *, zero_pad: bool) -> jax.Array:
+        rows = self._rows(route, x)
+        return rows if zero_pad else self._fill_unspecified(rows, self._holds_token(route))
 
     def dispatch_back(
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         x = topk_weights = None
         if rows is not None:
-            x = self._sum_over_ranks(_partial_sums(route, rows, None).astype(rows.dtype), rows.dtype)
+            x = self._sum_rows(route, rows, None, rows.dtype)
         if weights is not None:
-            # Each (token, k) has its row on one rank at most; the others add zero.
+            # Each (token, k) has a row on at most one rank; the other ranks add zero.
             topk_weights = self._sum_over_ranks(_take(weights.reshape(-1), route.arrays.row), weights.dtype)
         return x, topk_weights
 
@@ -99,28 +109,36 @@ class ReferenceBackend(Backend):
 
     def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: None, out_dtype: Any) -> jax.Array:
         del started
-        return self._sum_over_ranks(_partial_sums(route, y, weights).astype(y.dtype), out_dtype)
+        return self._sum_rows(route, y, weights, out_dtype)
 
     def combine_back(
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        rows = self.dispatch_like(route, g).astype(jnp.float32)
-        holds_token = (route.arrays.source < self.group.num_ranks * route.num_tokens).reshape(route.rows_shape)
+        rows = self._rows(route, g).astype(jnp.float32)
+        holds_token = self._holds_token(route)
         y_cotangent = jnp.where(holds_token[..., None], rows * weights[..., None], 0).astype(g.dtype)
         if y is None:
             return y_cotangent, None
         products = jnp.sum(rows * y.astype(jnp.float32), axis=-1)
         return y_cotangent, jnp.where(holds_token, products, 0)
 
-    def all_to_all(self, x: jax.Array, splits: jax.Array, wire: str | None, *, zero_pad: bool) -> AllToAll:
-        del zero_pad  # always zero here
+    def all_to_all(
+        self, x: jax.Array, splits: jax.Array, wire: str | None, *, dequantize: bool, zero_pad: bool
+    ) -> AllToAll:
         blocks = _layouts.split_blocks(splits, x.shape[0], self.group.num_ranks)
         rows = _rows_of_blocks(blocks, x.shape[0])
         scales = None
         if wire is not None:
             x, scales = _wires.quantize(x, wire)
             scales = self._exchange(_take(scales, rows))
-        return AllToAll(self._exchange(_take(x, rows)), self._exchange(blocks.splits), scales, self.group)
+        x, splits = self._exchange(_take(x, rows)), self._exchange(blocks.splits)
+        if scales is not None and dequantize:
+            x, scales = _wires.dequantize(x, scales, self.group.dtype), None
+        if not zero_pad:
+            is_specified = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < jnp.sum(splits, axis=1, keepdims=True)
+            x = self._fill_unspecified(x, is_specified)
+            scales = None if scales is None else self._fill_unspecified(scales, is_specified)
+        return AllToAll(x, splits, scales, self.group)
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows, hidden = y.shape[1:]
@@ -129,52 +147,87 @@ class ReferenceBackend(Backend):
         return jnp.zeros_like(y[0]).at[rows.reshape(-1)].set(back, mode="drop")
 
     def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, RouteArrays]:
-        """Places every (source rank, token, k) of topk_idx [R, T, K] that names one of this rank's experts."""
-        num_experts = self.group.experts_per_rank
-        expert = topk_idx.reshape(-1) - lax.axis_index(self.group.axis_name) * num_experts
-        expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+        """Computes the row of every (source rank, token, k) of topk_idx [R, T, K] that names an expert of this rank."""
+        num_experts, num_ranks = self.group.experts_per_rank, topk_idx.shape[0]
+        first_expert = lax.axis_index(self.group.axis_name) * num_experts
+        expert = topk_idx - first_expert
+        is_here = (expert >= 0) & (expert < num_experts)
+        source_rank = jnp.arange(num_ranks, dtype=jnp.int32)[:, None, None]
+        # The pairs of one expert and one source rank are a flow; a last flow takes the pairs of other ranks.
+        num_flows = num_experts * num_ranks
+        flow = jnp.where(is_here, expert * num_ranks + source_rank, num_flows).reshape(-1)
 
-        need = jnp.zeros(num_experts + 1, jnp.int32).at[expert].add(1)
+        need = jnp.zeros(num_flows + 1, jnp.int32).at[flow].add(1)
         route = call.route(None)
         placement = _layouts.place(
-            need[:num_experts], layout=route.layout, capacity=route.capacity, alignment=route.alignment
+            need[:num_flows].reshape(num_experts, num_ranks),
+            layout=route.layout,
+            capacity=route.capacity,
+            alignment=route.alignment,
+            first_expert=first_expert,
         )
-        # A stable sort by expert keeps the order (source rank, token, k) within each.
-        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-        index = jnp.arange(expert.size, dtype=jnp.int32)
+        first_row = placement.first_row[:, None] + jnp.cumsum(placement.kept, axis=1, dtype=jnp.int32) - placement.kept
+        # A stable sort by flow keeps the order (token, k) within each flow.
+        order = jnp.argsort(flow, stable=True).astype(jnp.int32)
+        index = jnp.arange(flow.size, dtype=jnp.int32)
         sorted_index = jnp.zeros_like(index).at[order].set(index)
-        place_in_group = sorted_index - _take(jnp.cumsum(need, dtype=jnp.int32) - need, expert)
+        place_in_flow = sorted_index - _take(jnp.cumsum(need, dtype=jnp.int32) - need, flow)
 
         num_rows = _size(route.rows_shape)
-        kept = place_in_group < _take(placement.counts, expert)
-        row = jnp.where(kept, _take(placement.first_row, expert) + place_in_group, num_rows)
-        none = topk_idx.shape[0] * topk_idx.shape[1]
+        kept = place_in_flow < _take(placement.kept.reshape(-1), flow)
+        row = jnp.where(kept, _take(first_row.reshape(-1), flow) + place_in_flow, num_rows)
+        none = num_ranks * topk_idx.shape[1]
         source = jnp.full(num_rows, none, jnp.int32).at[row].set(index // self.group.top_k, mode="drop")
         return placement, RouteArrays(row.reshape(topk_idx.shape), source)
 
+    def _rows(self, route: Route, x: jax.Array) -> jax.Array:
+        """x [T, ...] of all ranks in this rank's rows; zero in rows that hold no token."""
+        tokens = self._gather(x).reshape(-1, *x.shape[1:])
+        return _take(tokens, route.arrays.source).reshape(*route.rows_shape, *x.shape[1:])
+
+    def _holds_token(self, route: Route) -> jax.Array:
+        """Which rows hold a token: bool [rows]."""
+        none = jnp.zeros(_size(route.rows_shape), jnp.bool)
+        return none.at[route.arrays.row.reshape(-1)].set(True, mode="drop").reshape(route.rows_shape)
+
+    def _fill_unspecified(self, rows: jax.Array, is_specified: jax.Array) -> jax.Array:
+        """`rows` [*rows, ...] with NaN, or the largest integer, where it is not specified, to show who reads there."""
+        if not self.debug_nans:
+            return rows
+        is_float = jnp.issubdtype(rows.dtype, jnp.inexact)
+        garbage = jnp.nan if is_float else rows.dtype == jnp.bool or jnp.iinfo(rows.dtype).max
+        return jnp.where(is_specified[..., None], rows, jnp.asarray(garbage, rows.dtype))
+
     def _row_weights(self, route: Route, topk_weights: jax.Array | None) -> jax.Array:
-        """The weight of each row: float32 [rows]."""
+        """Returns the weight of each row: float32 [rows]."""
         row = route.arrays.row.reshape(-1)
         weights = 1.0 if topk_weights is None else self._gather(topk_weights).reshape(-1)
         zeros = jnp.zeros(_size(route.rows_shape), jnp.float32)
         return zeros.at[row].set(weights, mode="drop").reshape(route.rows_shape)
 
+    def _sum_rows(self, route: Route, rows: jax.Array, weights: jax.Array | None, out_dtype: Any) -> jax.Array:
+        """Sums rows [rows, H'] times weights [rows], or unweighted, to [T, H'] on the tokens' ranks."""
+        return self._sum_over_ranks(_partial_sums(route, rows, weights).astype(rows.dtype), out_dtype)
+
     def _gather(self, x: jax.Array) -> jax.Array:
-        """Every rank's x: [R, ...]."""
+        """Returns the x of every rank: [R, ...]."""
         return _as_bits(lambda bits: lax.all_gather(bits, self.group.axis_name), x)
 
     def _exchange(self, blocks: jax.Array) -> jax.Array:
-        """Block r of [R, ...] goes to rank r; block r of the result came from rank r."""
+        """Sends block r of [R, ...] to rank r. Block r of the result came from rank r."""
         return _as_bits(lambda bits: lax.all_to_all(bits, self.group.axis_name, 0, 0), blocks)
 
     def _sum_over_ranks(self, blocks: jax.Array, out_dtype: Any) -> jax.Array:
-        """Sends block r of [R, T, ...] to rank r and sums what arrives in float32, in the order of ranks."""
+        """Sends block r of [R, T, ...] to rank r. Sums the blocks that arrive, in float32, in the order of ranks."""
         arrived = self._exchange(blocks).astype(jnp.float32)
         return reduce(operator.add, arrived).astype(out_dtype)
 
 
 def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """This rank's part of each token's sum: float32 [R, T, H]. Adds in the order of k; reads no row without a token."""
+    """Returns this rank's part of each token's sum: float32 [R, T, H].
+
+    Adds in the order of k, and reads no row that holds no token.
+    """
     y = y.reshape(-1, y.shape[-1])
     total = jnp.zeros((), jnp.float32)
     for k in range(route.group.top_k):
@@ -184,14 +237,22 @@ def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.
     return total
 
 
+def _is_in_group(route: Route, placement: _layouts.Placement) -> jax.Array:
+    """Which rows an expert's group occupies: bool [rows]."""
+    row = jnp.arange(route.capacity, dtype=jnp.int32)
+    if route.layout == "expert":
+        return row[None] < placement.group_sizes[:, None]
+    return row < jnp.sum(placement.group_sizes)
+
+
 def _rows_of_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
-    """The row that each place of each rank's block holds: [R, M] int32."""
+    """Returns the row at each place of each rank's block: [R, M] int32."""
     place = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.where(place[None] < blocks.sizes[:, None], blocks.first_row[:, None] + place[None], num_rows)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], zero where index is one past the end."""
+    """Returns x[index], and zero if the index is one past the end."""
     if x.shape[0] == 0:
         return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
     return x.at[index].get(mode="fill", fill_value=0)
@@ -201,19 +262,29 @@ def _size(shape: tuple[int, ...]) -> int:
     return reduce(operator.mul, shape)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _as_bits(move: Any, x: jax.Array) -> jax.Array:
-    """Moves floating-point x as integers, so that no compiler pass may widen, flush or otherwise change a value."""
+def _as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Applies `move` to floating-point x as integers, so that no compiler pass widens, flushes or changes a value."""
+    return _from_bits(move(_to_bits(x)), x.dtype)
+
+
+@jax.custom_jvp
+def _to_bits(x: jax.Array) -> jax.Array:
+    """Returns x as integers of its size if x is floating-point, else x itself."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return move(x)
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(move(bits), x.dtype)
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
-@_as_bits.defjvp
-def _as_bits_jvp(move: Any, primals: Any, tangents: Any) -> Any:
-    # The rules of the public functions come first; without this, a second derivative would be a silent zero.
+@_to_bits.defjvp
+def _to_bits_jvp(primals: Any, tangents: Any) -> Any:
+    # JAX uses the gradient rules of the public functions first. A second derivative reaches this rule. Without the
+    # error, it would be zero.
     raise TypeError(
         "jax_ep: dispatch, combine and their like have first derivatives only, in reverse mode; use no jvp, hessian or "
         "second grad through them"
     )
+
+
+def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Inverts `_to_bits`."""
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)

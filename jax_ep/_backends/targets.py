@@ -1,7 +1,8 @@
-"""The XLA FFI targets of the CUDA backend: what each takes and gives, named and in order, as in ffi/cuda/handlers.cc.
+"""The XLA FFI targets of the CUDA backend: the names and the order of operands, results and attributes.
 
-`Target.in_order` is the only place that puts operands in order. tests/test_targets.py compares the declarations with
-handlers.cc. Every target has one more operand and one more result in front, the token of `_ordered_calls`.
+ffi/cuda/handlers.cc has the same order; tests/test_targets.py compares the two. `Target.in_order` is the only place
+that puts operands in order. The handler of every target has one more operand and one more result, in front of the
+declared ones: the token of `_ordered_calls`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ Sizes: TypeAlias = Mapping[str, int | tuple[int, ...]]
 
 
 class Array(NamedTuple):
-    """An operand or a result. An array of no elements stands for "none"."""
+    """An operand or a result. An array without elements means "none"."""
 
     name: str
     dims: str
     """Names of dimensions, such as "T K". A dimension whose name begins with "*" stands for any number of them."""
     dtype: Any = None
-    """None: that of the call."""
+    """None: each call has its own dtype."""
 
 
 class Result(NamedTuple):
-    """The type of one result of one call."""
+    """The type of a result in one call."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -37,15 +38,16 @@ class Result(NamedTuple):
 
 NONE = Result((0,), jnp.float32)
 _INT, _FLOAT = jnp.int32, jnp.float32
-_AXIS_INDEX = Array("axis_index", "", _INT)  # which rank XLA runs: the kernels compare it with the group's mesh
-_TICKET = Array("ticket", "2", _INT)  # struct Ticket in ffi/cuda/call.h
+_AXIS_INDEX = Array("axis_index", "", _INT)  # the rank that XLA runs; kernels compare it with the group's mesh
+_TICKET = Array("ticket", "2", _INT)  # struct PendingCall in ffi/cuda/call.h
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One FFI target. T tokens, K = top_k, H channels of a row, R ranks, E local experts, S scales of a row.
+    """One FFI target.
 
-    `*rows` are the leading dimensions of received rows, N is how many rows these are. P = T, or 2 T over a network.
+    Dimensions: T tokens, K = top_k, H channels of a row, R ranks, E local experts, S scales of a row. `*rows` are the
+    leading dimensions of received rows, and N is their product. P is T, or 2 T over a network.
     """
 
     name: str
@@ -55,27 +57,27 @@ class Target:
 
     @cached_property
     def start(self) -> Target:
-        """The start of a split-phase call: takes the memory of the results as operands."""
+        """The start of a split-phase call. It takes the memory of the results as operands."""
         return Target(f"{self.name}_start", (*self.operands, *self.results), (_TICKET,), self.attributes)
 
     @cached_property
     def done(self) -> Target:
-        """The done: takes the operands of the start but for axis_index.
+        """The done of a split-phase call. It takes the operands of the start, except axis_index.
 
-        Its results are in the memory that the start was given for them.
+        Its results are in the memory that the start got for them.
         """
         operands = [operand for operand in self.operands if operand != _AXIS_INDEX]
         return Target(f"{self.name}_done", (*operands, *self.results, _TICKET), self.results)
 
     def in_order(self, operands: Mapping[str, jax.Array | None]) -> tuple[jax.Array | None, ...]:
-        """The operands by name -> in the order of the handler."""
+        """Returns the operands, given by name, in the order of the handler."""
         declared = [operand.name for operand in self.operands]
         if declared_not := set(declared) ^ set(operands):
             raise TypeError(f"{self.name}: operands {sorted(declared_not)} are declared or given, not both")
         return tuple(operands[name] for name in declared)
 
     def encode(self, attributes: Mapping[str, int | bool]) -> dict[str, np.int64 | bool]:
-        """The attributes as the handler decodes them."""
+        """Converts the attributes to the types that the handler decodes."""
         if set(attributes) != set(self.attributes):
             raise TypeError(f"{self.name}: attributes {sorted(attributes)}; declared are {sorted(self.attributes)}")
         return {name: value if isinstance(value, bool) else np.int64(value) for name, value in attributes.items()}
@@ -87,13 +89,13 @@ class Target:
         dtypes: Mapping[str, Any],
         absent: Collection[str] = (),
     ) -> dict[str, Result]:
-        """The type of each result, by name.
+        """Returns the type of each result, by name.
 
         Args:
-            operands: their shapes tell the sizes of dimensions, and must agree with each other and with `sizes`.
-            sizes: of dimensions that no operand has.
-            dtypes: of the results that are declared without one.
-            absent: results that the call does not want.
+            operands: give the sizes of their dimensions, which must agree with each other and with `sizes`.
+            sizes: the sizes of the dimensions that no operand has.
+            dtypes: the dtypes of the results that are declared without a dtype.
+            absent: the results that the call does not need.
         """
         sizes = dict(sizes)
         for declared in self.operands:
@@ -107,7 +109,7 @@ class Target:
         }
 
     def _bind(self, declared: Array, operand: jax.Array, sizes: dict[str, int | tuple[int, ...]]) -> None:
-        """Adds the dimensions of an operand to `sizes`."""
+        """Adds the dimensions of an operand to `sizes`, and checks them."""
         names = declared.dims.split()
         shape: list[int | tuple[int, ...]] = list(operand.shape)
         if names and names[0].startswith("*"):
@@ -127,13 +129,14 @@ def _shape(declared: Array, sizes: Sizes) -> tuple[int, ...]:
     return shape
 
 
-# A route: what dispatch finds out, and the operations along it take again.
+# A route: dispatch returns these arrays, and the later operations along the route take them.
 _ROUTE = (
-    # Index of the token among the rows sent to each rank (for this rank, the token), -1 if it was not sent. Over a
-    # network, T more for the tokens that this rank forwarded (ScatterArgs in ffi/cuda/dispatch.h).
-    Array("place", "P R", _INT),
-    Array("rows", "R T K", _INT),  # row here of each arrived (source rank, index, k), -1 if none
-    Array("num_arrived", "R", _INT),  # rows that came from each rank
+    # The index of each token among the rows sent to each rank; for this rank, the number of the token; -1 if the token
+    # was not sent. Over a network, T more entries for the tokens that this rank forwarded (DispatchArgs in
+    # ffi/cuda/dispatch.h).
+    Array("send_slot", "P R", _INT),
+    Array("recv_row", "R T K", _INT),  # the row on this rank of each (source rank, index, k) that arrived, or -1
+    Array("num_recv_per_rank", "R", _INT),  # the number of rows that came from each rank
 )
 _COUNTS = (Array("counts", "E", _INT), Array("group_sizes", "E", _INT))
 _LAYOUT = ("layout", "capacity", "alignment")
@@ -185,14 +188,20 @@ COMBINE_BACK = Target(
 )
 ALL_TO_ALL = Target(
     "all_to_all",
-    (_AXIS_INDEX, Array("x", "M H"), Array("splits", "R*E", _INT), Array("place", "M R", _INT)),
+    (
+        _AXIS_INDEX,
+        Array("x", "M H"),
+        Array("x_scales", "M S", _FLOAT),
+        Array("splits", "R*E", _INT),
+        Array("send_slot", "M R", _INT),
+    ),
     (Array("out", "R M H"), Array("out_scales", "R M S", _FLOAT), Array("out_splits", "R E", _INT)),
-    ("cast", "zero_pad"),
+    ("cast", "dequantize", "zero_pad"),
 )
 ALL_TO_ALL_BACK = Target(
     "all_to_all_back",
-    (_AXIS_INDEX, Array("y", "R M H"), Array("num_sent", "R", _INT), Array("place", "M R", _INT)),
+    (_AXIS_INDEX, Array("y", "R M H"), Array("num_sent", "R", _INT), Array("send_slot", "M R", _INT)),
     (Array("out", "M H"),),
 )
 TARGETS = (DISPATCH, DISPATCH_LIKE, DISPATCH_BACK, COMBINE, COMBINE_BACK, ALL_TO_ALL, ALL_TO_ALL_BACK)
-SPLIT = (DISPATCH, COMBINE)  # those that have a start and a done
+SPLIT = (DISPATCH, COMBINE)  # the targets that have a start and a done

@@ -30,7 +30,7 @@ from jax_ep.bench.timing import Timing, time_backward, time_forward
 
 
 def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
-    """A row of the report: the case, and all that was measured of it."""
+    """Measures a case. Returns a row of the report."""
     with open_group(case, mesh, backend) as group:
         exchange = EpExchange(group, case.layout, case.wire, zero_pad=grad)
         forward = time_forward(exchange, case, mesh, pairs, traced=True)
@@ -46,7 +46,7 @@ def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: b
         }
         row |= _transport(group, case, forward.topk_idx)
     topk_idx, timing = forward.topk_idx, forward.timing
-    del forward  # its arrays are large, and those of lax need room
+    del forward  # its arrays are large, and lax's arrays need the memory
     floor = measure_floor(case, topk_idx, mesh)
     plain = dataclasses.replace(case, wire=None, num_sms=None, layout="ragged")
     padded = _time_lax(plain, mesh, pairs, ragged=False) if lax else None
@@ -68,7 +68,7 @@ def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: b
 
 
 def _transport(group: ep.Group, case: Case, topk_idx: np.ndarray) -> dict[str, str | int | None]:
-    """The part of a row that tells how ranks reach each other."""
+    """Returns the part of a row that describes how ranks reach each other."""
     hosts = _processes.exchange_among_all("jax_ep.bench", "hosts", _processes.host())
     nodes = _network.nodes(list(group.mesh.devices.flat), hosts)
     num_nodes = len(set(nodes))
@@ -87,7 +87,7 @@ def _transport(group: ep.Group, case: Case, topk_idx: np.ndarray) -> dict[str, s
 def _times(
     timing: Timing | None, *, prefix: str = "", dispatch_kernel: str, combine_kernel: str
 ) -> dict[str, float | None]:
-    """The part of a row for one chain. The last two arguments name the operations that ran the two kernels."""
+    """Returns the part of a row for one chain. The last two arguments name the operations that ran the two kernels."""
     line = timing and timing.time_line
     times = {
         "pair_us": line and line.pair_us,
@@ -103,12 +103,12 @@ def _times(
     return {prefix + name: us for name, us in times.items()}
 
 
-@functools.cache  # it knows no wires: cases of one run often share it
+@functools.cache  # independent of the wire: several cases of one run often share it
 def _time_lax(case: Case, mesh: Mesh, pairs: int, *, ragged: bool) -> Timing | None:
-    """None where XLA has no such collective on this platform, or no room for its buffers, on all ranks alike."""
+    """Times a collective of lax. Returns None, on all ranks, if XLA does not have it here or lacks memory for it."""
     try:
         return time_forward(LaxExchange(case, ragged), case, mesh, pairs, traced=False).timing
-    except (jax.errors.JaxRuntimeError, ep.Error) as error:  # here, or in a process that tells of it
+    except (jax.errors.JaxRuntimeError, ep.Error) as error:  # raised here, or published by another process
         if "RESOURCE_EXHAUSTED" in str(error):
             name = "ragged_all_to_all" if ragged else "all_to_all"
             warnings.warn(f"lax.{name} is left out at {case.tokens} tokens: out of memory", stacklevel=2)
@@ -118,7 +118,7 @@ def _time_lax(case: Case, mesh: Mesh, pairs: int, *, ragged: bool) -> Timing | N
 
 
 def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
-    """The options; small by default on CPUs."""
+    """Parses the options. The default sizes are small on CPUs."""
 
     def listed(item: Callable[[str], Any], what: str) -> Callable[[str], list[Any]]:
         def values(text: str) -> list[Any]:
@@ -177,7 +177,7 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
         hidden, top_k, experts = model.hidden, model.top_k, model.num_experts
     sizes = {"hidden": [hidden], "top_k": [top_k], "experts": [experts]}
     options = argparse.Namespace(**sizes | vars(options))
-    if jax.process_index() != 0:  # which writes no files
+    if jax.process_index() != 0:  # only process 0 writes files
         options.json = options.plot = None
     if wrong := _mismatch(options, num_ranks):
         parser.error(wrong)
@@ -185,7 +185,10 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
 
 
 def _mismatch(options: argparse.Namespace, num_ranks: int) -> str | None:
-    """What is wrong with the options, in whatever process; all come to the same. None: they fit, and are equal."""
+    """Returns an error in the options of any process, or None. All processes must have the same options.
+
+    The error is the same in all processes, except that other processes see the process named.
+    """
     missing = report.missing("matplotlib") if options.plot else None
     wrong = f"--plot: {missing}" if missing else next(mismatches(options, num_ranks), None)
     mine = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
@@ -208,7 +211,7 @@ def _cases(options: argparse.Namespace, num_ranks: int) -> list[Case]:
 def _show(
     measured: Iterable[dict[str, Any]], cases: Sequence[Case], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The rows, as they are measured: a line of the table each, and what else the options ask for."""
+    """Prints a line for each row as it is measured, and writes the files of --json and --plot. Returns the rows."""
     devices = jax.devices()
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     print(f"{len(devices)} x {devices[0].device_kind}{processes}; microseconds per dispatch + combine")
@@ -228,9 +231,9 @@ def _show(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table, one line per case as it is measured. Exit status 1 if any result was wrong.
+    """Prints a table, with a line for each case as it is measured. Returns exit status 1 if any result was wrong.
 
-    In several processes all measure, and process 0 speaks.
+    In several processes, all measure, and process 0 prints.
     """
     devices = jax.devices()
     options = _parse(argv, num_ranks=len(devices), on_cpu=devices[0].platform == "cpu")
@@ -245,7 +248,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """The command `jax-ep bench`, in one process or several; its exit status."""
+    """Runs the command `jax-ep bench`, in one process or several. Returns its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "experts":
+        from jax_ep.bench import experts
+
+        return experts.run(argv[1:])
     if not _processes.join():
         allow_virtual_cpus()
     return main(argv)

@@ -1,4 +1,4 @@
-"""What is timed, and the numbers that it is timed with."""
+"""The cases that the bench times, and their inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_ep._wires import Wire
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One exchange to time. Fields are named as in the JSON rows; tokens are per rank."""
+    """One exchange to time. The fields have the names of the JSON rows. `tokens` is per rank."""
 
     ranks: int
     tokens: int
@@ -35,7 +35,7 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """All ranks' arguments: x [R, T, H], topk_idx [R, T, K] int32, topk_weights [R, T, K] float32."""
+    """The arguments of all ranks: x [R, T, H], topk_idx [R, T, K] int32, topk_weights [R, T, K] float32."""
 
     x: Any
     topk_idx: Any
@@ -43,28 +43,28 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """Numbers with which a chain of pairs is exact, in all dtypes and wires: each token's weights add up to 1."""
+    """Returns inputs for which a chain of pairs is exact, in all dtypes and wires. Each token's weights add up to 1."""
     rng = np.random.default_rng(seed)
-    # A weighted sum over some of a token's experts is a multiple of 1/32, less than 8: 8 bits, as many as bfloat16 has.
+    # A weighted sum over some of a token's experts is a multiple of 1/32 below 8. It has 8 bits, which fit in bfloat16.
     x = rng.integers(-7, 8, (case.ranks, case.tokens, case.hidden), dtype=np.int8)
-    x[..., ::CHANNELS_PER_SCALE] = 7  # each block's largest: its fp8 rows are then 64 * x
+    x[..., ::CHANNELS_PER_SCALE] = 7  # the largest value of each block: fp8 rows are then 64 * x
     shares = rng.multinomial(32 - case.top_k, np.full(case.top_k, 1 / case.top_k), (case.ranks, case.tokens))
     topk_idx = ROUTINGS[case.routing](rng, case)
     return Inputs(x.astype(jnp.dtype(case.dtype)), topk_idx.astype(np.int32), (1 + shares).astype(np.float32) / 32)
 
 
 def _uniform(rng: np.random.Generator, case: Case) -> np.ndarray:
-    """[R, T, K] distinct experts, all equally likely."""
+    """Returns distinct experts, all equally likely: [R, T, K]."""
     return rng.random((case.ranks, case.tokens, case.experts)).argsort(axis=-1)[..., : case.top_k]
 
 
 def _skewed(rng: np.random.Generator, case: Case) -> np.ndarray:
-    """[R, T, K] distinct experts, as near to half of them on rank 0 as its number of experts allows."""
+    """Returns distinct experts, [R, T, K]: half of them on rank 0, or as many as rank 0 has."""
     scores = rng.random((case.ranks, case.tokens, case.experts))
     hot, cold = np.split(scores, [case.experts_per_rank], axis=-1)
     rounded_up_in_turn = (case.top_k + np.arange(case.tokens) % 2) // 2
     num_hot = np.clip(rounded_up_in_turn, case.top_k - cold.shape[-1], hot.shape[-1])
-    # Scores lie in [0, 1): a hot expert less 2 comes before all cold ones, plus 2 after them.
+    # Scores are in [0, 1). So a hot expert with its score - 2 comes before all cold experts, with + 2 after them.
     place = hot.argsort(axis=-1).argsort(axis=-1)
     hot = np.where(place < num_hot[:, None], hot - 2, hot + 2)
     return np.concatenate([hot, cold], axis=-1).argsort(axis=-1)[..., : case.top_k]
@@ -74,5 +74,5 @@ ROUTINGS: dict[str, Callable[[np.random.Generator, Case], np.ndarray]] = {"unifo
 
 
 def signs_of_experts(case: Case) -> np.ndarray:
-    """+1 or -1 for each expert, [E] float32: to see that rows are at the right one."""
+    """Returns +1 or -1 for each expert, [E] float32. The signs show whether rows reached the right expert."""
     return np.random.default_rng(1).choice(np.array([-1, 1], np.float32), case.experts)

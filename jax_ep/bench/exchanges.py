@@ -1,4 +1,4 @@
-"""Ways to move tokens to experts and back: jax_ep's own, and what one writes in plain JAX."""
+"""Ways to move tokens to experts and back: jax_ep, plain JAX, and no communication."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jax_ep._wires import Wire
 from jax_ep.bench.cases import Case
 
 AXIS = "ep"
-_NOWHERE = np.iinfo(np.int32).max  # an index beyond any array
+_NOWHERE = np.iinfo(np.int32).max  # an index past the end of every array
 
 
 def open_group(case: Case, mesh: Mesh, backend: BackendName) -> ep.Group:
-    """The group that runs a case's operations on a mesh with the axis AXIS; the caller closes it."""
+    """Makes the group for a case on a mesh with the axis AXIS. The caller closes it."""
     return ep.Group(
         mesh,
         AXIS,
@@ -43,24 +43,24 @@ class Exchange(Protocol):
 
     @property
     def casts(self) -> bool:
-        """Whether `rows` is work: a cast of what arrived."""
+        """True if `rows` casts the rows that arrived, which takes time."""
         ...
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> Any:
-        """Moves x [T, H]; a pytree that has `group_sizes` [E_local] int32."""
+        """Moves x [T, H] to the experts. Returns a pytree that has `group_sizes` [E_local] int32."""
 
     def rows(self, recv: Any) -> jax.Array:
-        """What arrived, by expert, in the case's dtype: [E_local, capacity, H] or [capacity, H]."""
+        """Returns the rows that arrived, by expert, in the case's dtype: [E_local, capacity, H] or [capacity, H]."""
         ...
 
     def combine(self, y: jax.Array, recv: Any) -> jax.Array:
-        """Brings y, shaped like `rows`, back and sums it: [T, H]."""
+        """Brings y, which has the shape of `rows`, back to the tokens and sums it: [T, H]."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class EpExchange:
-    """jax_ep's own."""
+    """The exchange of jax_ep."""
 
     group: ep.Group
     layout: LayoutName
@@ -81,6 +81,7 @@ class EpExchange:
             layout=self.layout,
             capacity=self.capacity,
             wire=self.wire,
+            dequantize=False,
             zero_pad=self.zero_pad,
         )
 
@@ -91,10 +92,10 @@ class EpExchange:
         return ep.combine(y, recv)
 
     def backward(self, g: jax.Array, y: jax.Array, recv: ep.Dispatched) -> jax.Array:
-        """The backward pass of a pair, for the cotangent g [T, H] of its result: that of its x.
+        """Runs the backward pass of a pair. g [T, H] is the cotangent of its result; returns the cotangent of x.
 
-        It runs the two operations by themselves, as their gradient rules do: the gradient of a whole pair would have
-        its forward pass in the same executable.
+        It calls the two backward operations directly, as the gradient rules do. jax.grad of a pair would also run the
+        forward pass in the same executable.
         """
         backend = recv.route.backend
         y_cotangent, weights_cotangent = backend.combine_back(recv.route, g, y, recv.weights)
@@ -104,14 +105,14 @@ class EpExchange:
 
 
 class Blocks(NamedTuple):
-    """Where the rows to, or from, each rank lie in a buffer: [R] int32 each."""
+    """The position in a buffer of the rows to, or from, each rank: [R] int32 each."""
 
     starts: jax.Array
     sizes: jax.Array
 
 
 class Copies(NamedTuple):
-    """Where K copies of each token lie in a buffer of rows, and what they count in the sum."""
+    """The positions of K copies of each token in a buffer of rows, and their weights in the sum."""
 
     row_of_copy: jax.Array  # [T, K] int32
     copy_of_row: jax.Array  # [rows] int32: token * K + k
@@ -122,7 +123,7 @@ class LaxReceived(NamedTuple):
     x: jax.Array  # [E_local, capacity, H] or [capacity, H]
     group_sizes: jax.Array  # [E_local] int32
     sent: Copies
-    slot_of_row: jax.Array  # [rows of x] int32, place of each row in the buffer that arrived
+    slot_of_row: jax.Array  # [rows of x] int32: position of each row in the buffer that arrived
     row_of_slot: jax.Array  # [slots] int32
     outgoing: Blocks
     incoming: Blocks
@@ -130,21 +131,21 @@ class LaxReceived(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LaxExchange:
-    """What one writes in plain JAX: sort the copies of the tokens by expert, exchange, sort what arrives; and back.
+    """An exchange in plain JAX: sorts copies of the tokens by expert, exchanges them, and sorts the rows that arrive.
 
-    Rows travel in the case's dtype, whatever its wire. Nothing is dropped: a routing that sends more than
-    `slots_per_rank` rows from one rank to another, or more than there is capacity for, gives wrong results.
+    Rows travel in the case's dtype, also if the case has a wire. It drops no rows. If a routing sends more than
+    `slots_per_rank` rows from one rank to another, or more rows than the capacity, the results are wrong.
     """
 
     case: Case
-    ragged: bool  # lax.ragged_all_to_all, or else lax.all_to_all of padded blocks
-    capacity: int | None = None  # of what arrives, as in jax_ep.dispatch
-    slots_per_rank: int | None = None  # rows of a padded block; None: the most that one rank may send to another
+    ragged: bool  # True: lax.ragged_all_to_all; False: lax.all_to_all of padded blocks
+    capacity: int | None = None  # as in jax_ep.dispatch
+    slots_per_rank: int | None = None  # rows of a padded block; None: the most that one rank can send to another
     casts = False
 
     @property
     def _slots(self) -> int:
-        """Rows of the buffer that arrives."""
+        """The number of rows of the buffer that arrives."""
         case = self.case
         return case.ranks * (self.slots_per_rank or case.tokens * min(case.top_k, case.experts_per_rank))
 
@@ -154,14 +155,14 @@ class LaxExchange:
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> LaxReceived:
         case = self.case
-        x, topk_idx = lax.optimization_barrier((x, topk_idx))  # or else XLA would sort once for a whole chain
+        x, topk_idx = lax.optimization_barrier((x, topk_idx))  # without it, XLA sorts once for a whole chain
         splits = jnp.bincount(topk_idx.reshape(-1), length=case.experts).reshape(case.ranks, -1)
         arriving = lax.all_to_all(splits, AXIS, 0, 0)  # [source rank, E_local]
         outgoing, incoming = self._blocks(splits.sum(axis=1)), self._blocks(arriving.sum(axis=1))
         sent = _sort_copies(topk_idx, topk_weights, outgoing.starts, outgoing.sizes, self._slots_sent)
         arrived = self._move(_expand(x, sent), self._slots, outgoing, incoming)
 
-        # Rows are ordered by expert, then source rank; slots by source rank, then expert.
+        # Rows are in the order of experts, then source ranks. Slots are in the order of source ranks, then experts.
         chunk_starts = incoming.starts[:, None] + jnp.cumsum(arriving, axis=1) - arriving
         slots = _places(chunk_starts.T.reshape(-1), arriving.T.reshape(-1), self._slots)
         group_sizes = arriving.sum(axis=0)
@@ -211,11 +212,11 @@ class LocalReceived(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LocalExchange:
-    """No exchange at all: each copy of a token goes to the expert of its own rank that has the same local index.
+    """No communication: each copy of a token goes to the expert of its own rank that has the same local index.
 
-    What is left is what any exchange must do besides: the copies are sorted by local expert and written to the rows of
-    the layout, in one gather, and their outputs are summed with the weights, in another. A layer whose ranks all hold
-    the same experts has the same results with it. As with LaxExchange, nothing is dropped.
+    The local work of an exchange remains. One gather sorts the copies by local expert and writes them to the rows of
+    the layout. Another gather sums the outputs with the weights. If all ranks hold the same experts, a layer has the
+    same results as with communication. As with LaxExchange, no rows are dropped.
     """
 
     case: Case
@@ -237,7 +238,7 @@ class LocalExchange:
 
 
 def _sort_copies(expert: jax.Array, weights: jax.Array, starts: jax.Array, sizes: jax.Array, num_rows: int) -> Copies:
-    """Sorts the copies of the tokens by expert [T, K]; each chunk of sizes[i] of them starts at row starts[i]."""
+    """Sorts the copies of the tokens by expert [T, K]. Chunk i has sizes[i] copies, and starts at row starts[i]."""
     copies = jnp.argsort(expert.reshape(-1), stable=True)  # token * K + k, in the order of experts
     rows = _places(starts, sizes, copies.size)
     row_of_copy = _scatter(rows, copies, copies.size).reshape(expert.shape)
@@ -246,18 +247,18 @@ def _sort_copies(expert: jax.Array, weights: jax.Array, starts: jax.Array, sizes
 
 def _expand(x: jax.Array, copies: Copies) -> jax.Array:
     """Writes each token's copies to their rows."""
-    token_of_row = copies.copy_of_row // copies.row_of_copy.shape[1]  # of a row without one: still beyond all tokens
+    token_of_row = copies.copy_of_row // copies.row_of_copy.shape[1]  # past the end for a row without a token
     return _take(x, token_of_row, copies.row_of_copy)
 
 
 def _sum(rows: jax.Array, copies: Copies) -> jax.Array:
-    """The weighted sum over each token's copies: [T, H]."""
+    """Returns the weighted sum over each token's copies: [T, H]."""
     terms = _take(rows, copies.row_of_copy, copies.copy_of_row).astype(jnp.float32) * copies.weights[..., None]
     return terms.sum(axis=1).astype(rows.dtype)
 
 
 def _layout(case: Case, capacity: int | None, group_sizes: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
-    """First row of each group, [E_local] int32, and the leading dimensions of the buffer."""
+    """Returns the first row of each group, [E_local] int32, and the leading dimensions of the buffer."""
     capacity = capacity or _layouts.default_capacity(
         case.layout,
         num_ranks=case.ranks,
@@ -267,7 +268,7 @@ def _layout(case: Case, capacity: int | None, group_sizes: jax.Array) -> tuple[j
         alignment=1,
     )
     shape = _layouts.rows_shape(case.layout, capacity=capacity, experts_per_rank=case.experts_per_rank)
-    return _layouts.place(group_sizes, layout=case.layout, capacity=capacity, alignment=1).first_row, shape
+    return _layouts.place(group_sizes[:, None], layout=case.layout, capacity=capacity, alignment=1).first_row, shape
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
@@ -275,9 +276,9 @@ def _starts(sizes: jax.Array) -> jax.Array:
 
 
 def _places(starts: jax.Array, sizes: jax.Array, total: int) -> jax.Array:
-    """For `total` items, of which each chunk in turn holds sizes[i]: their place if that chunk starts at starts[i].
+    """Returns the positions of `total` items. Chunk i holds the next sizes[i] items, and starts at starts[i].
 
-    Items beyond the last chunk get a place far beyond any buffer.
+    An item after the last chunk gets _NOWHERE.
     """
     item = jnp.arange(total, dtype=jnp.int32)
     shift = jnp.repeat(starts - _starts(sizes), sizes, total_repeat_length=total)
@@ -285,15 +286,16 @@ def _places(starts: jax.Array, sizes: jax.Array, total: int) -> jax.Array:
 
 
 def _scatter(values: jax.Array, places: jax.Array, size: int) -> jax.Array:
-    """The values [n] at their places in an array of that size; elsewhere an index that is beyond any array."""
+    """Returns an array of `size` elements: values [n] at their places, and _NOWHERE in all others."""
     return jnp.full(size, _NOWHERE, jnp.int32).at[places].set(values, mode="drop")
 
 
 @jax.custom_vjp
 def _take(x: jax.Array, index: jax.Array, places: jax.Array) -> jax.Array:
-    """x[index], and zeros where index is beyond x; `places` [rows of x, ...] are those where each row of x ends up.
+    """Returns x[index], with zeros for an index past the end.
 
-    They make its gradient a gather, too, where JAX by itself would scatter, which is slow on GPUs.
+    `places` [rows of x, ...] holds the positions of each row of x in the result. With them, the gradient is a gather.
+    JAX's own gradient is a scatter, which is slow on GPUs.
     """
     return x.at[index].get(mode="fill", fill_value=0)
 

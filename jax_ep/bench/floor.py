@@ -1,4 +1,4 @@
-"""What the link itself needs for a case."""
+"""The floor of a case: the time that the link needs for its rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax_ep import _native
 from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep.bench.cases import Case
 
-_UNIT = 16  # bytes: what rows are multiples of
-_HEADER_BYTES = 16  # of a dispatched row, for each k
-_HEADER_ROOM = 128  # bytes: what the room for headers is a multiple of (ArenaLayout in ffi/arena.h)
-_FEW_TOKENS = 32  # per rank: their rows go straight to each rank of another node (are_few() in ffi/plan.h)
+_UNIT = 16  # bytes; the size of a row is a multiple of it
+_HEADER_BYTES = 16  # bytes per k in the header of a dispatched row
+_HEADER_ROOM = 128  # bytes; the arena's room for a header is a multiple of it (ArenaLayout in ffi/arena.h)
+_FEW_TOKENS = 32  # with at most this many tokens per rank, rows go directly to remote ranks (are_few() in ffi/plan.h)
 
 
 class Floor(NamedTuple):
@@ -27,9 +27,9 @@ class Floor(NamedTuple):
 
 
 def measure_floor(case: Case, topk_idx: np.ndarray, mesh: Mesh) -> Floor | None:
-    """Pushes the rows of topk_idx [R, T, K] between the mesh's GPUs; None where there is no link to measure.
+    """Times pushes of the rows of topk_idx [R, T, K] between the mesh's GPUs.
 
-    One process pushes, and so has to own all of them.
+    Returns None if there is no link to measure, or if several processes own the GPUs: one process must push for all.
     """
     devices = mesh.devices.flat
     if _native.cuda is None or devices[0].platform != "gpu" or len(devices) < 2 or mesh.is_multi_process:
@@ -43,7 +43,10 @@ def measure_floor(case: Case, topk_idx: np.ndarray, mesh: Mesh) -> Floor | None:
 
 
 def rows_between_ranks(case: Case, topk_idx: np.ndarray) -> np.ndarray:
-    """[R, R]: rows from each rank to each other. A token crosses the link once per rank, and sums come back so, too."""
+    """Returns the number of rows from each rank to each other rank: [R, R].
+
+    A token crosses the link once per destination rank, and one sum per destination rank comes back.
+    """
     owner = topk_idx // case.experts_per_rank  # [R, T, K]
     rows = np.stack([(owner == rank).any(axis=-1).sum(axis=-1) for rank in range(case.ranks)], axis=-1)
     np.fill_diagonal(rows, 0)
@@ -51,9 +54,12 @@ def rows_between_ranks(case: Case, topk_idx: np.ndarray) -> np.ndarray:
 
 
 def over_network(case: Case, topk_idx: np.ndarray, node_size: int) -> tuple[int, int]:
-    """Rows, and their bytes, that the rank which has most of them sends to other nodes in a pair (docs/network.md)."""
+    """Returns the rows, and their bytes, that a rank sends to other nodes in a pair: the maximum over the ranks.
+
+    docs/network.md explains the rules.
+    """
     straight = case.tokens <= _FEW_TOKENS
-    rows = rows_between_ranks(case, topk_idx) if straight else _rows_between_counterparts(case, topk_idx, node_size)
+    rows = rows_between_ranks(case, topk_idx) if straight else _rows_between_rail_peers(case, topk_idx, node_size)
     node = np.arange(case.ranks) // node_size
     rows = np.where(node[:, None] == node, 0, rows)
     dispatched, combined = rows.sum(axis=1), rows.sum(axis=0)
@@ -61,8 +67,8 @@ def over_network(case: Case, topk_idx: np.ndarray, node_size: int) -> tuple[int,
     return int((dispatched + combined).max()), int(num_bytes.max())
 
 
-def _rows_between_counterparts(case: Case, topk_idx: np.ndarray, node_size: int) -> np.ndarray:
-    """[R, R]: rows from each rank to those of its number in their nodes, once per token for all ranks there."""
+def _rows_between_rail_peers(case: Case, topk_idx: np.ndarray, node_size: int) -> np.ndarray:
+    """Returns the number of rows from each rank to its rail peers: [R, R]. A token goes once to each node."""
     node_of_expert = topk_idx // (case.experts_per_rank * node_size)  # [R, T, K]
     ranks = np.arange(case.ranks)
     rows = np.stack([(node_of_expert == rank // node_size).any(axis=-1).sum(axis=-1) for rank in ranks], axis=-1)
@@ -70,9 +76,10 @@ def _rows_between_counterparts(case: Case, topk_idx: np.ndarray, node_size: int)
 
 
 def dispatch_row_bytes(case: Case, header_unit: int = _UNIT) -> int:
-    """Of one row on its way to a rank: payload, scales and header.
+    """Returns the bytes of one dispatched row: payload, scales and header.
 
-    Over a network a row is one message, and what its arena has as room for the header, in larger units, goes along.
+    Over a network, a row is one message. It includes the arena's whole room for the header, a multiple of
+    `header_unit`.
     """
     fp8_bytes = case.hidden + 4 * (case.hidden // CHANNELS_PER_SCALE)
     payload = row_bytes(case) if case.wire is None else fp8_bytes
@@ -80,7 +87,7 @@ def dispatch_row_bytes(case: Case, header_unit: int = _UNIT) -> int:
 
 
 def row_bytes(case: Case) -> int:
-    """Of one row in the dtype of the case, as sums travel back."""
+    """Returns the bytes of one row in the case's dtype. Sums travel back in this dtype."""
     return case.hidden * jnp.dtype(case.dtype).itemsize
 
 
@@ -92,7 +99,7 @@ def _hashable(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, rows.tolist()))
 
 
-@functools.cache  # cases of one run often have a way in common
+@functools.cache  # several cases of one run often need the same measurement
 def _link_floor(devices: tuple[int, ...], rows: tuple[tuple[int, ...], ...], row_bytes: int) -> float:
     assert _native.cuda is not None
     return _native.cuda.link_floor(list(devices), list(map(list, rows)), row_bytes)

@@ -1,4 +1,4 @@
-"""What may be wrong with the options of a benchmark: of this package's, and of those in benchmarks/."""
+"""Checks the options of the bench, and of the programs in benchmarks/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_ep._settings import MAX_SMS
 
 
 def sms_or_auto(text: str) -> int | None:
-    """The type of an option: how many multiprocessors an operation may use, or auto."""
+    """Parses an option: the number of SMs that an operation may use, or auto."""
     return None if text == "auto" else int(text)
 
 
@@ -25,9 +25,10 @@ def flag(name: str) -> str:
 
 
 def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
-    """What is wrong with the options, and what would be right: to be asked before anything is measured.
+    """Yields a message for each wrong option: what it is, and what it must be. Call it before you measure.
 
-    Those of a `Case` are named as there. Any may be missing, or be a list; all ints count something.
+    Options that are fields of a `Case` must have the same names. An option may be missing, or be a list. Every int must
+    be at least 1.
     """
 
     def given(name: str) -> list[Any]:
@@ -38,7 +39,7 @@ def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
     for name in vars(options):
         for number in given(name):
             try:
-                if type(number) is int:  # and no bool
+                if type(number) is int:  # not a bool
                     _checks.integer(flag(name), number, 1, MAX_SMS if name == "num_sms" else None)
             except ValueError as error:
                 yield str(error)

@@ -1,4 +1,4 @@
-"""What a user sees of a run: a table that fills while cases are measured, and a picture."""
+"""The output of a run: a table that grows while the bench measures cases, and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from jax_ep.bench.cases import Case
 
 SETTINGS_OF_LAX = ("hidden", "top_k", "experts", "tokens")
-SETTINGS = ("wire", "num_sms", *SETTINGS_OF_LAX)  # what may differ between the cases of a run
+SETTINGS = ("wire", "num_sms", *SETTINGS_OF_LAX)  # the settings that may differ between the cases of a run
 HEADINGS = {
     "dispatch_us": "dispatch",
     "combine_us": "combine",
@@ -37,9 +37,12 @@ class Report(Protocol):
 
 
 def open_report(cases: Sequence[Case], *, grad: bool, lax: bool) -> Report:
-    """Says what all cases share; a table of the rest and of the times, live on a terminal that has rich."""
+    """Prints the settings that all cases share. Returns a report with columns for the other settings and the times.
+
+    On a terminal with rich installed, the report is a live table.
+    """
     shared = {name: value for name, value in dataclasses.asdict(cases[0]).items() if not _differs(name, cases)}
-    shared.pop("tokens", None)  # a column in any case
+    shared.pop("tokens", None)  # always a column
     print(", ".join(f"{name} {_text(name, value)}" for name, value in shared.items()))
     settings = [name for name in SETTINGS if name not in shared]
     times = [
@@ -55,14 +58,14 @@ def open_report(cases: Sequence[Case], *, grad: bool, lax: bool) -> Report:
 
 
 def missing(package: str) -> str | None:
-    """Why a package of the extra `bench` cannot be used, as a sentence that says what to do."""
+    """Returns how to install a package of the extra `bench`, or None if it is installed."""
     if importlib.util.find_spec(package):
         return None
     return f"{package} is not installed; pip install 'jax_ep[bench]' brings it"
 
 
 class PlainReport:
-    """A line for each row as it comes, for logs and pipes."""
+    """Prints a line for each row at once, for logs and pipes."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._widths = {column: max(len(_heading(column)), 8) for column in columns}
@@ -82,7 +85,7 @@ class PlainReport:
 
 
 class LiveReport:
-    """A table that fills, above a progress bar."""
+    """A table that grows, above a progress bar."""
 
     def __init__(self, columns: Sequence[str], num_cases: int) -> None:
         from rich.box import SIMPLE
@@ -130,9 +133,10 @@ def _text(column: str, cell: Any) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """The time of a pair over tokens, a line for each wire (and other setting that differs), the link's floor and lax.
+    """Plots the time of a pair over tokens: jax_ep, the floor of the link, and lax.
 
-    Where there is no GPU time line, the host's clock.
+    It draws a line for each combination of the settings that differ between rows. Without a GPU time line, it uses the
+    host's clock.
     """
     from matplotlib.figure import Figure
 
@@ -165,7 +169,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def _series(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """The rows by those of the settings that differ between any two: a label -> its rows."""
+    """Groups the rows by the settings in `names` that differ between rows. Returns label -> rows."""
     names = [name for name in names if len({row[name] for row in rows}) > 1]
     series: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

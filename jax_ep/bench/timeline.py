@@ -1,4 +1,4 @@
-"""How long operations take on the GPUs' time lines, from a profiler's trace."""
+"""The times of operations on the GPUs' time lines, from a profiler trace."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import jax
 KINDS = ("dispatch", "combine")
 TRACE_OPTIONS = {
     "xla_enable_command_buffers_during_profiling": True
-}  # or else XLA runs no CUDA graphs under a profiler
+}  # without it, XLA runs no CUDA graphs under a profiler
 
 
 class Event(NamedTuple):
-    """What one GPU did: a kernel, a copy or a memset."""
+    """One activity of a GPU: a kernel, a copy or a memset."""
 
     name: str
     start_ns: float
@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
 
 class TimeLine(NamedTuple):
-    """Microseconds, medians over executions and GPUs; see jax_ep.bench for their meaning."""
+    """Times in microseconds: medians over executions and GPUs. The docstring of jax_ep.bench explains the fields."""
 
     pair_us: float
     pair_us_fastest_rank: float
@@ -41,7 +41,7 @@ class TimeLine(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A dispatch, a combine or the backward pass of one, on one GPU."""
+    """A dispatch, a combine, or a backward pass of one of them, on one GPU."""
 
     kind: str
     start_ns: float
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
 
 
 def trace(run: Callable[[], None]) -> list[list[Event]]:
-    """What each GPU did while `run` ran; empty if the profiler saw none."""
+    """Returns the events of each GPU while `run` ran. The list is empty if the profiler saw no GPU."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -60,12 +60,12 @@ def trace(run: Callable[[], None]) -> list[list[Event]]:
 
 
 def events_of_gpus(profile: jax.profiler.ProfileData) -> list[list[Event]]:
-    """The events of each GPU in a profile, in the order in which the profile has the GPUs."""
+    """Returns the events of each GPU in a profile, in the profile's order of GPUs."""
     return [
         [
             Event(event.name, event.start_ns, event.duration_ns)
             for line in plane.lines
-            if line.name.startswith("Stream #")  # other lines tell of the same work again
+            if line.name.startswith("Stream #")  # other lines contain the same work again
             for event in line.events
         ]
         for plane in profile.planes
@@ -74,10 +74,11 @@ def events_of_gpus(profile: jax.profiler.ProfileData) -> list[list[Event]]:
 
 
 def time_line(gpus: Sequence[Sequence[Operation]], pairs: int, num_ranks: int) -> TimeLine | None:
-    """The times of chains of `pairs` pairs, of which each GPU ran any number; None if there are no such kernels.
+    """Returns the times of chains of `pairs` pairs, or None if the trace has no such kernels.
 
-    `gpus` are those of all processes, and may be more than the ranks: a process's trace has all GPUs that it sees.
-    Warns, and returns None, if the trace is not whole.
+    Each GPU may have run several chains. `gpus` has the GPUs of all processes. There may be more GPUs than ranks,
+    because the trace of a process has all GPUs that the process sees. If the trace is incomplete, warns and returns
+    None.
     """
     found = [len(operations) for operations in gpus if operations]
     if not found or pairs < 3:
@@ -109,9 +110,9 @@ def time_line(gpus: Sequence[Sequence[Operation]], pairs: int, num_ranks: int) -
 
 
 def _chains_us(operations: Sequence[Operation], pairs: int) -> list[list[float]]:
-    """The times from one pair to the next, in each chain: from the second pair's start on, to that of the last one.
+    """Returns the times from the start of a pair to the start of the next, for each chain, without its first pair.
 
-    In the first, the GPU whose host was first waits for the other GPUs' hosts.
+    In the first pair, a GPU whose host was early waits for the other GPUs' hosts.
     """
     starts = [operation.start_ns / 1e3 for operation in operations[::2]]
     chains = [starts[i + 1 : i + pairs] for i in range(0, len(starts), pairs)]
@@ -119,9 +120,9 @@ def _chains_us(operations: Sequence[Operation], pairs: int) -> list[list[float]]
 
 
 def operations_of(events: Sequence[Event]) -> list[Operation]:
-    """The operations of one GPU in their order. Kernels of one kind, one after the other, are the same operation.
+    """Returns the operations of one GPU, in order. Consecutive kernels of one kind are one operation.
 
-    All work that follows an operation counts as a part of it, up to the next one.
+    All work between two operations counts as part of the first.
     """
     operations: list[Operation] = []
     for event in sorted(events, key=lambda event: event.start_ns):

@@ -1,4 +1,4 @@
-"""Runs an exchange in a chain, checks what comes out, and times it on the host's clock and the GPUs' time lines."""
+"""Runs an exchange in a chain, checks the results, and times it on the host's clock and on the GPUs' time lines."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TRACED_EXECUTIONS = 5
 
 
 class Wall(NamedTuple):
-    """Microseconds of a pair on the host's clock; of several processes, on that of the slowest."""
+    """The time of a pair on the host's clock, in microseconds. With several processes: of the slowest process."""
 
-    pair_us: float  # of executions one behind the other
-    waiting_pair_us: float  # of executions that the host waits for one by one
+    pair_us: float  # executions are enqueued one after another, without waiting
+    waiting_pair_us: float  # the host waits for each execution
 
 
 class Timing(NamedTuple):
@@ -41,7 +41,7 @@ class Timing(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A timing, and what it leaves for the backward pass. Arrays have a leading axis of ranks."""
+    """The timing of a forward pass, and the arrays that the backward pass needs, with a leading axis of ranks."""
 
     timing: Timing
     topk_idx: np.ndarray
@@ -51,7 +51,7 @@ class Forward(NamedTuple):
 
 
 def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, traced: bool) -> Forward:
-    """Times a chain of `pairs` pairs; checks what comes out of it, and what its last dispatch delivered."""
+    """Times a chain of `pairs` pairs. Checks its result, and the rows that its last dispatch delivered."""
 
     def chain(inputs: Inputs, y: jax.Array | None) -> Any:
         x, *routing = inputs
@@ -78,37 +78,37 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
 
 
 def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int) -> Timing:
-    """Times a chain of `pairs` backward passes along the last route of `forward`; checks what comes out of it."""
+    """Times a chain of `pairs` backward passes along the last route of `forward`, and checks the result."""
 
     def chain(g: jax.Array, y: jax.Array | None, recv: Any) -> jax.Array:
         for _ in range(pairs):
             g = exchange.backward(g, recv.x if y is None else y, recv)
         return g
 
-    g = forward.inputs.x  # any cotangent as exact as x: what comes out equals it, as the weights add up to 1
+    g = forward.inputs.x  # the result must equal g: x is exact, and the weights add up to 1
     wall, found, out = _time_chain(chain, mesh, pairs, (g, forward.y, forward.recv), traced=True)
     right = _on_all_ranks(lambda: _spmd(lambda out, g: (out == g).all(), mesh)(out, g))
     return Timing(wall, found, right)
 
 
 def _place(arrays: Any, mesh: Mesh) -> Any:
-    """The arrays of a pytree, which have a leading axis of ranks, each rank's part on its device.
+    """Places the arrays of a pytree on the mesh. Their leading axis is the rank; each rank gets its part.
 
-    (jax.device_put would have all processes compare the whole.)
+    (jax.device_put would make all processes compare the whole arrays.)
     """
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
 
 
 def _on_all_ranks(check: Callable[[], jax.Array]) -> bool:
-    """Whether what `check` gives, [R], is true everywhere, in other processes, too."""
+    """Returns True if the result of `check`, [R], is true on all ranks of all processes."""
     with _processes.rendezvous_of_all("jax_ep.bench", "right") as rendezvous:
         here = all(bool(shard.data.all()) for shard in check().addressable_shards)
         return all(rendezvous.exchange(here).values())
 
 
 def _from_experts(exchange: Exchange, recv: Any, y: jax.Array | None) -> jax.Array:
-    """What arrived; or y, no sooner than that."""
+    """Returns the rows that arrived or, if y is given, y once the rows have arrived."""
     if y is None:
         return exchange.rows(recv)
     return lax.optimization_barrier((y, recv.x))[0]
@@ -122,10 +122,10 @@ def _times_signs(rows: jax.Array, group_sizes: jax.Array, case: Case) -> jax.Arr
 
 
 def _spmd(fn: Callable, mesh: Mesh) -> Any:
-    """fn, of one rank's arrays, jitted for arrays with a leading axis of ranks."""
+    """Jits `fn`, a function of one rank's arrays, for arrays with a leading axis of ranks."""
 
     def on_rank(*args: Any) -> Any:
-        # Reshapes, which cost nothing: a slice would be a kernel.
+        # A reshape costs nothing. A slice would be a kernel.
         args = jax.tree.map(lambda a: a.reshape(a.shape[1:]), args)
         return jax.tree.map(lambda a: a[None], fn(*args))
 
@@ -136,22 +136,22 @@ def _spmd(fn: Callable, mesh: Mesh) -> Any:
 def _time_chain(
     chain: Callable, mesh: Mesh, pairs: int, operands: tuple[Any, ...], *, traced: bool
 ) -> tuple[Wall, TimeLine | None, Any]:
-    """The time of a pair by the host's clock and by the GPUs' time lines, and the result of the chain.
+    """Returns the times of a pair on the host's clock and on the GPUs' time lines, and the result of the chain.
 
-    Where it cannot be run in one process, it is an error in all.
+    If the chain fails in one process, all processes raise an error.
     """
 
     def run(times: int, in_a_row: int) -> None:
         for _ in range(times):
             for _ in range(in_a_row):
-                result = None  # lets go of the last one: the next gets the same memory, and XLA's graph need not change
+                result = None  # frees the memory for the next result, so XLA need not update its CUDA graph
                 result = compiled(*operands)
             jax.block_until_ready(result)
 
     with _processes.rendezvous_of_all("jax_ep.bench", "times") as rendezvous:
         compiled = _spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
         _expect_room(compiled, mesh)
-        rendezvous.exchange(None)  # in a collective, all would wait for one that has no room
+        rendezvous.exchange(None)  # otherwise, a collective would wait for a process without enough memory
         run(1, 1)
         rendezvous.exchange(None)
         wall_us = [_median_seconds(partial(run, 1, n)) * 1e6 / (n * pairs) for n in (IN_A_ROW, 1)]
@@ -165,7 +165,7 @@ def _time_chain(
 
 
 def _expect_operations(traced: Sequence[Sequence[Operation]], mesh: Mesh) -> None:
-    """Warns if there are none on GPUs; on other devices there never are."""
+    """Warns if GPUs ran no operations in the trace. Traces of other devices have none."""
     if mesh.devices.flat[0].platform == "gpu" and not any(traced):
         warnings.warn(
             "the profiler saw no kernels of jax_ep on the GPUs: no times but the host's. The reference backend has "
@@ -175,17 +175,17 @@ def _expect_operations(traced: Sequence[Sequence[Operation]], mesh: Mesh) -> Non
 
 
 def _expect_room(compiled: Any, mesh: Mesh) -> None:
-    """Raises what XLA would when it runs, where a device of this process surely has no room for it."""
+    """Raises XLA's out-of-memory error early, if a device of this process cannot have enough memory."""
     memory = compiled.memory_analysis()
     needed = memory.output_size_in_bytes + memory.temp_size_in_bytes
     for device in mesh.local_devices:
-        has = device.memory_stats() or {}  # empty where the platform does not say
+        has = device.memory_stats() or {}  # empty if the platform has no statistics
         if needed + has.get("bytes_in_use", 0) > has.get("bytes_limit", math.inf):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {needed} bytes more do not fit on {device}: {has}")
 
 
 def _median_seconds(run: Callable[[], None]) -> float:
-    """The median time of `SAMPLES` runs, after some to warm up."""
+    """Returns the median time of `SAMPLES` runs, after `WARM_UPS` runs."""
     seconds = []
     for _ in range(WARM_UPS + SAMPLES):
         start = time.perf_counter()

@@ -5,7 +5,7 @@
 using namespace jax_ep;
 
 constexpr int32_t kDeviceSms = 132;
-constexpr LineId kFirst = {1000, 0}, kSecond = {2000, 0}, kThird = {3000, 0};
+constexpr EpGroupId kFirst = {1000, 0}, kSecond = {2000, 0}, kThird = {3000, 0};
 
 // A call on the stream that XLA has on the device, or on another one.
 NotedCall on(int32_t device, int32_t num_sms = kDeviceSms, bool on_other_stream = false) {
@@ -13,7 +13,7 @@ NotedCall on(int32_t device, int32_t num_sms = kDeviceSms, bool on_other_stream 
   return {device, &streams[device][on_other_stream], num_sms, kDeviceSms, 0, false};
 }
 
-// Device 0 runs a call of the first line and then one of the second line, and device 1 the other way round.
+// Device 0 runs a call of the first EP group and then one of the second EP group, and device 1 the other way round.
 size_t conflicts_of_two_orders(CallOrder& order, int32_t first_sms = kDeviceSms, int32_t second_sms = kDeviceSms,
                                bool on_two_streams = false) {
   size_t num_conflicts = order.note(kFirst, on(0, first_sms)).size();
@@ -60,7 +60,7 @@ void test_other_order_of_late_calls() {
   CallOrder order;
   order.open(kFirst, {0, 1});
   order.open(kSecond, {0, 1});
-  for (LineId line : {kFirst, kSecond, kFirst}) EXPECT_EQ(order.note(line, on(0)).size(), size_t{0});
+  for (EpGroupId ep_group : {kFirst, kSecond, kFirst}) EXPECT_EQ(order.note(ep_group, on(0)).size(), size_t{0});
   EXPECT_EQ(order.note(kFirst, on(1)).size(), size_t{0});
   const auto conflicts = order.note(kFirst, on(1));
   EXPECT_EQ(conflicts.size(), size_t{1});
@@ -88,10 +88,10 @@ void test_lines_that_share_devices() {
   order.open(kFirst, {0, 1, 2});
   order.open(kSecond, {1, 2, 3});
   order.open(kThird, {2, 4});                              // one device in common: nothing to compare
-  EXPECT_EQ(order.note(kFirst, on(0)).size(), size_t{0});  // not of the second line
+  EXPECT_EQ(order.note(kFirst, on(0)).size(), size_t{0});  // not of the second EP group
   EXPECT_EQ(order.note(kFirst, on(1)).size(), size_t{0});
   EXPECT_EQ(order.note(kThird, on(2)).size(), size_t{0});
-  EXPECT_EQ(order.note(kSecond, on(3)).size(), size_t{0});  // not of the first line
+  EXPECT_EQ(order.note(kSecond, on(3)).size(), size_t{0});  // not of the first EP group
   EXPECT_EQ(order.note(kFirst, on(2)).size(), size_t{0});
   EXPECT_EQ(order.note(kSecond, on(2)).size(), size_t{0});
   EXPECT_EQ(order.note(kFirst, on(1)).size(), size_t{1});
@@ -100,7 +100,7 @@ void test_lines_that_share_devices() {
 void test_what_is_left_out() {
   CallOrder order;
   order.open(kFirst, {0, 1});
-  EXPECT_EQ(conflicts_of_two_orders(order), size_t{0});  // the second line is not open
+  EXPECT_EQ(conflicts_of_two_orders(order), size_t{0});  // the second EP group is not open
   order.open(kSecond, {0, 1});
   order.note(kFirst, on(0));
   order.note(kSecond, on(1));

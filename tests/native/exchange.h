@@ -70,6 +70,26 @@ struct Array {
   }
 };
 
+// Rows of channels. The host has floats. In device memory, a row has floats or, where an operation casts to fp8,
+// bfloat16, which takes the first half of the memory.
+struct Activations : Array<float> {
+  bool is_bfloat16 = false;
+
+  using Array::Array;
+  int64_t row_bytes() const { return is_bfloat16 ? kRowBytes / 2 : kRowBytes; }
+  const std::vector<float>& download() {
+    Array::download();
+    if (!is_bfloat16) return host;
+    std::vector<uint16_t> upper(host.size());  // a bfloat16 is the upper half of a float
+    std::memcpy(upper.data(), host.data(), upper.size() * sizeof(uint16_t));
+    for (size_t i = 0; i < host.size(); ++i) {
+      const uint32_t bits = uint32_t{upper[i]} << 16;
+      std::memcpy(&host[i], &bits, sizeof(bits));
+    }
+    return host;
+  }
+};
+
 // Makes some units look like ones that have not arrived, and like their escapes (ll_units.cuh).
 void look_like_sentinels(std::vector<float>& rows, std::mt19937& random) {
   uint8_t bytes[kUnitBytes];
@@ -100,15 +120,16 @@ struct Rank {
   int64_t num_rows = shape.layout == Layout::kExpert ? experts_per_rank * capacity : capacity;
   cudaStream_t streams[kStreams];
   Array<int32_t> axis_index{1}, ids{size_t(num_tokens) * top_k},
-      place{size_t(2) * num_tokens * ranks},  // half of it without a network
-      rows{size_t(ranks) * num_tokens * top_k}, num_arrived{size_t(ranks)}, counts{size_t(experts_per_rank)},
+      send_slot{size_t(2) * num_tokens * ranks},  // half of it without a network
+      recv_row{size_t(ranks) * num_tokens * top_k}, num_recv_per_rank{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<PendingCall> dispatch_tickets{kTickets}, combine_tickets{kTickets};
-  Array<float> x{size_t(num_tokens) * kHidden}, topk_weights{size_t(num_tokens) * top_k},
-      recv{size_t(num_rows) * kHidden}, weights{size_t(num_rows)}, like{size_t(num_rows) * kHidden},
-      out{size_t(num_tokens) * kHidden}, y{size_t(num_rows) * kHidden}, cotangent{size_t(num_rows) * kHidden},
-      weights_cotangent{size_t(num_rows)}, x_cotangent{size_t(num_tokens) * kHidden},
-      topk_cotangent{size_t(num_tokens) * top_k};
+  Array<uint16_t> x_bfloat16{size_t(num_tokens) * kHidden};  // x, for operations that cast to fp8
+  Activations recv{size_t(num_rows) * kHidden};
+  Array<float> x{size_t(num_tokens) * kHidden}, topk_weights{size_t(num_tokens) * top_k}, weights{size_t(num_rows)},
+      like{size_t(num_rows) * kHidden}, out{size_t(num_tokens) * kHidden}, y{size_t(num_rows) * kHidden},
+      cotangent{size_t(num_rows) * kHidden}, weights_cotangent{size_t(num_rows)},
+      x_cotangent{size_t(num_tokens) * kHidden}, topk_cotangent{size_t(num_tokens) * top_k};
 
   Rank(int32_t ranks, int32_t rank, Rows shape = {}) : ranks(ranks), shape(shape) {
     must(cudaSetDevice(device_of(rank)));
@@ -127,7 +148,12 @@ struct Rank {
     for (size_t i = 0; i < y.host.size(); ++i)
       y.host[i] = static_cast<uint32_t>(first + i * 2654435761u) / 4294967296.0f;
     for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
-    x.upload(), topk_weights.upload(), y.upload(), ids.upload();
+    std::transform(x.host.begin(), x.host.end(), x_bfloat16.host.begin(), [](float value) {
+      uint32_t bits;
+      std::memcpy(&bits, &value, sizeof(bits));
+      return static_cast<uint16_t>(bits >> 16);
+    });
+    x.upload(), x_bfloat16.upload(), topk_weights.upload(), y.upload(), ids.upload();
   }
 
   DispatchArgs dispatch_args(OpKind op) {
@@ -146,10 +172,13 @@ struct Rank {
     DispatchArgs args = dispatch_args(OpKind::kDispatch);
     args.cast = cast, args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
     args.arrival = cast ? Arrival::kDequantize : Arrival::kCopy;
-    args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.place = place.device;
+    recv.is_bfloat16 = cast != 0;
+    if (cast) args.x = x_bfloat16.device;
+    args.row_bytes = args.out_row_bytes = recv.row_bytes();
+    args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.send_slot = send_slot.device;
     args.out = recv.device, args.weights = weights.device, args.counts = counts.device;
-    args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.rows = rows.device;
-    args.num_arrived = num_arrived.device;
+    args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.recv_row = recv_row.device;
+    args.num_recv_per_rank = num_recv_per_rank.device;
     return args;
   }
   DispatchArgs dispatch_split(int32_t cast, int32_t ticket = 0) {
@@ -159,7 +188,8 @@ struct Rank {
   }
   DispatchArgs along_route(OpKind op, Array<float>& result) {
     DispatchArgs args = dispatch_args(op);
-    args.known_place = place.device, args.known_rows = rows.device, args.known_num_arrived = num_arrived.device;
+    args.known_send_slot = send_slot.device, args.known_recv_row = recv_row.device,
+    args.known_num_recv_per_rank = num_recv_per_rank.device;
     args.known_counts = counts.device, args.known_group_sizes = group_sizes.device, args.out = result.device;
     return args;
   }
@@ -175,8 +205,9 @@ struct Rank {
     args.hash = static_cast<uint32_t>(op);
     args.axis_index = axis_index.device;
     args.num_tokens = num_tokens, args.top_k = top_k;
-    args.y = recv.device, args.row_bytes = kRowBytes;
-    args.rows = rows.device, args.num_arrived = num_arrived.device, args.place = place.device;
+    args.y = recv.device, args.row_bytes = recv.row_bytes();
+    args.recv_row = recv_row.device, args.num_recv_per_rank = num_recv_per_rank.device,
+    args.send_slot = send_slot.device;
     args.out = result.device, args.out_type = ElementType::kFloat32;
     return args;
   }
@@ -214,7 +245,7 @@ bool same_bits(const float* a, const float* b) { return std::memcmp(a, b, kRowBy
 
 // Whether every row arrived as it was sent, and came back so where it was alone.
 void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
-  for (auto& rank : ranks) rank->place.download(), rank->rows.download(), rank->recv.download();
+  for (auto& rank : ranks) rank->send_slot.download(), rank->recv_row.download(), rank->recv.download();
   for (size_t s = 0; s < ranks.size(); ++s) {
     Rank& source = *ranks[s];
     source.x_cotangent.download();
@@ -225,8 +256,8 @@ void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
         const int32_t expert = source.ids.host[token * top_k + k];
         if (!is_expert(expert, source.experts)) continue;
         Rank& target = *ranks[rank_of_expert(expert, experts_per_rank)];
-        const int32_t index = source.place.host[token * ranks.size() + rank_of_expert(expert, experts_per_rank)];
-        const int32_t row = target.rows.host[(s * num_tokens + index) * top_k + k];
+        const int32_t index = source.send_slot.host[token * ranks.size() + rank_of_expert(expert, experts_per_rank)];
+        const int32_t row = target.recv_row.host[(s * num_tokens + index) * top_k + k];
         EXPECT_EQ(same_bits(&target.recv.host[int64_t{row} * kHidden], x), true);
         ++num_rows;
       }
@@ -290,7 +321,7 @@ void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& r
   const uint64_t rows_out = dispatches + times_of(OpKind::kDispatchLike) + times_of(OpKind::kCombineBack);
   const uint64_t rows_back = backs + times_of(OpKind::kCombine);
   const uint64_t bytes_out = dispatched * dispatches + kRowBytes * (rows_out - dispatches);
-  const uint64_t bytes_back = kRowBytes * rows_back + header * backs;
+  const uint64_t bytes_back = ranks[0]->recv.row_bytes() * rows_back + header * backs;
   const std::vector<RankStats> stats = group.stats();
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     EXPECT_EQ(stats[rank].operations, times);
@@ -354,6 +385,7 @@ class Session {
   int32_t cast() const { return cast_; }
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
+  int32_t num_slots() const { return group().members()[0].peers.layout.num_slots; }
   // In place of the one that there was.
   void open_group() {
     close_group();
@@ -366,9 +398,13 @@ class Session {
   template <typename Args>
   void whole(Args args, int32_t missing_rank = -1, int32_t stream = 0) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      if (r == missing_rank) continue;
-      must(body_of(group().members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
+      if (r != missing_rank) whole_of(r, args, stream);
     }
+  }
+  // On one rank only.
+  template <typename Args>
+  void whole_of(int32_t r, Args args, int32_t stream = 0) {
+    must(body_of(group().members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
   }
   template <typename Args>
   void start(Args args) {
@@ -480,19 +516,21 @@ class Session {
   SplitPhaseCalls::Body body_of(const Member& member, const Args& call) const {
     const Peers& peers = member.peers;
     const Kernels kernels = group().kernels();
+    const ElementType type = call.row_bytes == kRowBytes ? ElementType::kFloat32 : ElementType::kBFloat16;
     if constexpr (std::is_same_v<Args, DispatchArgs>) {
       const LaunchPlan plan = blocks_.adjust(
           plan_dispatch(call.num_tokens, num_ranks_, call.top_k, num_chunks(call.num_scales ? kHidden : kRowBytes),
                         blocks_.number, member.num_sms, call.arrival == Arrival::kCombineBack));
-      const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
-        return kernels.launch_dispatch(peers, call, ElementType::kFloat32, plan, stream);
+      const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
+        return kernels.launch_dispatch(peers, call, type, plan, stream);
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan plan = blocks_.adjust(plan_combine(call.num_tokens, num_ranks_, call.rows ? call.top_k : 0,
-                                                          num_chunks(kRowBytes), blocks_.number, member.num_sms));
-      const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
-        return kernels.launch_combine(peers, call, ElementType::kFloat32, plan, stream);
+      const LaunchPlan plan = blocks_.adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
+                                                          num_chunks(static_cast<int32_t>(call.row_bytes)),
+                                                          blocks_.number, member.num_sms));
+      const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
+        return kernels.launch_combine(peers, call, type, plan, stream);
       };
       return {launch, plan.num_blocks};
     }

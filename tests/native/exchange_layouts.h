@@ -6,6 +6,20 @@
 
 namespace {
 
+// What each keeps of `need` if there is room for so many: in turns of one each, so that no one needs a level.
+std::vector<int32_t> shared_fairly(const std::vector<int32_t>& need, int64_t room, int32_t start) {
+  const auto num = static_cast<int32_t>(need.size());
+  std::vector<int32_t> kept(num);
+  for (bool served = true; room > 0 && served;) {
+    served = false;
+    for (int32_t i = start; i < start + num && room > 0; ++i) {
+      if (kept[i % num] == need[i % num]) continue;
+      ++kept[i % num], --room, served = true;
+    }
+  }
+  return kept;
+}
+
 // What the experts of one rank must hold.
 struct Held {
   struct Row {
@@ -16,30 +30,45 @@ struct Held {
   int32_t num_dropped = 0;
 };
 
-Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index) {
-  const Rank& rank = *ranks[index];
+Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, Layout layout, int64_t capacity) {
   Held held;
-  held.rows.resize(rank.num_rows);
-  int64_t rows_before = 0;
+  const bool is_ragged = layout == Layout::kRagged;
+  held.rows.resize(is_ragged ? capacity : experts_per_rank * capacity);
+  const auto num_ranks = static_cast<int32_t>(ranks.size());
+  std::vector<std::vector<std::vector<Held::Row>>> all(experts_per_rank);  // by expert and source
+  std::vector<std::vector<int32_t>> needs(experts_per_rank);
+  std::vector<int32_t> totals, tiles;
   for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
-    std::vector<Held::Row> all;
-    for (int32_t source = 0; source < static_cast<int32_t>(ranks.size()); ++source) {
+    all[expert].resize(num_ranks);
+    int32_t total = 0;
+    for (int32_t source = 0; source < num_ranks; ++source) {
       for (int32_t token = 0; token < num_tokens; ++token) {
         for (int32_t k = 0; k < top_k; ++k) {
           const int32_t id = ranks[source]->ids.host[token * top_k + k];
-          if (id == index * experts_per_rank + expert) all.push_back({source, token, k});
+          if (id == index * experts_per_rank + expert) all[expert][source].push_back({source, token, k});
         }
       }
+      needs[expert].push_back(static_cast<int32_t>(all[expert][source].size()));
+      total += needs[expert].back();
     }
-    const bool is_ragged = rank.shape.layout == Layout::kRagged;
-    const int64_t first = is_ragged ? std::min(rows_before, rank.capacity) : expert * rank.capacity;
-    const int64_t room = is_ragged ? rank.capacity - first : rank.capacity;
-    const auto count = static_cast<int32_t>(std::min<int64_t>(all.size(), room));
-    std::copy_n(all.begin(), count, held.rows.begin() + first);
+    totals.push_back(total);
+    tiles.push_back((total + kAlignment - 1) / kAlignment);
+  }
+  if (is_ragged) tiles = shared_fairly(tiles, capacity / kAlignment, 0);
+  int64_t first = 0;
+  for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
+    const int64_t room = is_ragged ? tiles[expert] * kAlignment : capacity;
+    const auto count = static_cast<int32_t>(std::min<int64_t>(totals[expert], room));
+    const auto kept = shared_fairly(needs[expert], count, (index * experts_per_rank + expert) % num_ranks);
+    if (!is_ragged) first = expert * capacity;
+    auto row = held.rows.begin() + first;
+    for (int32_t source = 0; source < num_ranks; ++source) {
+      row = std::copy_n(all[expert][source].begin(), kept[source], row);
+    }
     held.counts.push_back(count);
     held.group_sizes.push_back(is_ragged ? (count + kAlignment - 1) / kAlignment * kAlignment : count);
-    held.num_dropped += static_cast<int32_t>(all.size()) - count;
-    rows_before += (all.size() + kAlignment - 1) / kAlignment * kAlignment;
+    held.num_dropped += totals[expert] - count;
+    first += held.group_sizes.back();
   }
   return held;
 }
@@ -54,7 +83,7 @@ struct Returned {
 void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, std::vector<Returned>& returned) {
   static const std::vector<float> zeros(kHidden);
   Rank& rank = *ranks[index];
-  const Held held = held_by(ranks, index);
+  const Held held = held_by(ranks, index, rank.shape.layout, rank.capacity);
   EXPECT_EQ(rank.counts.download(), held.counts);
   EXPECT_EQ(rank.group_sizes.download(), held.group_sizes);
   EXPECT_EQ(rank.num_dropped.download()[0], held.num_dropped);
@@ -93,8 +122,9 @@ void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, 
 // Every operation once. Results are garbage before.
 void run_layout(Session& session) {
   for (auto& rank : session.ranks()) {
-    for (Array<float>* result : {&rank->recv, &rank->weights, &rank->like, &rank->out, &rank->cotangent,
-                                 &rank->weights_cotangent, &rank->x_cotangent, &rank->topk_cotangent}) {
+    for (Array<float>* result :
+         std::initializer_list<Array<float>*>{&rank->recv, &rank->weights, &rank->like, &rank->out, &rank->cotangent,
+                                              &rank->weights_cotangent, &rank->x_cotangent, &rank->topk_cotangent}) {
       must(cudaMemset(result->device, 0xff, result->host.size() * sizeof(float)));
     }
   }

@@ -58,7 +58,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
   for (auto& rank : ranks) {
     results.push_back({Repeated(rank->recv), Repeated(rank->like), Repeated(rank->out), Repeated(rank->cotangent),
                        Repeated(rank->weights_cotangent), Repeated(rank->x_cotangent), Repeated(rank->topk_cotangent),
-                       Repeated(rank->rows), Repeated(rank->weights)});
+                       Repeated(rank->recv_row), Repeated(rank->weights)});
     differences.push_back(std::make_unique<Array<int32_t>>(1));
     differences.back()->upload();
   }

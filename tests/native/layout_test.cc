@@ -39,18 +39,15 @@ void test_default_capacity() {
   EXPECT_EQ(default_capacity(Layout::kRagged, 1024, 1 << 20, 32, 32, 1), int64_t{1} << 35);
 }
 
-// Places groups one after the other by the contract's own words: group e keeps min(need, capacity - sum of the
-// group_sizes before).
+// Places groups one after the other.
 void expect_ragged(const std::vector<int32_t>& need, int64_t capacity, int64_t alignment) {
-  int64_t rows_before = 0, rows_taken = 0;
+  int64_t rows_before = 0;
   for (size_t expert = 0; expert < need.size(); ++expert) {
     const Placement group = place_group(Layout::kRagged, expert, rows_before, need[expert], capacity, alignment);
-    const int64_t kept = std::min<int64_t>(need[expert], capacity - rows_taken);
-    EXPECT_EQ(group.first_row, rows_taken);
-    EXPECT_EQ(group.count, kept);
-    EXPECT_EQ(group.group_size, align_up(kept, alignment));
+    EXPECT_EQ(group.first_row, rows_before);
     rows_before += align_up(need[expert], alignment);
-    rows_taken += group.group_size;
+    EXPECT_EQ(group.fits, rows_before <= capacity);
+    if (group.fits) EXPECT_EQ(group.first_row + group.group_size, rows_before);
   }
 }
 
@@ -66,10 +63,51 @@ void test_ragged_places() {
 void test_expert_places() {
   const Placement group = place_group(Layout::kExpert, 3, 0, 20, 16, 8);
   EXPECT_EQ(group.first_row, 48);
-  EXPECT_EQ(group.count, 16);
-  EXPECT_EQ(group.group_size, 16);
+  EXPECT_EQ(group.group_size, 20);
+  EXPECT_EQ(group.fits, false);
+  EXPECT_EQ(place_group(Layout::kExpert, 3, 0, 16, 16, 8).fits, true);
   EXPECT_EQ(place_group(Layout::kExpert, 3, 0, 5, 16, 8).group_size, 5);
   EXPECT_EQ(place_group(Layout::kExpert, 64, 0, 0, int64_t{1} << 31, 1).first_row, int64_t{1} << 37);
+}
+
+// Shares rows among sources, one source after the other in turns of one row: a loop that needs no level. Those that are
+// left over go to the sources from `start` on, so the loop serves whole turns first.
+std::vector<int32_t> shared_by_turns(const std::vector<int32_t>& need, int32_t room, int32_t start) {
+  const auto num = static_cast<int32_t>(need.size());
+  std::vector<int32_t> kept(num);
+  for (int32_t served = 1; room > 0 && served > 0;) {
+    served = 0;
+    for (int32_t i = start; i < start + num && room > 0; ++i) {
+      if (kept[i % num] == need[i % num]) continue;
+      ++kept[i % num], --room, ++served;
+    }
+  }
+  return kept;
+}
+
+void test_shared_rows() {
+  const std::vector<std::vector<int32_t>> needs = {{5}, {0, 0}, {3, 0, 9, 1}, {4, 4, 4}, {7, 1, 0, 2, 7, 30, 6, 6}};
+  for (const auto& need : needs) {
+    const auto num = static_cast<int32_t>(need.size());
+    for (int32_t stride : {1, 3}) {
+      for (int32_t room = 0; room <= 62; ++room) {
+        for (int32_t start = 0; start < num; ++start) {
+          std::vector<int32_t> first((num + 1) * stride, -7);
+          first[0] = 0;
+          for (int32_t i = 0; i < num; ++i) first[(i + 1) * stride] = first[i * stride] + need[i];
+          share_rows(first.data(), stride, num, room, start);
+          const auto kept = shared_by_turns(need, room, start);
+          EXPECT_EQ(first[0], 0);
+          for (int32_t i = 0; i < num; ++i) EXPECT_EQ(first[(i + 1) * stride] - first[i * stride], kept[i]);
+          if (stride > 1) EXPECT_EQ(first[1], -7);
+        }
+      }
+    }
+  }
+  std::vector<int32_t> first = {0, kMaxInt32 / 2, kMaxInt32 - 1};
+  share_rows(first.data(), 1, 2, kMaxInt32 - 4, 1);
+  EXPECT_EQ(first[1], kMaxInt32 / 2 - 2);
+  EXPECT_EQ(first[2], kMaxInt32 - 4);
 }
 
 // Each rank but those of a node has one rail_peer there, and what it has is forwarded by that alone.
@@ -129,6 +167,7 @@ int main() {
   test_default_capacity();
   test_ragged_places();
   test_expert_places();
+  test_shared_rows();
   test_nodes();
   test_counters();
   return check::exit_status();

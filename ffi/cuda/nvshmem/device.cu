@@ -16,7 +16,7 @@ __device__ void put_with_signal(uint8_t* to, const uint8_t* from, int32_t bytes,
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, reinterpret_cast<uint64_t*>(signal), value, NVSHMEM_SIGNAL_SET, pe);
 }
 
-__device__ bool has_come(unsigned long long* signal, unsigned long long value) {
+__device__ bool signal_arrived(unsigned long long* signal, unsigned long long value) {
   return nvshmem_uint64_test(reinterpret_cast<uint64_t*>(signal), NVSHMEM_CMP_EQ, value) != 0;
 }
 

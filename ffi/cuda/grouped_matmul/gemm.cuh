@@ -1,0 +1,109 @@
+// One instantiation of CUTLASS's grouped GEMM for Hopper: a persistent, warp-specialized kernel that reads tiles of
+// both operands with TMA and takes each group's shape and pointers from device memory.
+#pragma once
+
+#include <cutlass/cutlass.h>
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
+
+#include <cute/tensor.hpp>
+#include <cutlass/epilogue/collective/collective_builder.hpp>
+#include <cutlass/epilogue/dispatch_policy.hpp>
+#include <cutlass/gemm/collective/collective_builder.hpp>
+#include <cutlass/gemm/dispatch_policy.hpp>
+#include <cutlass/gemm/group_array_problem_shape.hpp>
+#include <cutlass/gemm/kernel/gemm_universal.hpp>
+#include <cutlass/gemm/kernel/tile_scheduler.hpp>
+
+#include "ffi/cuda/grouped_matmul/groups.h"
+
+namespace jax_ep {
+
+// The memory order of A and B, as CUTLASS names it. D is row-major.
+template <GroupedProduct product>
+struct Layouts {  // kForward: A = rows, B = w
+  using A = cutlass::layout::RowMajor;
+  using B = cutlass::layout::RowMajor;
+};
+template <>
+struct Layouts<GroupedProduct::kRowsGradient> {  // A = dy, B = transpose(w)
+  using A = cutlass::layout::RowMajor;
+  using B = cutlass::layout::ColumnMajor;
+};
+template <>
+struct Layouts<GroupedProduct::kWeightsGradient> {  // A = transpose(rows), B = dy
+  using A = cutlass::layout::ColumnMajor;
+  using B = cutlass::layout::RowMajor;
+};
+
+// Two consumer warp groups share one tile: each computes half of its rows.
+struct Cooperative {
+  using Kernel = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
+  using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
+};
+// Each of two consumer warp groups has a tile of its own: one stores its tile while the other multiplies.
+struct Pingpong {
+  using Kernel = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
+  using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
+};
+
+template <GroupedProduct product, typename Element, typename Schedule, int tile_m, int tile_n, int tile_k,
+          int cluster_m, int cluster_n, bool along_n = false, int swizzle = 1>
+struct GroupedGemm {
+  using Shape = cute::Shape<int, int, int>;
+  using Tile = cute::Shape<cute::Int<tile_m>, cute::Int<tile_n>, cute::Int<tile_k>>;
+  using Cluster = cute::Shape<cute::Int<cluster_m>, cute::Int<cluster_n>, cute::_1>;
+  using LayoutA = typename Layouts<product>::A;
+  using LayoutB = typename Layouts<product>::B;
+  using LayoutD = cutlass::layout::RowMajor;
+  static constexpr int kAlignment = 16 / sizeof(Element);
+
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, LayoutD*, kAlignment, Element, LayoutD*,
+      kAlignment, typename Schedule::Epilogue>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA*, kAlignment, Element, LayoutB*, kAlignment,
+      float, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+      typename Schedule::Kernel>::CollectiveOp;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
+  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+  using StrideA = typename Kernel::InternalStrideA;
+  using StrideB = typename Kernel::InternalStrideB;
+  using StrideD = typename Kernel::InternalStrideD;
+  static_assert(sizeof(Shape) == sizeof(GroupShape));
+  static_assert(sizeof(StrideA) == sizeof(int64_t) && sizeof(StrideB) == sizeof(int64_t) &&
+                sizeof(StrideD) == sizeof(int64_t));
+
+  // nullptr, or why the kernel was not launched.
+  static const char* run(const GroupArrays& arrays, int32_t num_groups, int32_t device, int32_t num_sms,
+                         cudaStream_t stream) {
+    cutlass::KernelHardwareInfo hardware;
+    hardware.device_id = device;
+    hardware.sm_count = num_sms;
+    typename Gemm::Arguments arguments{
+        cutlass::gemm::GemmUniversalMode::kGrouped,
+        {num_groups, reinterpret_cast<Shape*>(arrays.shapes), nullptr},
+        {reinterpret_cast<const Element**>(arrays.a), reinterpret_cast<StrideA*>(arrays.a_stride),
+         reinterpret_cast<const Element**>(arrays.b), reinterpret_cast<StrideB*>(arrays.b_stride)},
+        {{},
+         nullptr,
+         reinterpret_cast<StrideD*>(arrays.d_stride),
+         reinterpret_cast<Element**>(arrays.d),
+         reinterpret_cast<StrideD*>(arrays.d_stride)},
+        hardware};
+    arguments.epilogue.thread.alpha = 1.0f;
+    arguments.epilogue.thread.beta = 0.0f;
+    using RasterOrder = decltype(arguments.scheduler.raster_order);
+    arguments.scheduler.raster_order = along_n ? RasterOrder::AlongN : RasterOrder::AlongM;
+    arguments.scheduler.max_swizzle_size = swizzle;
+    if (Gemm::get_workspace_size(arguments) > arrays.gemm_workspace_bytes) return "the workspace is too small";
+    Gemm gemm;
+    cutlass::Status status = Gemm::can_implement(arguments);
+    if (status == cutlass::Status::kSuccess) status = gemm.initialize(arguments, arrays.gemm_workspace, stream);
+    if (status == cutlass::Status::kSuccess) status = gemm.run(stream);
+    return status == cutlass::Status::kSuccess ? nullptr : cutlassGetStatusString(status);
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,48 @@
+// Matrix multiplication for ragged groups whose sizes are on the device, by CUTLASS's grouped GEMM.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace jax_ep {
+
+// The three matrix products of one grouped matmul and its gradients. Rows of group g are consecutive.
+//
+//   kForward          out[rows of g, n] = rows[rows of g, k] * w[g, k, n]
+//   kRowsGradient     out[rows of g, k] = dy[rows of g, n] * transpose(w[g, k, n])
+//   kWeightsGradient  out[g, k, n]      = transpose(rows[rows of g, k]) * dy[rows of g, n]
+enum class GroupedProduct : int32_t { kForward, kRowsGradient, kWeightsGradient };
+inline constexpr int kNumGroupedProducts = 3;
+
+enum class GroupedDtype : int32_t { kBfloat16, kFloat16 };
+
+struct GroupedMatmulArgs {
+  GroupedProduct product;
+  GroupedDtype dtype;
+  int32_t config;  // which tile shape and schedule: an index of grouped_config_names(product)
+  int32_t num_groups;
+  int64_t capacity;  // 0: each group follows the one before it. Otherwise group g begins at row g * capacity.
+  int64_t num_rows;  // rows of the ragged operands, those beyond the groups too
+  int64_t k, n;      // dimensions of a group's weights [k, n]; both multiples of 8
+  const void* lhs;   // kForward, kWeightsGradient: rows; kRowsGradient: dy
+  const void* rhs;   // kForward, kRowsGradient: w; kWeightsGradient: dy
+  const int32_t* group_sizes;
+  void* out;
+  void* workspace;
+  size_t workspace_bytes;
+};
+
+std::vector<std::string> grouped_config_names(GroupedProduct product);
+
+// The size of the workspace that every product needs.
+size_t grouped_workspace_bytes(int32_t num_groups);
+
+// Enqueues the kernel that writes the groups' shapes and pointers, and the GEMM. Rows beyond the groups are neither
+// read nor written, except that kRowsGradient writes zeros to them. Returns "", or why it could not.
+std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t stream);
+
+}  // namespace jax_ep

@@ -1,0 +1,130 @@
+#include "ffi/cuda/grouped_matmul/groups.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr int32_t kThreads = 1024;
+constexpr int32_t kElementBytes = 2;  // of bfloat16 and float16
+
+// Where a group's rows are. `end` is the first row of the next group, or num_rows: the rows between the group and `end`
+// are beyond the groups.
+struct Group {
+  int64_t first_row;
+  int32_t size;
+  int64_t end;
+};
+
+// The group of each thread, for one chunk of kThreads groups that begins at group `first`. `start` is the first row of
+// the chunk; the function advances it to the next chunk. A negative size counts as 0, and no group reaches beyond its
+// capacity or the arrays. Contains block-wide barriers.
+__device__ Group group_of_thread(const GroupedMatmulArgs& args, int32_t first, int64_t& start) {
+  const int32_t g = first + threadIdx.x;
+  const int32_t size = g < args.num_groups ? max(args.group_sizes[g], 0) : 0;
+  if (args.capacity > 0) {
+    const int64_t first_row = g * args.capacity;
+    return {first_row, static_cast<int32_t>(min(int64_t{size}, args.capacity)), first_row + args.capacity};
+  }
+  __shared__ int64_t ends[kThreads];
+  ends[threadIdx.x] = size;
+  for (int32_t distance = 1; distance < kThreads; distance *= 2) {
+    __syncthreads();
+    const int64_t before = threadIdx.x >= distance ? ends[threadIdx.x - distance] : 0;
+    __syncthreads();
+    ends[threadIdx.x] += before;
+  }
+  __syncthreads();
+  const int64_t end = min(start + ends[threadIdx.x], args.num_rows);
+  const int64_t first_row = min(start + ends[threadIdx.x] - size, args.num_rows);
+  start += ends[kThreads - 1];
+  __syncthreads();
+  const bool is_last = g == args.num_groups - 1;
+  return {first_row, static_cast<int32_t>(end - first_row), is_last ? args.num_rows : end};
+}
+
+__device__ void write_group(const GroupedMatmulArgs& args, const GroupArrays& arrays, int32_t g, const Group& group) {
+  const auto at = [](const void* base, int64_t element) {
+    return static_cast<const char*>(base) + element * kElementBytes;
+  };
+  const auto n = static_cast<int32_t>(args.n), k = static_cast<int32_t>(args.k);
+  const int64_t first_weight = g * args.k * args.n;
+  void* d;
+  switch (args.product) {
+    case GroupedProduct::kForward:
+      arrays.shapes[g] = {group.size, n, k};
+      arrays.a[g] = at(args.lhs, group.first_row * k);
+      arrays.b[g] = at(args.rhs, first_weight);
+      d = static_cast<char*>(args.out) + group.first_row * n * kElementBytes;
+      arrays.a_stride[g] = k;
+      arrays.b_stride[g] = n;
+      arrays.d_stride[g] = n;
+      break;
+    case GroupedProduct::kRowsGradient:
+      arrays.shapes[g] = {group.size, k, n};
+      arrays.a[g] = at(args.lhs, group.first_row * n);
+      arrays.b[g] = at(args.rhs, first_weight);
+      d = static_cast<char*>(args.out) + group.first_row * k * kElementBytes;
+      arrays.a_stride[g] = n;
+      arrays.b_stride[g] = n;
+      arrays.d_stride[g] = k;
+      break;
+    case GroupedProduct::kWeightsGradient:
+      // A TMA descriptor cannot describe a matrix without elements: an empty group gets a product without rows.
+      arrays.shapes[g] = {group.size > 0 ? k : 0, n, group.size};
+      arrays.a[g] = at(args.lhs, group.first_row * k);
+      arrays.b[g] = at(args.rhs, group.first_row * n);
+      d = static_cast<char*>(args.out) + first_weight * kElementBytes;
+      arrays.a_stride[g] = k;
+      arrays.b_stride[g] = n;
+      arrays.d_stride[g] = n;
+      break;
+  }
+  arrays.d[g] = d;
+  arrays.m[g] = arrays.shapes[g].m;
+  arrays.n[g] = arrays.shapes[g].n;
+  arrays.k[g] = arrays.shapes[g].k;
+  if (g == 0) arrays.scalars[0] = 1, arrays.scalars[1] = 0;
+}
+
+// All blocks together write zeros to `num_bytes` bytes, a multiple of 16.
+__device__ void write_zeros(void* begin, int64_t num_bytes) {
+  auto* vectors = static_cast<uint4*>(begin);
+  const int64_t num_threads = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < num_bytes / 16; i += num_threads) {
+    vectors[i] = uint4{0, 0, 0, 0};
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) write_arrays(GroupedMatmulArgs args, GroupArrays arrays) {
+  __shared__ int64_t zeros_begin[kThreads], zeros_bytes[kThreads];  // what to fill with zeros, in bytes of `out`
+  int64_t start = 0;
+  for (int32_t first = 0; first < args.num_groups; first += kThreads) {
+    const int32_t g = first + threadIdx.x;
+    const Group group = group_of_thread(args, first, start);
+    if (blockIdx.x == 0 && g < args.num_groups) write_group(args, arrays, g, group);
+    if (args.product == GroupedProduct::kForward) continue;
+    if (args.product == GroupedProduct::kRowsGradient) {
+      zeros_begin[threadIdx.x] = (group.first_row + group.size) * args.k * kElementBytes;
+      zeros_bytes[threadIdx.x] = (group.end - group.first_row - group.size) * args.k * kElementBytes;
+    } else {
+      const int64_t matrix_bytes = args.k * args.n * kElementBytes;
+      zeros_begin[threadIdx.x] = g * matrix_bytes;
+      zeros_bytes[threadIdx.x] = group.size == 0 ? matrix_bytes : 0;
+    }
+    __syncthreads();
+    for (int32_t i = 0; i < kThreads && first + i < args.num_groups; ++i) {
+      if (zeros_bytes[i] > 0) write_zeros(static_cast<char*>(args.out) + zeros_begin[i], zeros_bytes[i]);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+cudaError_t write_group_arrays(const GroupedMatmulArgs& args, const GroupArrays& arrays, int32_t num_sms,
+                               cudaStream_t stream) {
+  const int32_t num_blocks = args.product == GroupedProduct::kForward ? 1 : num_sms;  // the others may write zeros
+  write_arrays<<<num_blocks, kThreads, 0, stream>>>(args, arrays);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_ep

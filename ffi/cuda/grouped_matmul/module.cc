@@ -1,0 +1,121 @@
+// The extension module jax_ep._grouped_matmul: the XLA FFI target of the grouped GEMM.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "ffi/cuda/grouped_matmul/cublaslt.h"
+#include "ffi/cuda/grouped_matmul/grouped_matmul.h"
+#include "ffi/cuda/xla.h"
+
+namespace jax_ep {
+namespace {
+
+namespace nb = nanobind;
+namespace ffi = xla::ffi;
+
+using GroupSizes = ffi::Buffer<ffi::S32, 1>;
+using Workspace = ffi::Buffer<ffi::U8, 1>;
+
+struct GroupedMatmulAttrs {
+  int32_t product, config;
+};
+
+}  // namespace
+}  // namespace jax_ep
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::GroupedMatmulAttrs, StructMember<int32_t>("product"),
+                                      StructMember<int32_t>("config"));
+
+namespace jax_ep {
+namespace {
+
+ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("grouped_matmul: " + what); }
+
+std::vector<int64_t> dimensions(const ffi::AnyBuffer& buffer) {
+  return {buffer.dimensions().begin(), buffer.dimensions().end()};
+}
+
+int64_t product_of(const std::vector<int64_t>& dims) {
+  int64_t result = 1;
+  for (int64_t dim : dims) result *= dim;
+  return result;
+}
+
+// lhs, rhs and out as GroupedProduct says, of one dtype. Ragged operands are [M, .] or, padded, [G, C, .].
+ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, GroupSizes group_sizes,
+                          GroupedMatmulAttrs attrs, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Workspace> workspace) {
+  if (attrs.product < 0 || attrs.product >= kNumGroupedProducts) {
+    return invalid("product is " + std::to_string(attrs.product) + "; it must be 0 to 2");
+  }
+  GroupedMatmulArgs args{};
+  args.product = static_cast<GroupedProduct>(attrs.product);
+  if (lhs.element_type() != rhs.element_type() || lhs.element_type() != out->element_type()) {
+    return invalid("the operands and the result must have one dtype");
+  }
+  if (lhs.element_type() != ffi::BF16 && lhs.element_type() != ffi::F16) {
+    return invalid("the dtype must be bfloat16 or float16");
+  }
+  args.dtype = lhs.element_type() == ffi::BF16 ? GroupedDtype::kBfloat16 : GroupedDtype::kFloat16;
+  args.config = attrs.config;
+  args.num_groups = static_cast<int32_t>(group_sizes.dimensions()[0]);
+
+  const bool is_weights = args.product == GroupedProduct::kWeightsGradient;
+  const std::vector<int64_t> ragged = dimensions(lhs);
+  const std::vector<int64_t> weights = dimensions(is_weights ? *out : rhs);
+  const std::vector<int64_t> other = dimensions(is_weights ? rhs : *out);
+  const bool is_padded = ragged.size() == 3;
+  if (weights.size() != 3 || (ragged.size() != 2 && !is_padded) || other.size() != ragged.size() ||
+      weights[0] != args.num_groups || (is_padded && ragged[0] != args.num_groups)) {
+    return invalid("rows must be [M, K] or [G, C, K], weights [G, K, N], and group_sizes [G]");
+  }
+  args.k = weights[1];
+  args.n = weights[2];
+  args.capacity = is_padded ? ragged[1] : 0;
+  args.num_rows = product_of(ragged) / std::max<int64_t>(ragged.back(), 1);
+  const bool is_rows_gradient = args.product == GroupedProduct::kRowsGradient;
+  if (ragged.back() != (is_rows_gradient ? args.n : args.k) || other.back() != (is_rows_gradient ? args.k : args.n) ||
+      product_of(other) != args.num_rows * other.back()) {
+    return invalid("the dimensions of rows and weights do not fit");
+  }
+  args.lhs = lhs.untyped_data();
+  args.rhs = rhs.untyped_data();
+  args.group_sizes = group_sizes.typed_data();
+  args.out = out->untyped_data();
+  args.workspace = workspace->typed_data();
+  args.workspace_bytes = workspace->size_bytes();
+  const std::string error = grouped_matmul_on_device(args, stream);
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal("grouped_matmul: " + error);
+}
+
+XLA_FFI_DEFINE_HANDLER(kGroupedMatmul, grouped_matmul,
+                       ffi::Ffi::Bind()
+                           .Ctx<CallStream>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<GroupSizes>()
+                           .Attrs<GroupedMatmulAttrs>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<Workspace>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+NB_MODULE(_grouped_matmul, m) {
+  m.def("targets", [] {
+    nb::dict targets;
+    targets["jax_ep_grouped_matmul"] = nb::capsule(reinterpret_cast<void*>(kGroupedMatmul));
+    return targets;
+  });
+  m.def("workspace_bytes", grouped_workspace_bytes, nb::arg("num_groups"));
+  m.def(
+      "configs", [](int32_t product) { return grouped_config_names(static_cast<GroupedProduct>(product)); },
+      nb::arg("product"));
+#ifdef JAX_EP_CUBLASLT
+  m.def("load_cublaslt", load_cublaslt, nb::arg("path"));
+#endif
+}
+
+}  // namespace
+}  // namespace jax_ep

@@ -1,0 +1,169 @@
+"""The backend in pure JAX for GPUs that cannot run the kernels: one copy of a row crosses per destination rank.
+
+The reference backend gathers all tokens of the group on every rank. This backend gathers only the ids and the weights.
+The receiver works out its rows from them, as the reference does. Then it tells each source which tokens it wants, in
+which order: source and receiver share a list of slots, one slot per token. The tokens of the slots travel in rounds of
+a fixed size. Each round is one all_to_all. The ranks of a group agree on the number of rounds at run time, so that a
+balanced routing takes few rounds.
+
+A token may have rows at several experts of one rank. The slots with the most rows come first, so that only the first
+rounds have slots with many rows. The receiver runs a round's layers one after the other: layer j holds the j-th row of
+every slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import _compat, _layouts
+from jax_ep._backends.reference import ReferenceBackend, _from_bits, _size, _take, _to_bits
+from jax_ep._types import DispatchCall, Route
+
+Carry = TypeVar("Carry")
+
+LEAST_ROUND = 64  # slots per pair of ranks: a smaller round would cost more in latency than its padding does
+
+
+class CollectivesRoute(NamedTuple):
+    """One rank's part of a route. The slots of a pair of ranks are cut into rounds of C slots.
+
+    The first array is that of the reference backend. An index one past the end stands for "none".
+    """
+
+    row: jax.Array  # [R, T, K] int32, this rank's row of each (source rank, token, k)
+    num_rounds: jax.Array  # [] int32, rounds that are not empty, the same on all ranks of the group
+    num_layers: jax.Array  # [rounds] int32, the most rows that a slot of the round has at this rank
+    slot_row: jax.Array  # [rounds, K, R, C] int32, this rank's row of each (layer, source rank, slot), by rising k
+    sent_token: jax.Array  # [rounds, R, C] int32, the token that this rank sends in each (destination rank, slot)
+
+
+class CollectivesBackend(ReferenceBackend):
+    """Moves rows by `lax.all_to_all` in rounds. It takes from the reference all that does not move rows."""
+
+    def combine_back(
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        num_rows, weights = _size(route.rows_shape), weights.reshape(-1)
+        y = None if y is None else _to_carry(y.reshape(num_rows, -1))
+        zeros = jnp.zeros((num_rows, g.shape[-1]), _carry_dtype(g.dtype)), jnp.zeros(num_rows, jnp.float32)
+        zeros, y, weights = _compat.vary((zeros, y, weights), ())
+
+        def place(
+            cotangents: tuple[jax.Array, jax.Array], row: jax.Array, arrived: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            of_y, of_weights = cotangents
+            rows = arrived.astype(jnp.float32)
+            weighted = (rows * _take(weights, row)[..., None]).astype(g.dtype)
+            of_y = of_y.at[row].set(_to_carry(weighted), mode="drop")
+            if y is not None:
+                products = jnp.sum(rows * _from_bits(_take(y, row), g.dtype).astype(jnp.float32), axis=-1)
+                of_weights = of_weights.at[row].set(products, mode="drop")
+            return of_y, of_weights
+
+        of_y, of_weights = self._receive(route, g, zeros, place)
+        of_y = _from_bits(of_y, g.dtype).reshape(*route.rows_shape, -1)
+        return of_y, None if y is None else of_weights.reshape(route.rows_shape)
+
+    def _rows(self, route: Route, x: jax.Array) -> jax.Array:
+        def place(rows: jax.Array, row: jax.Array, arrived: jax.Array) -> jax.Array:
+            return rows.at[row].set(_to_carry(arrived), mode="drop")
+
+        rows = jnp.zeros((_size(route.rows_shape), *x.shape[1:]), _carry_dtype(x.dtype))
+        rows = self._receive(route, x, rows, place)
+        return _from_bits(rows, x.dtype).reshape(*route.rows_shape, *x.shape[1:])
+
+    def _receive(
+        self, route: Route, x: jax.Array, initial: Carry, place: Callable[[Carry, jax.Array, jax.Array], Carry]
+    ) -> Carry:
+        """Sends x [T, ...] along `route`.
+
+        Calls place(carry, row [R, C], arrived [R, C, ...]) for each layer of each round of C slots, with carry =
+        `initial` at first. Returns the last carry.
+        """
+        arrays: CollectivesRoute = route.arrays
+        initial, x, arrays = _compat.vary((initial, x, arrays), ())
+
+        def run_round(i: jax.Array, carry: Carry) -> Carry:
+            arrived = self._exchange(_take(x, arrays.sent_token[i]))
+
+            def run_layer(layer: jax.Array, carry: Carry) -> Carry:
+                return place(carry, arrays.slot_row[i, layer], arrived)
+
+            return lax.fori_loop(0, arrays.num_layers[i], run_layer, carry)
+
+        return lax.fori_loop(0, arrays.num_rounds, run_round, initial)
+
+    def _sum_rows(self, route: Route, rows: jax.Array, weights: jax.Array | None, out_dtype: Any) -> jax.Array:
+        hidden, dtype = rows.shape[-1], rows.dtype
+        rows = _to_carry(rows.reshape(-1, hidden))
+        weights = None if weights is None else weights.reshape(-1)
+        result = jnp.zeros((route.num_tokens, hidden), jnp.float32)
+        zeros = jnp.zeros((self.group.num_ranks, self._round_size(route.num_tokens), hidden), jnp.float32)
+        arrays: CollectivesRoute = route.arrays
+        result, zeros, rows, weights, arrays = _compat.vary((result, zeros, rows, weights, arrays), ())
+
+        def run_round(i: jax.Array, result: jax.Array) -> jax.Array:
+            def add_layer(layer: jax.Array, total: jax.Array) -> jax.Array:
+                row = arrays.slot_row[i, layer]
+                term = _from_bits(_take(rows, row), dtype).astype(jnp.float32)
+                return total + (term if weights is None else term * _take(weights, row)[..., None])
+
+            total = lax.fori_loop(0, arrays.num_layers[i], add_layer, zeros)
+            arrived = self._exchange(total.astype(dtype))
+
+            # One rank at a time: a rank has a token once. The order of the additions is the same on every run.
+            def add_rank(rank: jax.Array, result: jax.Array) -> jax.Array:
+                return result.at[arrays.sent_token[i, rank]].add(arrived[rank].astype(jnp.float32), mode="drop")
+
+            return lax.fori_loop(0, self.group.num_ranks, add_rank, result)
+
+        return lax.fori_loop(0, arrays.num_rounds, run_round, result).astype(out_dtype)
+
+    def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, Any]:
+        placement, of_reference = super()._route(call, topk_idx)
+        row = of_reference.row
+        _, num_tokens, top_k = row.shape
+        none, round_size = _size(call.route(None).rows_shape), self._round_size(num_tokens)
+
+        def by_round(slots: jax.Array, fill: int) -> jax.Array:
+            """[..., T] as [rounds, ..., C]."""
+            padding = [(0, 0)] * (slots.ndim - 1) + [(0, -num_tokens % round_size)]
+            slots = jnp.pad(slots, padding, constant_values=fill)
+            return jnp.moveaxis(slots.reshape(*slots.shape[:-1], -1, round_size), -2, 0)
+
+        is_row = row < none
+        layer = jnp.where(is_row, jnp.cumsum(is_row, axis=-1) - 1, top_k)
+        row_of_layer = [jnp.min(jnp.where(layer == j, row, none), axis=-1) for j in range(top_k)]
+        num_rows = jnp.sum(is_row, axis=-1, dtype=jnp.int32)  # of each (source rank, token)
+        token = jnp.argsort(-num_rows, axis=1, stable=True).astype(jnp.int32)  # of each (source rank, slot)
+        num_rows = jnp.take_along_axis(num_rows, token, axis=1)
+        slot_row = jnp.take_along_axis(jnp.stack(row_of_layer), token[None], axis=2)
+        num_layers = jnp.max(by_round(num_rows, 0), axis=(1, 2))
+        num_rounds = lax.pmax(jnp.sum(num_layers > 0, dtype=jnp.int32), self.group.axis_name)
+
+        sent_token = self._exchange(jnp.where(num_rows > 0, token, num_tokens))
+        arrays = CollectivesRoute(
+            row, num_rounds, num_layers, by_round(slot_row, none), by_round(sent_token, num_tokens)
+        )
+        return placement, arrays
+
+    def _round_size(self, num_tokens: int) -> int:
+        """Slots per pair of ranks in a round. The slots for all ranks together are about as many as a rank's tokens."""
+        return min(num_tokens, max(LEAST_ROUND, -(-num_tokens // self.group.num_ranks)))
+
+
+def _carry_dtype(dtype: Any) -> Any:
+    """The dtype in which a loop carries rows of `dtype`: integers where XLA on CPUs would widen all rows in a step."""
+    dtype = jnp.dtype(dtype)
+    is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(f"uint{8 * dtype.itemsize}") if is_small else dtype
+
+
+def _to_carry(x: jax.Array) -> jax.Array:
+    """x in its carry dtype; `_from_bits` inverts it."""
+    return x if _carry_dtype(x.dtype) == x.dtype else _to_bits(x)

@@ -1,0 +1,107 @@
+"""Which hardware the kernels support, and what runs elsewhere: a row per kind, for the doctor and docs/hardware.md."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, NamedTuple
+
+
+class Hardware(NamedTuple):
+    """One kind of hardware."""
+
+    name: str
+    backend: Literal["cuda", "collectives", "reference", "none"]
+    """What `Group(backend="auto")` takes."""
+    state: Literal["tried", "untried"]
+    """Whether jax_ep's tests have passed on such hardware."""
+    reason: str
+
+    def __str__(self) -> str:
+        """The line of the doctor."""
+        backend = "no backend" if self.backend == "none" else f"backend {self.backend}"
+        return f"{self.name}: {backend}, {self.state}; {self.reason}"
+
+
+HARDWARE: dict[str, Hardware] = {
+    "hopper": Hardware(
+        "H200 and H100 SXM (sm_90, 132 SMs) with NVLink",
+        "cuda",
+        "tried",
+        "the kernels are tuned and tested here; benchmarks/results/ has the runs",
+    ),
+    "other_hopper": Hardware(
+        "other Hopper boards (sm_90): H20 (78 SMs), H100 PCIe (114 SMs), H100 NVL, GH200",
+        "cuda",
+        "untried",
+        "each launch is planned for the SMs of the device, and the plans are tested for other numbers of SMs. Links "
+        "must have native atomics: NVLink has them, so an H100 PCIe needs the NVLink bridge",
+    ),
+    "blackwell": Hardware(
+        "data center Blackwell (sm_100, sm_103): B200, GB200, B300",
+        "cuda",
+        "untried",
+        "the kernels are compiled for sm_100, and tuned for Hopper",
+    ),
+    "small_blackwell": Hardware(
+        "other Blackwell (sm_120, sm_121): RTX 5090, RTX PRO 6000, GB10",
+        "collectives",
+        "untried",
+        "a thread block has 99 KiB of shared memory; the kernels need 204 KiB",
+    ),
+    "older": Hardware(
+        "GPUs before Hopper: A100 (sm_80), L40S and RTX 4090 (sm_89)",
+        "collectives",
+        "untried",
+        "the kernels need compute capability 9.0",
+    ),
+    "no_atomics": Hardware(
+        "two GPUs whose link is PCIe without native atomics",
+        "collectives",
+        "untried",
+        "PCIe may split a 16-byte store, and the kernels need whole ones",
+    ),
+    "no_access": Hardware(
+        "two GPUs without peer access to each other's memory",
+        "collectives",
+        "untried",
+        "the kernels store into the memory of the peer",
+    ),
+    "mig": Hardware(
+        "MIG instances",
+        "none",
+        "untried",
+        "two instances have no peer access, and NCCL refuses them as well "
+        "(https://github.com/NVIDIA/nccl/issues/1716). A group of one instance takes the backend of its GPU",
+    ),
+    "other": Hardware(
+        "other accelerators: AMD GPUs, TPUs", "collectives", "untried", "the kernels are CUDA; the backend is plain JAX"
+    ),
+    "cpu": Hardware("CPUs", "reference", "tried", "all tests run here. Give backend='collectives' for less memory"),
+}
+
+
+def find(device: Any) -> Hardware:
+    """The row of a device of JAX. The rows about two GPUs belong to links, not to devices."""
+    if device.platform == "cpu":
+        return HARDWARE["cpu"]
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are no numbers
+    if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
+        return HARDWARE["other"]
+    if "MIG" in device.device_kind:
+        return HARDWARE["mig"]
+    major = int(capability.partition(".")[0])
+    if major < 9:
+        return HARDWARE["older"]
+    if major == 9:
+        is_tried = re.search(r"H200(?! NVL)|H100 80GB HBM3", device.device_kind) and "GH200" not in device.device_kind
+        return HARDWARE["hopper" if is_tried else "other_hopper"]
+    return HARDWARE["blackwell" if major < 12 else "small_blackwell"]
+
+
+def table() -> str:
+    """The rows in Markdown."""
+    lines = ['| hardware | `backend="auto"` takes | state | why |', "| --- | --- | --- | --- |"]
+    for row in HARDWARE.values():
+        backend = "nothing" if row.backend == "none" else f'`"{row.backend}"`'
+        lines.append(f"| {row.name} | {backend} | {row.state} | {row.reason} |")
+    return "\n".join(lines)

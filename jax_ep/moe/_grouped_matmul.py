@@ -1,0 +1,237 @@
+"""Matrix multiplication for ragged groups of rows: each group of rows is multiplied by its own expert's weights."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _checks, _compat, _native
+
+Implementation = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
+IMPLEMENTATIONS = ("auto", "grouped", "einsum", "ragged_dot", "tokamax")
+_OP = "grouped_matmul"
+TARGET = "jax_ep_grouped_matmul"  # the FFI target of the implementation "grouped"
+
+
+def grouped_matmul(
+    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: Implementation = "auto"
+) -> jax.Array:
+    """Multiplies each group of rows by the weights of its group. The device knows the groups' sizes, the host does not.
+
+    The shape of `rows` says where the groups are:
+
+    - [M, K], ragged: the rows of group 0 come first, then the rows of group 1, and so on, without gaps. This is the
+      layout "ragged" of `jax_ep.dispatch`.
+    - [G, C, K], padded: the rows of group g are rows[g, :group_sizes[g]]. This is the layout "expert".
+
+    All other rows are *beyond the groups*. The result is unspecified in the rows beyond the groups, and may be NaN
+    there. Rows beyond the groups, whatever they hold, contribute nothing to any gradient, and their own gradient is
+    zero.
+
+    | implementation | rows | dtypes |
+    | --- | --- | --- |
+    | "grouped" | ragged or padded | bfloat16, float16 |
+    | "einsum" | padded | any |
+    | "ragged_dot" | ragged | any |
+    | "tokamax" | ragged | bfloat16, float16 |
+    | "auto" | ragged or padded | any |
+
+    - "grouped" is CUTLASS's grouped GEMM, on Hopper GPUs. It neither reads nor writes rows beyond the groups, but for
+      the zeros of their gradient. K and N must be multiples of 8.
+    - "einsum" is one batched matrix multiplication, which multiplies the rows beyond the groups, too.
+    - "ragged_dot" is `jax.lax.ragged_dot`. XLA multiplies every row by the weights of every group, except on a GPU with
+      cuDNN 9.22 or newer, where only the gradient of w does.
+    - "tokamax" is `tokamax.ragged_dot`, and needs that package.
+    - "auto" is "einsum" for padded rows, and "ragged_dot" for ragged rows. So every rank takes the same implementation.
+
+    "grouped" has not run on a GPU yet, so "auto" does not take it.
+
+    Args:
+        rows: [M, K] or [G, C, K]; bfloat16, float16 or float32.
+        w: [G, K, N], of the dtype of `rows`.
+        group_sizes: [G] int32, on the device: the number of rows of each group, at least 0. Their sum must not exceed
+            M, and no size may exceed C; surplus rows are beyond the groups.
+        implementation: see the table.
+
+    Returns:
+        [M, N] or [G, C, N], of the dtype of `rows`. Sums are accumulated in float32.
+
+    Raises:
+        TypeError: the dtype of an argument does not fit.
+        ValueError: a shape does not fit, or the implementation cannot multiply these arrays or is not installed.
+
+    Differentiable in rows and w, in reverse mode.
+
+    Example:
+        >>> rows, w = jnp.ones((8, 4)), jnp.ones((2, 4, 3))
+        >>> grouped_matmul(rows, w, jnp.array([5, 1], jnp.int32))[:6].shape
+        (6, 3)
+    """
+    _check(rows, w, group_sizes, implementation)
+    rows, w, group_sizes = _compat.vary((rows, w, group_sizes), ())
+    if implementation == "auto":
+        implementation = "einsum" if rows.ndim == 3 else "ragged_dot"
+    if implementation == "grouped":
+        return _grouped(rows, w, group_sizes)
+    if implementation == "einsum":
+        return _einsum(rows, w, group_sizes)
+    ragged = _ragged_dot if implementation == "ragged_dot" else _tokamax
+    return ragged(rows, w, group_sizes)
+
+
+def _check(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, implementation: str) -> None:
+    _checks.choice(f"{_OP}: implementation", implementation, IMPLEMENTATIONS)
+    dtype = _checks.dtype(f"{_OP}: the dtype of rows", getattr(rows, "dtype", None))
+    if rows.ndim not in (2, 3):
+        raise ValueError(f"{_OP}: rows has shape {rows.shape}; it must be [M, K] or [G, C, K]")
+    num_groups = rows.shape[0] if rows.ndim == 3 else None
+    _checks.array(_OP, "w", w, {"G": num_groups, "K": None, "N": None}, dtype)
+    if w.shape[1] != rows.shape[-1]:
+        raise ValueError(f"{_OP}: w has shape {w.shape}; it must be [G, K, N], and rows has K = {rows.shape[-1]}")
+    _checks.array(_OP, "group_sizes", group_sizes, {"G": w.shape[0]}, jnp.int32)
+    layout = "[G, C, K]" if rows.ndim == 3 else "[M, K]"
+    if implementation == "einsum" and rows.ndim == 2:
+        raise ValueError(
+            f'{_OP}: implementation="einsum" needs rows [G, C, K], the layout "expert" of dispatch; rows is {layout}'
+        )
+    if implementation in ("ragged_dot", "tokamax") and rows.ndim == 3:
+        raise ValueError(
+            f'{_OP}: implementation="{implementation}" needs rows [M, K], the layout "ragged" of dispatch; '
+            f'rows is {layout}: use "einsum" or "grouped"'
+        )
+    if implementation == "grouped" and (reason := _no_grouped_reason(rows, w)):
+        raise ValueError(f'{_OP}: implementation="grouped" cannot multiply these arrays: {reason}; use "auto"')
+    if implementation == "tokamax" and importlib.util.find_spec("tokamax") is None:
+        raise ValueError(f'{_OP}: implementation="tokamax" needs the package tokamax; install it, or use "auto"')
+
+
+# --- einsum ---------------------------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def _einsum(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return jnp.einsum("gck,gkn->gcn", rows, w)
+
+
+def _einsum_forward(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
+    return _einsum(rows, w, group_sizes), (rows, w, group_sizes)
+
+
+def _einsum_backward(residuals: Any, dy: jax.Array) -> Any:
+    rows, w, group_sizes = residuals
+    # Both operands need the zeros: a NaN in one of them times a zero of the other would be NaN.
+    rows, dy = (_zero_beyond(array, group_sizes) for array in (rows, dy))
+    return jnp.einsum("gcn,gkn->gck", dy, w), jnp.einsum("gck,gcn->gkn", rows, dy), None
+
+
+_einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+def _zero_beyond(array: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`array` with zeros in the rows beyond the groups."""
+    if array.ndim == 3:
+        is_valid = jnp.arange(array.shape[1], dtype=jnp.int32)[None] < group_sizes[:, None]
+    else:
+        is_valid = jnp.arange(array.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
+    return jnp.where(is_valid[..., None], array, jnp.zeros((), array.dtype))
+
+
+# --- ragged_dot and tokamax -----------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def _rows_with_gradient_in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`rows`; its gradient gets zeros beyond the groups."""
+    return rows
+
+
+_rows_with_gradient_in_groups.defvjp(
+    lambda rows, group_sizes: (rows, group_sizes), lambda group_sizes, dy: (_zero_beyond(dy, group_sizes), None)
+)
+
+
+def _ragged_dot(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    # XLA documents no gradient of the rows beyond the groups, and has several kernels.
+    return jax.lax.ragged_dot(_rows_with_gradient_in_groups(rows, group_sizes), w, group_sizes)
+
+
+def _tokamax(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    import tokamax
+
+    return tokamax.ragged_dot(_rows_with_gradient_in_groups(rows, group_sizes), w, group_sizes)
+
+
+# --- grouped --------------------------------------------------------------------------------------------------------
+
+
+class _Product(enum.IntEnum):
+    """GroupedProduct in ffi/cuda/grouped_matmul/grouped_matmul.h."""
+
+    FORWARD = 0
+    ROWS_GRADIENT = 1
+    WEIGHTS_GRADIENT = 2
+
+
+_NATIVE_DTYPES = ("bfloat16", "float16")
+_ALIGNMENT = 8  # elements: TMA needs 16 bytes
+
+
+def _no_grouped_reason(rows: jax.Array, w: jax.Array) -> str | None:
+    """Why the grouped GEMM cannot multiply these arrays on any GPU; None if it can on a Hopper GPU."""
+    if _native.grouped_matmul is None:
+        return "jax_ep has no grouped GEMM: it was built without nvcc or without CUTLASS"
+    if rows.dtype.name not in _NATIVE_DTYPES:
+        return f"the dtype is {rows.dtype.name}, and must be one of {', '.join(_NATIVE_DTYPES)}"
+    k, n = w.shape[1:]
+    if k % _ALIGNMENT or n % _ALIGNMENT or not k or not n:
+        return f"K = {k} and N = {n} must be multiples of {_ALIGNMENT}"
+    return None
+
+
+@jax.custom_vjp
+def _grouped(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _native_product(_Product.FORWARD, rows, w, group_sizes)
+
+
+def _grouped_forward(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
+    return _grouped(rows, w, group_sizes), (rows, w, group_sizes)
+
+
+def _grouped_backward(residuals: Any, dy: jax.Array) -> Any:
+    rows, w, group_sizes = residuals
+    d_rows = _native_product(_Product.ROWS_GRADIENT, dy, w, group_sizes)
+    return d_rows, _native_product(_Product.WEIGHTS_GRADIENT, rows, dy, group_sizes), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _native_product(
+    product: _Product, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, config: int | None = None
+) -> jax.Array:
+    """One product of ffi/cuda/grouped_matmul/grouped_matmul.h. `config`: an index of its table; None chooses one."""
+    native = _native.grouped_matmul
+    assert native is not None
+    num_groups = group_sizes.shape[0]
+    shape: tuple[int, ...]
+    if product == _Product.WEIGHTS_GRADIENT:
+        shape = (num_groups, lhs.shape[-1], rhs.shape[-1])
+    else:
+        shape = (*lhs.shape[:-1], rhs.shape[2 if product == _Product.FORWARD else 1])
+    results = (
+        _compat.result_type(lhs, shape, lhs.dtype),
+        _compat.result_type(lhs, (native.workspace_bytes(num_groups),), jnp.uint8),
+    )
+    call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
+    config = _config(product, lhs) if config is None else config
+    return call(lhs, rhs, group_sizes, product=np.int32(product), config=np.int32(config))[0]
+
+
+def _config(product: _Product, lhs: jax.Array) -> int:
+    """The tile shape and schedule, an index of the product's table."""
+    return 0

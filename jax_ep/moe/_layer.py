@@ -1,0 +1,219 @@
+"""mlp: dispatch, the experts' gated MLP, and combine."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import _checks, _compat
+from jax_ep._combine import combine
+from jax_ep._dequantize import dequantize
+from jax_ep._dispatch import dispatch
+from jax_ep._group import Group, check_usable
+from jax_ep.moe._grouped_matmul import grouped_matmul
+
+Experts: TypeAlias = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
+EXPERTS: tuple[Experts, ...] = get_args(Experts)
+
+# "auto" pads every expert to its worst case, group.num_ranks * T rows, up to this many rows. An H200 needs about 160
+# rows per expert before a matmul's arithmetic takes longer than reading its weights (790 TFLOP/s, 4.8 TB/s, bfloat16).
+# Below that, padding costs no time, and one batched matmul for all experts reads the weights once.
+FEW_ROWS = 64
+
+# What mlp decides itself: the layout follows from `experts`, the plan from `balance`.
+_DECIDED = ("group", "layout", "plan")
+_DISPATCH_ARGUMENTS = tuple(
+    parameter.name
+    for parameter in inspect.signature(dispatch).parameters.values()
+    if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _DECIDED
+)
+
+
+@_compat.named
+def mlp(
+    x: Annotated[jax.Array, "group.dtype [..., H]"],
+    topk_idx: Annotated[jax.Array, "int32 [..., K]"],
+    topk_weights: Annotated[jax.Array, "float32 [..., K]"] | None,
+    w_gate_up: Annotated[jax.Array, "group.dtype [E_local, H, 2I]"],
+    w_down: Annotated[jax.Array, "group.dtype [E_local, I, H]"],
+    *,
+    group: Group,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    balance: float | None = None,
+    experts: Experts = "auto",
+    **dispatch_arguments: Any,
+) -> Annotated[jax.Array, "group.dtype [..., H]"]:
+    """A mixture of gated MLPs: dispatch, the experts, combine. Call it inside `jax.shard_map` over `group.mesh`.
+
+    The result of a token is the sum over k of topk_weights[k] * expert(topk_idx[k]), where each expert computes
+    (activation(x @ gate) * (x @ up)) @ down. Shapes are per device; `...` stands for any leading dimensions, with at
+    most group.max_tokens_per_rank tokens in all. K = group.top_k, H = group.hidden, I channels inside an expert.
+    Differentiable in x, topk_weights, w_gate_up and w_down, in reverse mode.
+
+    Args:
+        x: [..., H] in group.dtype.
+        topk_idx: [..., K] int32, as for `dispatch`. An id outside [0, num_experts) means no expert.
+        topk_weights: [..., K] float32, the router's weights; None means 1.
+        w_gate_up: [E_local, H, 2I], the weights of this rank's experts: gate in the first I columns, up in the others.
+            Split the experts over group.axis_name: `PartitionSpec(group.axis_name)`.
+        w_down: [E_local, I, H]. All weights are in group.dtype.
+        group: the `Group`.
+        activation: a function of the gate's channels, element by element.
+        balance: None. (Reserved for the tolerance of a balanced placement of experts.)
+        experts: how the experts multiply. "einsum" is one batched matmul over rows that are padded for each expert
+            (dispatch's layout "expert"). All others use the layout "ragged": "grouped", "ragged_dot"
+            (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T is at most 64 for T tokens
+            per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is given; else it is
+            "ragged_dot". The rule uses static values that all ranks share, so all ranks choose alike.
+        **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
+            The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by
+            default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
+
+    Returns:
+        [..., H] in group.dtype.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        jax_ep.Error: an operation of the group failed on a device before.
+
+    **Dropped rows.** With a `capacity` that is too small, dropped rows count as zero. The result does not tell how many
+    there are. On GPUs, `group.stats().rows_dropped` counts them. To get the number inside the program, call `dispatch`
+    and `combine` yourself, and read `recv.num_dropped`.
+
+    **Rematerialisation.** `jax.checkpoint` policies can name these values. A policy such as
+    `jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch", "jax_ep_moe_gate_up")` saves the named ones, and
+    computes the others again:
+
+    | name | value | if saved, the backward pass does not repeat |
+    | --- | --- | --- |
+    | `jax_ep_dispatch` | what `dispatch` returned: rows [rows, H] and their route | the dispatch |
+    | `jax_ep_moe_gate_up` | x @ w_gate_up of each row, [rows, 2I] | the first matmul |
+    | `jax_ep_moe_down` | the experts' outputs, [rows, H] | the second matmul |
+    | `jax_ep_moe_output` | the result, [T, H] | the combine |
+
+    Example:
+        >>> w_gate_up = jax.random.normal(jax.random.key(4), (E, H, 2 * 64), group.dtype)
+        >>> w_down = jax.random.normal(jax.random.key(5), (E, 64, H), group.dtype)
+        >>> layer = on_each_rank(lambda *arrays: ep.moe.mlp(*arrays, group=group, wire="fp8"))
+        >>> layer(x, topk_idx, topk_weights, w_gate_up, w_down).shape == x.shape
+        True
+    """
+    op = "moe.mlp"
+    tokens = _check_tokens(op, group, x, topk_idx, topk_weights)
+    inner = _check_weights(op, group, w_gate_up, w_down)
+    if not callable(activation):
+        raise TypeError(
+            f"{op}: activation is {activation!r}, {_checks.kind(activation)}; it must be a function, such as "
+            "jax.nn.silu"
+        )
+    if balance is not None:
+        raise ValueError(
+            f"{op}: balance is {balance!r}; it must be None: this version of jax_ep does not implement a balanced "
+            "placement of experts"
+        )
+    _checks.choice(f"{op}: experts", experts, EXPERTS)
+    _check_dispatch_arguments(op, dispatch_arguments)
+
+    if experts == "auto" and _pads_at_no_cost(group, len(tokens[0]), dispatch_arguments):
+        experts = "einsum"
+    layout: Literal["expert", "ragged"] = "expert" if experts == "einsum" else "ragged"
+    recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
+    # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
+    rows, w_gate_up, w_down = _compat.vary((dequantize(recv), w_gate_up, w_down), [])
+    matmul = partial(grouped_matmul, group_sizes=recv.group_sizes, implementation=experts)
+
+    gate_up = checkpoint_name(matmul(rows, w_gate_up), "jax_ep_moe_gate_up")
+    gate, up = gate_up[..., :inner], gate_up[..., inner:]
+    activated = activation(gate)
+    if getattr(activated, "shape", None) != gate.shape:
+        raise ValueError(
+            f"{op}: activation returned {_described(activated)} for an array of shape {gate.shape}; it must return an "
+            "array of the same shape (mlp splits gate and up itself)"
+        )
+    hidden = (activated * up).astype(group.dtype)
+    y = checkpoint_name(matmul(hidden, w_down), "jax_ep_moe_down")
+    out = checkpoint_name(combine(y, recv), "jax_ep_moe_output")
+    return out.reshape(x.shape)
+
+
+def _pads_at_no_cost(group: Group, num_tokens: int, dispatch_arguments: dict[str, Any]) -> bool:
+    """Whether "auto" uses the layout "expert". The unit of a capacity is that of the layout "ragged" otherwise."""
+    given = [dispatch_arguments.get(name) is not None for name in ("capacity", "capacity_factor")]
+    has_own_room = any(given) or dispatch_arguments.get("alignment", 1) != 1
+    return group.num_ranks * num_tokens <= FEW_ROWS and not has_own_room
+
+
+def _check_tokens(op: str, group: Group, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any]:
+    """Checks the arguments that have a row per token; returns them with one leading dimension."""
+    check_usable(op, group)
+    for name, value in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if value is None and name == "topk_weights":
+            continue
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            raise TypeError(f"{op}: {name} is {_checks.kind(value)}; it must be an array")
+        if not value.shape:
+            last = "H" if name == "x" else "K"
+            raise ValueError(f"{op}: {name} has shape (); it must be [..., {last}]")
+        if value.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(value.shape)}; its leading dimensions must be those of x, "
+                f"{tuple(x.shape[:-1])}"
+            )
+
+    def flat(value: Any) -> Any:
+        return value.reshape(math.prod(value.shape[:-1]), value.shape[-1])
+
+    x, topk_idx = flat(x), flat(topk_idx)
+    topk_weights = None if topk_weights is None else flat(topk_weights)
+    _checks.array(op, "x", x, {"T": None, "H": group.hidden}, group.dtype)
+    _checks.num_rows(op, "T", len(x), group.max_tokens_per_rank)
+    choices: dict[str, int | None] = {"T": len(x), "K": group.top_k}
+    _checks.array(op, "topk_idx", topk_idx, choices, jnp.int32, _checks.SWAPPED)
+    if topk_weights is not None:
+        _checks.array(op, "topk_weights", topk_weights, choices, jnp.float32, _checks.SWAPPED)
+    return x, topk_idx, topk_weights
+
+
+def _check_weights(op: str, group: Group, w_gate_up: Any, w_down: Any) -> int:
+    """Checks the experts' weights; returns I."""
+    local = group.experts_per_rank
+    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if len(getattr(w, "shape", ())) == 3 and w.shape[0] != local:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(w.shape)}, {w.shape[0]} experts; it must have those of this rank, "
+                f"E_local = {local} of {group.num_experts}: split its first dimension over {group.axis_name!r} in the "
+                "in_specs of jax.shard_map"
+            )
+    _checks.array(op, "w_gate_up", w_gate_up, {"E_local": local, "H": group.hidden, "2I": None}, group.dtype)
+    columns = w_gate_up.shape[2]
+    if columns % 2 or not columns:
+        raise ValueError(
+            f"{op}: w_gate_up has shape {tuple(w_gate_up.shape)}; its last dimension, 2I, must be even and positive: I "
+            "columns for gate, then I for up"
+        )
+    _checks.array(op, "w_down", w_down, {"E_local": local, "I": columns // 2, "H": group.hidden}, group.dtype)
+    return columns // 2
+
+
+def _check_dispatch_arguments(op: str, arguments: dict[str, Any]) -> None:
+    if "layout" in arguments:
+        raise ValueError(
+            f"{op}: layout is {arguments['layout']!r}, but mlp chooses the layout by experts: use experts='einsum' for "
+            "'expert', and leave out layout="
+        )
+    if unknown := arguments.keys() - set(_DISPATCH_ARGUMENTS):
+        raise TypeError(
+            f"{op}: {min(unknown)} is not an argument of mlp or of dispatch; dispatch takes "
+            f"{', '.join(_DISPATCH_ARGUMENTS)}"
+        )
+
+
+def _described(value: Any) -> str:
+    return f"an array of shape {value.shape}" if hasattr(value, "shape") else _checks.kind(value)

@@ -1,0 +1,146 @@
+"""grouped_matmul against a dense oracle: one NumPy matrix product per group, in float64."""
+
+import importlib.util
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep.moe._grouped_matmul import grouped_matmul
+
+K, N = 24, 40
+SIZES = {
+    "ragged": [3, 5, 1, 4],
+    "with_empty_groups": [0, 7, 0, 6],
+    "one_hot_group": [0, 0, 13, 0],
+    "no_rows": [0, 0, 0, 0],
+    "one_group": [13],
+}
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+RAGGED = ["auto", "ragged_dot"]
+if importlib.util.find_spec("tokamax"):
+    RAGGED.append("tokamax")
+CASES = [(implementation, "ragged") for implementation in RAGGED]
+CASES += [(implementation, "expert") for implementation in ("auto", "einsum")]
+HAS_NO_KERNEL = ("tokamax", "float32")
+CASES_OF_DTYPES = [(*case, dtype) for case in CASES for dtype in TOLERANCES if (case[0], dtype) != HAS_NO_KERNEL]
+
+
+def arrays(sizes, layout, dtype, num_beyond, beyond=0.0):
+    """rows, w, group_sizes, dy and a mask of the valid rows; rows and dy hold `beyond` in all other rows."""
+    rng = np.random.default_rng(len(sizes) + sum(sizes))
+    capacity = max(sizes) + num_beyond
+    if layout == "expert":
+        valid = np.arange(capacity) < np.array(sizes)[:, None]
+    else:
+        valid = np.arange(sum(sizes) + num_beyond) < sum(sizes)
+
+    def random(*shape):
+        return np.array(jnp.asarray(rng.standard_normal(shape), dtype))  # as rounded to dtype
+
+    rows, dy = (np.where(valid[..., None], random(*valid.shape, size), beyond) for size in (K, N))
+    as_array = [jnp.asarray(array, dtype) for array in (rows, random(len(sizes), K, N), dy)]
+    return as_array[0], as_array[1], jnp.array(sizes, jnp.int32), as_array[2], valid
+
+
+def oracle(rows, w, dy, valid, sizes):
+    """(out, gradient of rows, gradient of w) in float64; zeros beyond the groups."""
+    rows, w, dy = (np.asarray(array, np.float64) for array in (rows, w, dy))
+    out, d_rows, d_w = np.zeros(dy.shape), np.zeros(rows.shape), np.zeros(w.shape)
+    index = np.argwhere(valid)  # in the order of the groups, in both layouts
+    for g, group in enumerate(np.split(index, np.cumsum(sizes)[:-1])):
+        at = tuple(group.T)
+        out[at], d_rows[at], d_w[g] = rows[at] @ w[g], dy[at] @ w[g].T, rows[at].T @ dy[at]
+    return out, d_rows, d_w
+
+
+def run(rows, w, group_sizes, dy, implementation):
+    @jax.jit
+    def value_and_gradients(rows, w, group_sizes, dy):
+        out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, group_sizes, implementation=implementation), rows, w)
+        return out, *vjp(dy)
+
+    return [np.asarray(array, np.float64) for array in value_and_gradients(rows, w, group_sizes, dy)]
+
+
+def expect_close(found, expected, tolerance):
+    scale = max(np.linalg.norm(expected), 1e-30)
+    assert np.linalg.norm(found - expected) <= tolerance * scale
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("implementation", "layout", "dtype"), CASES_OF_DTYPES)
+def test_value_and_gradients(implementation, layout, dtype, sizes):
+    rows, w, group_sizes, dy, valid = arrays(sizes, layout, dtype, num_beyond=3)
+    out, d_rows, d_w = run(rows, w, group_sizes, dy, implementation)
+    expected = oracle(rows, w, dy, valid, sizes)
+    expect_close(out[valid], expected[0][valid], TOLERANCES[dtype])
+    expect_close(d_rows, expected[1], TOLERANCES[dtype])
+    expect_close(d_w, expected[2], TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(("implementation", "layout"), CASES)
+def test_rows_beyond_the_groups_contribute_nothing(implementation, layout):
+    sizes = SIZES["with_empty_groups"]
+    rows, w, group_sizes, dy, valid = arrays(sizes, layout, "float32", num_beyond=5, beyond=np.nan)
+    if implementation == "tokamax":
+        rows, w, dy = (array.astype(jnp.bfloat16) for array in (rows, w, dy))
+    out, d_rows, d_w = run(rows, w, group_sizes, dy, implementation)
+    expected = oracle(rows, w, dy, valid, sizes)
+    tolerance = TOLERANCES[rows.dtype.name]
+    expect_close(out[valid], expected[0][valid], tolerance)
+    assert not d_rows[~valid].any()
+    expect_close(d_rows, expected[1], tolerance)
+    expect_close(d_w, expected[2], tolerance)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "expert"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_weights_may_be_replicated_in_shard_map(check_vma, layout):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
+    rows, w, group_sizes, dy, valid = arrays(SIZES["ragged"], layout, "float32", num_beyond=3)
+    rows, dy = (jnp.stack([array, 2 * array]) for array in (rows, dy))
+    spec = jax.sharding.PartitionSpec("ep")
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(spec, jax.sharding.PartitionSpec(), spec),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+    def multiply(rows, w, dy):
+        return grouped_matmul(rows[0], w, group_sizes)[None] * dy
+
+    d_w = jax.grad(lambda w: multiply(rows, w, dy).sum())(w)
+    expect_close(np.asarray(d_w), 5 * oracle(rows[0], w, dy[0], valid, SIZES["ragged"])[2], TOLERANCES["float32"])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"implementation": "cublas"}, ValueError, "'auto', 'grouped', 'einsum', 'ragged_dot', 'tokamax'"),
+        ({"implementation": "einsum"}, ValueError, r"rows \[G, C, K\], the layout \"expert\""),
+        ({"rows": (2, 3, 4), "implementation": "ragged_dot"}, ValueError, r"rows \[M, K\], the layout \"ragged\""),
+        ({"rows": (3,)}, ValueError, r"rows has shape \(3,\)"),
+        ({"rows": (5, 3)}, ValueError, "w has shape .* rows has K = 3"),
+        ({"group_sizes": (3,)}, ValueError, "group_sizes has shape .* G = 2"),
+        ({"w_dtype": "bfloat16"}, TypeError, "w has dtype bfloat16; it must be float32"),
+        ({"rows_dtype": "int32"}, TypeError, "the dtype of rows"),
+        ({"implementation": "grouped"}, ValueError, 'cannot multiply these arrays: .*; use "auto"'),
+    ],
+)
+def test_errors(change, error, words):
+    shapes = {"rows": (5, 4), "w": (2, 4, 6), "group_sizes": (2,)}
+    dtypes = {"rows": "float32", "w": "float32", "group_sizes": "int32"}
+    for name, value in change.items():
+        if name.endswith("_dtype"):
+            dtypes[name.removesuffix("_dtype")] = value
+        elif name != "implementation":
+            shapes[name] = value
+    given = [jnp.zeros(shapes[name], dtypes[name]) for name in shapes]
+    with pytest.raises(error, match=words):
+        grouped_matmul(*given, implementation=change.get("implementation", "auto"))
