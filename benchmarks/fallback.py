@@ -84,19 +84,32 @@ def open_group(backend: str, mesh: jax.sharding.Mesh, sizes: Sizes) -> ep.Group:
     )
 
 
-def measure(backend: str, mesh: jax.sharding.Mesh, sizes: Sizes, repeats: int) -> dict[str, tuple[float, float]]:
-    """MiB of temporary memory and the least of `repeats` times in ms, for each program; no times if repeats is 0."""
-    results = {}
-    with open_group(backend, mesh, sizes) as group:
-        for name, program in programs(group, sizes).items():
-            executable, arguments = compile_program(program, mesh, sizes)
-            times = []
-            for _ in range(repeats + 1 if repeats else 0):
+def measure(mesh: jax.sharding.Mesh, sizes: Sizes, repeats: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """For each program and backend: MiB of temporary memory, and the mean of `repeats` times in ms.
+
+    The backends take turns, so that other programs on the machine slow both alike.
+    """
+    compiled: dict[str, dict[str, Any]] = {}
+    for backend in BACKENDS:
+        with open_group(backend, mesh, sizes) as group:
+            for name, program in programs(group, sizes).items():
+                compiled.setdefault(name, {})[backend] = compile_program(program, mesh, sizes)
+    results: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, of_backend in compiled.items():
+        times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+        for repeat in range(repeats + 1 if repeats else 0):
+            for backend, (executable, arguments) in of_backend.items():
                 begun = time.perf_counter()
                 jax.block_until_ready(executable(*arguments))
-                times.append(time.perf_counter() - begun)
-            memory = executable.memory_analysis().temp_size_in_bytes
-            results[name] = memory / 2**20, 1e3 * min(times[1:], default=np.nan)
+                if repeat:  # the first execution warms up
+                    times[backend].append(time.perf_counter() - begun)
+        results[name] = {
+            backend: (
+                executable.memory_analysis().temp_size_in_bytes / 2**20,
+                1e3 * float(np.mean(times[backend] or np.nan)),
+            )
+            for backend, (executable, _) in of_backend.items()
+        }
     return results
 
 
@@ -104,17 +117,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, value in Sizes._field_defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="(%(default)s)")
-    parser.add_argument("--repeats", type=int, default=10, help="of each program, of which the fastest counts (10)")
+    parser.add_argument("--repeats", type=int, default=20, help="of each program; times are their mean (%(default)s)")
     options = parser.parse_args()
     sizes = Sizes(*(getattr(options, name) for name in Sizes._fields))
     mesh = jax.make_mesh((jax.device_count(),), ("ep",))
-    results = {backend: measure(backend, mesh, sizes, options.repeats) for backend in BACKENDS}
     print(f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {sizes}")
-    print("| program | reference: MiB | collectives: MiB | reference: ms | collectives: ms |")
-    print("| --- | --- | --- | --- | --- |")
-    for name in results["reference"]:
-        columns = zip(*(results[backend][name] for backend in BACKENDS), strict=True)
-        print(f"| {name} |", " | ".join(f"{value:.1f}" for column in columns for value in column), "|")
+    print("| program | reference: MiB | collectives: MiB | ratio | reference: ms | collectives: ms | ratio |")
+    print("| --- | --: | --: | --: | --: | --: | --: |")
+    for name, of_backend in measure(mesh, sizes, options.repeats).items():
+        columns = zip(*(of_backend[backend] for backend in BACKENDS), strict=True)
+        cells = [f"{reference:.1f} | {lean:.1f} | {lean / reference:.2f}" for reference, lean in columns]
+        print(f"| {name} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

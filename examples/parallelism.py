@@ -76,7 +76,7 @@ def replicated_by_expert(x, topk_idx, topk_weights, w13, w2, *, group, axis):
     recv = ep.dispatch(x, own_idx, topk_weights, group=group, layout="ragged", capacity=most_rows)
     group_sizes = lax.dynamic_slice_in_dim(recv.group_sizes, first, len(w13))
     out = ep.combine(swiglu.experts(recv.x, group_sizes, w13, w2), recv)
-    return lax.psum(out, (axis, group.axis_name))
+    return lax.psum(out, (axis, *group.axis_names))
 
 
 class Recipe(NamedTuple):
@@ -84,7 +84,7 @@ class Recipe(NamedTuple):
 
     layer: Callable[..., jax.Array]
     axes: Callable[[int], dict[str, int]]
-    group_axis: str
+    group_axis: str | tuple[str, ...]
     tokens: Any  # the specs of x, w13 and w2
     w13: Any
     w2: Any

@@ -34,6 +34,7 @@ from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch, dispatch_done, dispatch_like, dispatch_start
 from jax_ep._dispatch_layout import DispatchLayout, dispatch_layout
 from jax_ep._errors import Error, PeerTimeoutError, SplitCallError
+from jax_ep._export import export_checks
 from jax_ep._group import Group
 from jax_ep._stats import GroupStats
 from jax_ep._types import AllToAll, Dispatched
@@ -60,6 +61,7 @@ __all__ = [
     "dispatch_layout",
     "dispatch_like",
     "dispatch_start",
+    "export_checks",
     "moe",
 ]
 

@@ -54,7 +54,7 @@ def all_to_all(
     _checks.array("all_to_all", "splits", splits, {"E": group.num_experts}, jnp.int32)
     _checks.wire("all_to_all", wire, group.hidden)
     _checks.boolean("all_to_all", "dequantize", dequantize)
-    return _all_to_all((group, wire, dequantize), *_compat.vary((x, splits), [group.axis_name]))
+    return _all_to_all((group, wire, dequantize), *_compat.vary((x, splits), group.axis_names))
 
 
 @_compat.named
@@ -88,7 +88,7 @@ def all_to_all_back(
     _checks.array("all_to_all_back", "y", y, {"R": group.num_ranks, "M": None, "H": group.hidden}, group.dtype)
     _checks.num_rows("all_to_all_back", "M", y.shape[1], group.max_tokens_per_rank)
     _checks.array("all_to_all_back", "splits", splits, {"E": group.num_experts}, jnp.int32)
-    return _all_to_all_back(group, *_compat.vary((y, splits), [group.axis_name]))
+    return _all_to_all_back(group, *_compat.vary((y, splits), group.axis_names))
 
 
 _Static: TypeAlias = tuple[Group, Wire | None, bool]  # group, wire, dequantize

@@ -116,7 +116,7 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype, no_cast)
     _checks.array(op, "recv.weights", recv.weights, rows, jnp.float32)
     out_dtype = _checks.dtype(f"{op}: out_dtype", y.dtype if out_dtype is None else out_dtype)
-    return out_dtype, *_compat.vary((y, recv.weights, route), [group.axis_name])
+    return out_dtype, *_compat.vary((y, recv.weights, route), group.axis_names)
 
 
 def _combine_rows(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:

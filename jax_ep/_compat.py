@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import core, distributed
+from jax._src import mesh as mesh_lib
 from jax._src.interpreters import partial_eval
 from jax.extend import core as jex_core
 
@@ -35,10 +36,15 @@ def vary(operands: T, axes: Iterable[str]) -> T:
 
     A collective or an FFI call mixes its operands, so each result varies over the union of these axes. The transpose of
     the cast sums over the added axes. This makes the gradient of a replicated operand correct.
+
+    If an operand is sharded over explicit axes that the shard_map leaves out, it is gathered along them. XLA does the
+    same for automatic axes.
     """
     union = varying_axes(operands) | set(axes)
 
     def cast(leaf: Any) -> Any:
+        if any(jax.typeof(leaf).sharding.spec):
+            leaf = jax.sharding.reshard(leaf, jax.sharding.PartitionSpec(*[None] * leaf.ndim))
         missing = tuple(sorted(union - varying_axes(leaf)))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
@@ -48,6 +54,14 @@ def vary(operands: T, axes: Iterable[str]) -> T:
 def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns the type of an FFI call's result that varies over the same manual mesh axes as `operand`."""
     return jax.typeof(operand).update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
+
+
+def mesh_in_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """Returns the mesh of `jax.set_mesh`, also during tracing, or else of `jax.sharding.use_abstract_mesh`."""
+    for mesh in (mesh_lib.get_concrete_mesh(), jax.sharding.get_abstract_mesh()):
+        if not mesh.empty:
+            return mesh
+    return None
 
 
 def named(function: F) -> F:
@@ -136,7 +150,12 @@ def differentiable(function: Callable[..., Any], forward: Callable[..., Any], ba
     """
     rule = jax.custom_vjp(function, nondiff_argnums=(0,))
     rule.defvjp(forward, backward, symbolic_zeros=True)
-    compiled = partial(jax.jit, static_argnums=(0,))(rule)
+    jitted = partial(jax.jit, static_argnums=(0,))(rule)
+
+    def compiled(*arguments: Any) -> Any:
+        with jax.disable_jit(False):  # under jax.disable_jit, all but the operations runs step by step
+            return jitted(*arguments)
+
     return lambda static, *operands: (rule if _is_tracing() else compiled)(static, *operands)
 
 

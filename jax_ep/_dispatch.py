@@ -187,7 +187,7 @@ def dispatch_like(
             f"dispatch_like: x has H' = {x.shape[1]} channels of {x.dtype}; a row of the group holds {limit} bytes, so "
             f"1 to {limit // x.dtype.itemsize} channels"
         )
-    return _dispatch_like(*_compat.vary((x, route), [group.axis_name]))
+    return _dispatch_like(*_compat.vary((x, route), group.axis_names))
 
 
 def _prepare(
@@ -208,7 +208,7 @@ def _prepare(
         _checks.array(op, "topk_weights", topk_weights, choices, jnp.float32, _checks.SWAPPED)
     checked = options.checked(op, group, num_tokens)
     call = DispatchCall(group._backend_for(num_tokens), checked, num_tokens, quantized)
-    return call, _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), [group.axis_name])
+    return call, _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), group.axis_names)
 
 
 def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:

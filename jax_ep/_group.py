@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _backends, _processes
-from jax_ep._settings import GroupSettings
+from jax_ep._settings import GroupSettings, Mesh, mesh_or_context
 from jax_ep._stats import GroupStats
 from jax_ep._types import Backend
 
@@ -16,24 +17,30 @@ BackendName: TypeAlias = Literal["auto", "cuda", "collectives", "reference", "em
 
 
 class Group(GroupSettings):
-    """An expert-parallel group: the devices along one mesh axis, which share `num_experts` experts.
+    """An expert-parallel group: the devices along one or more mesh axes, which share `num_experts` experts.
 
     Rank r, the index along `axis_name`, owns the experts [r * E_local, (r + 1) * E_local) with
     E_local = num_experts // num_ranks. For each index along the mesh's other axes, the devices along `axis_name` form a
     separate group of the same shape. A group is static data: it is hashed by identity, and jitted functions may close
     over it. It is a context manager that closes the group at the end. All arguments are read-only attributes. So are
-    num_ranks, experts_per_rank and backend (the name of the chosen backend).
+    num_ranks, experts_per_rank, axis_names (axis_name as a tuple), has_devices and backend (the name of the chosen
+    backend).
 
     Args:
-        mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`.
-        axis_name: the mesh axis along which experts are spread.
+        mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`. None takes the mesh of `jax.set_mesh`. With a
+            `jax.sharding.AbstractMesh`, the group has no devices: programs with it can be traced, lowered and exported,
+            and run when an equal group is open on devices (`open`).
+        axis_name: the mesh axis along which experts are spread, or a tuple of axes. With a tuple, a rank is the index
+            along the flattened axes, the first axis major. `jax.shard_map` must make these axes manual; it may leave
+            the other axes automatic.
         num_experts: experts in all, a multiple of the number of ranks.
         top_k: experts per token, 1 to 32, and at most num_experts.
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T of any call.
         dtype: the dtype of activations: bfloat16, float16 or float32.
         backend: "auto" chooses "cuda" where the mesh supports it, "reference" on CPUs, and else "collectives".
-            `jax_ep.backends()` lists the backends and says which are available.
+            `jax_ep.backends()` lists the backends and says which are available. On an AbstractMesh, "auto" chooses by
+            its abstract_device.
             "emulated" is for the tests of a source checkout: it runs the kernels of "cuda" on CPU devices.
         num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
             split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs, and at most 32 with None.
@@ -54,8 +61,8 @@ class Group(GroupSettings):
 
     def __init__(
         self,
-        mesh: jax.sharding.Mesh,
-        axis_name: str = "ep",
+        mesh: Mesh | None = None,
+        axis_name: str | tuple[str, ...] = "ep",
         *,
         num_experts: int,
         top_k: int,
@@ -77,7 +84,7 @@ class Group(GroupSettings):
             num_sms=num_sms,
             timeout=timeout,
         )
-        self.backend: str = _backends.choose(backend, mesh, axis_name, self.timeout)
+        self.backend: str = _backends.choose(backend, self.mesh, axis_name, self.timeout)
         """Name of the backend in use."""
         self._impl = _backends.open_backend(self.backend, self)
         self._without_tokens = _backends.open_backend("reference", self)
@@ -103,6 +110,27 @@ class Group(GroupSettings):
     def closed(self) -> bool:
         return self._impl.closed
 
+    def open(self, mesh: jax.sharding.Mesh | None = None) -> Group:
+        """Makes an equal group on the devices of `mesh`. Programs that were lowered with this group run with it.
+
+        This is for a group on a `jax.sharding.AbstractMesh`, which has no devices. It also opens a closed group again.
+
+        Args:
+            mesh: a mesh with devices, with the axes of this group's mesh. None takes the mesh of `jax.set_mesh`.
+
+        Raises:
+            ValueError, TypeError: the mesh has other axes or no devices, or the backend cannot be used on it.
+
+        Example:
+            >>> abstract = ep.Group(mesh.abstract_mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T)
+            >>> with abstract.open(mesh) as opened:
+            ...     (abstract.has_devices, opened.has_devices)
+            (False, True)
+        """
+        mesh = _mesh_to_open(mesh, self)
+        names = [name for name, p in inspect.signature(Group).parameters.items() if p.kind is p.KEYWORD_ONLY]
+        return Group(mesh, self.axis_name, **{name: getattr(self, name) for name in names})
+
     def close(self) -> None:
         """Frees the group's memory. A second call has no effect. Tracing an operation of a closed group is an error."""
         self._impl.close()
@@ -125,6 +153,8 @@ class Group(GroupSettings):
         Counting costs the operations no time. This method reads the devices' counters and waits for no operation. So
         the counters may include an operation in flight partly or not at all. It also works on a closed group.
         """
+        if not isinstance(self.mesh, jax.sharding.Mesh):
+            raise ValueError("stats: the group is on an AbstractMesh and has no devices; ask the group that runs")
         here = [
             (rank, str(device))
             for ep_group in _processes.ep_groups(self.mesh, self.axis_name)
@@ -148,12 +178,23 @@ class Group(GroupSettings):
         return (
             f"Group({self.num_ranks} ranks along {self.axis_name!r}, num_experts={self.num_experts}, "
             f"top_k={self.top_k}, hidden={self.hidden}, max_tokens_per_rank={self.max_tokens_per_rank}, "
-            f"dtype={self.dtype}, backend={self.backend!r}{', closed' if self.closed else ''})"
+            f"dtype={self.dtype}, backend={self.backend!r}{'' if self.has_devices else ', no devices'}"
+            f"{', closed' if self.closed else ''})"
         )
 
 
+def _mesh_to_open(mesh: Any, group: Group) -> jax.sharding.Mesh:
+    """The mesh with devices on which `group` is opened."""
+    mesh = mesh_or_context(mesh)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError("open: mesh is an AbstractMesh; it must be a jax.sharding.Mesh of devices")
+    if dict(mesh.shape) != dict(group.mesh.shape):
+        raise ValueError(f"open: mesh is {dict(mesh.shape)}; it must have the group's axes {dict(group.mesh.shape)}")
+    return mesh
+
+
 def check_usable(op: str, value: Any) -> None:
-    """`value` is an open group, and `op` is called inside a shard_map over the whole of its mesh."""
+    """`value` is an open group, and `op` is called inside a shard_map that makes the group's axes manual."""
     if not isinstance(value, Group):
         raise TypeError(f"{op}: group is a {type(value).__name__}; it must be a jax_ep.Group")
     if value.closed:
@@ -170,14 +211,14 @@ def _inside_shard_map(op: str, group: Group) -> None:
             f"{op}: called outside jax.shard_map; call it in a function that jax.shard_map(..., mesh=group.mesh) maps "
             f"over the group's mesh {wanted}"
         )
-    if not mesh.are_all_axes_manual:
-        automatic = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
-        raise ValueError(
-            f"{op}: the surrounding jax.shard_map leaves the mesh axes {automatic} automatic, so that XLA would gather "
-            "the operands; make all axes manual: leave out axis_names="
-        )
     if dict(mesh.shape) != wanted:
         raise ValueError(
             f"{op}: the surrounding jax.shard_map has the mesh {dict(mesh.shape)}, the group {wanted}; "
-            "pass mesh=group.mesh to jax.shard_map"
+            "pass mesh=group.mesh to jax.shard_map, or make the Group on the mesh of the jax.shard_map"
+        )
+    if automatic := tuple(name for name in group.axis_names if name not in mesh.manual_axes):
+        raise ValueError(
+            f"{op}: the surrounding jax.shard_map leaves the group's own axes {automatic} automatic: it makes only "
+            f"{tuple(mesh.manual_axes)} manual. The axes of axis_name = {group.axis_name!r} must be manual: add "
+            f"{automatic} to axis_names= of jax.shard_map, or leave axis_names= out"
         )

@@ -7,6 +7,7 @@ process needs neither.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -52,10 +53,14 @@ def owners(mesh: jax.sharding.Mesh) -> list[int]:
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
-def ep_groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
-    """Returns the devices of `mesh` as [EP groups, ranks]. An EP group is the devices along `axis_name`."""
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
-    return devices.reshape(-1, mesh.shape[axis_name])
+def ep_groups(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> np.ndarray:
+    """Returns the devices of `mesh` as [EP groups, ranks]. An EP group is the devices along `axis_name`.
+
+    If `axis_name` is a tuple of axes, a rank is the position along the flattened axes, the first axis major.
+    """
+    axes = [mesh.axis_names.index(name) for name in ((axis_name,) if isinstance(axis_name, str) else axis_name)]
+    num_ranks = math.prod(mesh.devices.shape[axis] for axis in axes)
+    return np.moveaxis(mesh.devices, axes, range(-len(axes), 0)).reshape(-1, num_ranks)
 
 
 def host() -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from jax_ep import _checks
+from jax_ep import _checks, _compat
 from jax_ep._constants import MAX_TOP_K
 
 MAX_SMS = 1024  # more than any GPU has
+
+Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 class GroupSettings:
@@ -19,8 +21,8 @@ class GroupSettings:
 
     def __init__(
         self,
-        mesh: jax.sharding.Mesh,
-        axis_name: str,
+        mesh: Mesh | None,
+        axis_name: str | tuple[str, ...],
         *,
         num_experts: int,
         top_k: int,
@@ -30,13 +32,11 @@ class GroupSettings:
         num_sms: int | None,
         timeout: float,
     ) -> None:
-        if not isinstance(mesh, jax.sharding.Mesh):
-            raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh of devices")
-        if axis_name not in mesh.axis_names:
-            raise ValueError(f"axis_name is {axis_name!r}; it must be one of the mesh's axes {mesh.axis_names}")
-        self.mesh = mesh
+        self.mesh = mesh_or_context(mesh)
         self.axis_name = axis_name
-        self.num_ranks: int = mesh.shape[axis_name]
+        self.axis_names = _axis_names(axis_name, self.mesh)
+        """The axes of axis_name as a tuple, major first."""
+        self.num_ranks = math.prod(self.mesh.shape[name] for name in self.axis_names)
         self.num_experts = _checks.integer("num_experts", num_experts, 1, _checks.MAX_INT32)
         self.top_k = _checks.integer("top_k", top_k, 1, MAX_TOP_K)
         self.max_tokens_per_rank = _checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1, _checks.MAX_INT32)
@@ -60,6 +60,38 @@ class GroupSettings:
                 f"hidden is {hidden}, a row of {row_bytes} bytes in {self.dtype}; it must be a multiple of {unit} "
                 f"(16 bytes), e.g. {-(-self.hidden // unit) * unit}"
             )
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether the mesh has devices. A `jax.sharding.AbstractMesh` has none."""
+        return isinstance(self.mesh, jax.sharding.Mesh)
+
+
+def mesh_or_context(mesh: Any) -> Mesh:
+    """`mesh`, or the mesh of the context if it is None."""
+    if mesh is None:
+        if (mesh := _compat.mesh_in_context()) is None:
+            raise ValueError(
+                "mesh is None, and no mesh is set: call ep.Group in `with jax.set_mesh(mesh):` (a bare `with mesh:` "
+                "does not set it), or pass mesh=mesh"
+            )
+    elif not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(
+            f"mesh is {mesh!r}, {_checks.kind(mesh)}; it must be a jax.sharding.Mesh, a jax.sharding.AbstractMesh, or "
+            "None for the mesh of jax.set_mesh"
+        )
+    return mesh
+
+
+def _axis_names(axis_name: Any, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that `axis_name` names, all of them different axes of `mesh`."""
+    if isinstance(axis_name, tuple):
+        names, wanted = axis_name, f"a tuple of different axes of the mesh, {mesh.axis_names}"
+    else:
+        names, wanted = (axis_name,), f"one of the mesh's axes {mesh.axis_names}, or a tuple of them"
+    if not names or len(set(map(str, names))) < len(names) or any(name not in mesh.axis_names for name in names):
+        raise ValueError(f"axis_name is {axis_name!r}; it must be {wanted}")
+    return names
 
 
 def _seconds(timeout: Any) -> float:

@@ -69,6 +69,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch, **functions: Callable) -> None
         "close_group": lambda group_id: None,
         "group_bytes": lambda group_id: 0,
         "group_failure": lambda group_id: None,
+        "group_stats": lambda group_id: [],
     }
     monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(**idle | functions))
     monkeypatch.setattr(_backends, "choose", lambda *arguments: "cuda")

@@ -1,6 +1,6 @@
 """The named shapes and routings that tests and benchmarks share.
 
-Needs NumPy and ml_dtypes only, so that a benchmark can read the list without pytest and before JAX starts.
+Needs no pytest and starts no JAX backend, so that a benchmark can read the list.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from jax_ep.bench.models import MODELS
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,7 @@ class Shape:
 
 SMALL = Shape("small", num_experts=16, top_k=4, hidden=128, tokens=8)
 
-KNOWN_MODELS = (
-    Shape("mixtral-8x7b", num_experts=8, top_k=2, hidden=4096),
-    Shape("qwen3-30b-a3b", num_experts=128, top_k=8, hidden=2048),
-    Shape("deepseek-v3", num_experts=256, top_k=8, hidden=7168),
-    Shape("kimi-k2", num_experts=384, top_k=8, hidden=7168),
-    Shape("gpt-oss-120b", num_experts=128, top_k=4, hidden=2880),
-)
+KNOWN_MODELS = tuple(Shape(model.name, model.num_experts, model.top_k, model.hidden) for model in MODELS.values())
 
 ODD = (
     Shape("shortest_row", num_experts=8, top_k=2, hidden=8, tokens=5),

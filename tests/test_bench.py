@@ -13,10 +13,11 @@ import pytest
 import jax_ep as ep
 from helpers import JAX_EP, TESTS, make_mesh
 from jax_ep import _native
-from jax_ep.bench.__main__ import main
+from jax_ep.bench.__main__ import _parse, main
 from jax_ep.bench.cases import ROUTINGS, Case, make_inputs
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
 from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, over_network, rows_between_ranks
+from jax_ep.bench.models import MODELS
 from jax_ep.bench.report import LiveReport
 from jax_ep.bench.timeline import KINDS, Event, TimeLine, events_of_gpus, operations_of, time_line
 from jax_ep.bench.timing import _expect_operations, _expect_room, time_backward, time_forward
@@ -324,6 +325,20 @@ def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_sizes_of_a_model(on_cpu):
+    """An option that names a size overrides the model's."""
+
+    def sizes(*argv):
+        options = _parse(argv, num_ranks=8, on_cpu=on_cpu)
+        return options.hidden, options.top_k, options.experts
+
+    for model in MODELS.values():
+        assert sizes(f"--model={model.name}") == ([model.hidden], [model.top_k], [model.num_experts])
+    assert sizes("--model=kimi-k3", "--hidden=256,512") == ([256, 512], [16], [896])
+    assert sizes() == ([256], [4], [32]) if on_cpu else ([7168], [8], [256])
+
+
 def test_live_table(capsys):
     with LiveReport(["wire", "tokens", "pair_us", "checked"], num_cases=2) as table:
         table.add({"wire": None, "tokens": 8, "pair_us": None, "checked": True})
@@ -339,6 +354,8 @@ def test_live_table(capsys):
         ("--top-k=33 --experts=64", "--top-k is 33; it must be 1 to 32, with --experts=64"),
         ("--top-k=0", "--top-k is 0; it must be at least 1"),
         ("--experts=33", f"--experts is 33; it must be a multiple of the {jax.device_count()} devices"),
+        ("--model=bert", "argument --model: invalid choice: 'bert'"),
+        ("--model=mixtral-8x7b --top-k=9", "--top-k is 9; it must be 1 to 8, with --experts=8"),
         ("--wire=fp4", "'fp4' is no wire; choose from none, fp8, fp8_pow2"),
         ("--chain=0", "--chain is 0; it must be at least 1"),
         ("--tokens=8,0", "--tokens is 0; it must be at least 1"),

@@ -1,5 +1,6 @@
 """The documents agree with the tree."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -15,6 +16,7 @@ import jax_ep as ep
 import oracle
 from helpers import make_mesh, open_group
 from jax_ep import doctor
+from jax_ep.bench.models import MODELS
 from shapes import SMALL, make_inputs
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +32,22 @@ def test_the_readmes_layer_runs_when_pasted(num_devices, tmp_path):
     done = subprocess.run([sys.executable], input=layer, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{(64 * num_devices, 128)}\n"
+
+
+def test_the_page_of_meshes_runs(tmp_path):
+    """All its code, in order."""
+    pytest.importorskip("flatbuffers", reason="the page serializes an exported program")
+    code = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "meshes.md").read_text(), re.DOTALL))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    done = subprocess.run([sys.executable], input=code, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_models_is_the_benchs():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| `([\w.-]+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+|not known) \|$", page, re.MULTILINE)
+    sizes = map(dataclasses.astuple, MODELS.values())
+    assert rows == [tuple(str(size or "not known") for size in row) for row in sizes]
 
 
 def test_the_programs_of_the_layers_page_run(tmp_path):

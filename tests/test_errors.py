@@ -28,7 +28,13 @@ def ids(table):
 
 GROUP = [
     ({"mesh": 4}, TypeError, ["int", "Mesh"]),
+    ({"mesh": None}, ValueError, ["None", "jax.set_mesh"]),
     ({"axis_name": "expert"}, ValueError, ["expert", "ep"]),
+    ({"axis_name": ("ep", "expert")}, ValueError, ["('ep', 'expert')", "different axes", "('ep',)"]),
+    ({"axis_name": ("ep", "ep")}, ValueError, ["('ep', 'ep')", "different axes"]),
+    ({"axis_name": ()}, ValueError, ["()", "('ep',)"]),
+    ({"axis_name": ["ep"]}, ValueError, ["['ep']", "tuple"]),
+    ({"axis_name": None}, ValueError, ["None", "('ep',)"]),
     ({"num_experts": 3}, ValueError, [3, 2, 4]),
     ({"num_experts": 0}, ValueError, [0, 1]),
     ({"num_experts": 16.0}, TypeError, ["16.0", "int"]),
@@ -280,16 +286,17 @@ def test_outside_shard_map(group, transform):
         transform(partial(ep.dispatch, group=group, layout="ragged"))(*inputs)
 
 
-def test_shard_map_with_an_automatic_axis(make_group):
+@pytest.mark.parametrize(("axis_name", "automatic"), [("ep", "('ep',)"), (("data", "ep"), "('ep',)")])
+def test_shard_map_that_leaves_the_axes_of_the_group_automatic(make_group, axis_name, automatic):
     mesh = make_mesh((2, 2), ("data", "ep"))
-    group = make_group(mesh, SMALL)
-    by_rank = jax.sharding.PartitionSpec("ep")
+    group = make_group(mesh, SMALL, axis_name=axis_name)
+    by_rank = jax.sharding.PartitionSpec("data")
     dispatch = partial(ep.dispatch, group=group, layout="ragged")
-    mapped = jax.shard_map(dispatch, mesh=mesh, in_specs=by_rank, out_specs=by_rank, axis_names={"ep"})
+    mapped = jax.shard_map(dispatch, mesh=mesh, in_specs=by_rank, out_specs=by_rank, axis_names={"data"})
     inputs = make_inputs(SMALL, num_ranks=2)
     with pytest.raises(ValueError, match="shard_map") as raised:
         jax.eval_shape(mapped, *(a.reshape(-1, a.shape[-1]) for a in inputs))
-    assert_names(raised.value, "data")
+    assert_names(raised.value, f"axes {automatic} automatic", "('data',) manual", f"axis_name = {axis_name!r}")
 
 
 def test_shard_map_over_another_mesh(group):

@@ -129,15 +129,23 @@ def test_joining_others(monkeypatch, variables, joins):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_reference_backend(devices):
+def test_backends_in_plain_jax(devices):
     """Each process compares what its own devices got with the oracle's answer for all of them."""
-    run_program("reference_backend", 2, devices=devices)
+    run_program("backends_in_plain_jax", 2, devices=devices)
 
 
-def reference_backend():
-    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
-    for layout in ("expert", "ragged"):
-        check_layer(mesh, layout, "reference")
+def backends_in_plain_jax():
+    one_axis = jax.sharding.Mesh(jax.devices(), ("ep",))
+    for mesh, layout_of_collectives in ((one_axis, "expert"), (mesh_of_two_axes(), "ragged")):
+        for layout in ("expert", "ragged"):
+            check_layer(mesh, layout, "reference")
+        check_layer(mesh, layout_of_collectives, "collectives")
+
+
+def mesh_of_two_axes():
+    """A mesh on which a group's axis_name is ("inner", "outer"): the processes are along the minor axis."""
+    devices = np.array(jax.devices())
+    return jax.sharding.Mesh(devices.reshape(jax.process_count(), -1), ("outer", "inner"))
 
 
 def test_shortest_program():
@@ -257,6 +265,9 @@ class FakeNative:
     def group_failure(self, group_id):
         return None
 
+    def group_stats(self, group_id):
+        return []
+
 
 def pretend_cuda():
     """The CUDA backend's way of making groups, on CPU devices."""
@@ -318,13 +329,32 @@ def making_groups():
     assert own.others == []
     assert own.sharing == "none"
 
-    # Two at once, and again and again: always another number, the same in all processes.
+    # A tuple of axes: a rank is the position along both, whatever the order of the mesh's axes.
+    grid = jax.sharding.Mesh(devices.reshape(2, 2, 2), ("node", "data", "local"))
+    both = opened_with(grid, axis_name=("node", "local"))
+    node, data = divmod(me, 2)
+    assert both.others == [me ^ 2]
+    assert both.devices[data] == ([0, 1, -1, -1] if node == 0 else [-1, -1, 0, 1])
+    assert both.devices[1 - data] == [-1] * 4
+    turned = opened_with(grid, axis_name=("local", "node"))
+    assert turned.devices[data] == ([0, -1, 1, -1] if node == 0 else [-1, 0, -1, 1])
+
+    # Two equal groups at once have different numbers. An equal group that is made later has the number of the first:
+    # programs that were compiled for the first call the later one. All processes agree on the numbers.
     mesh = jax.sharding.Mesh(devices, ("ep",))
     with make_group(mesh), make_group(mesh):
         first, second = native.opened[-2:]
-    ids = [first.id, second.id, *(opened_with(mesh).id for _ in range(20))]
-    assert len(set(ids)) == len(ids)
-    all_agree([whole.id, inside.id, pairs.id, across.id, *ids])
+    ids = [first.id, second.id, *(opened_with(mesh).id for _ in range(3))]
+    assert first.id != second.id
+    assert ids[2:] == [first.id] * 3
+    # Also where one process has not closed the group before yet.
+    late = make_group(mesh)
+    if me != 2:
+        late.close()
+    third = opened_with(mesh).id
+    late.close()
+    assert third == second.id
+    all_agree([whole.id, inside.id, pairs.id, across.id, both.id, third, *ids])
     assert sorted(native.closed) == sorted(group.id for group in native.opened)
     assert not native.freed
 
@@ -611,8 +641,15 @@ def check_layer(mesh, layout, backend):
         _, transpose, recv = jax.vjp(rows, x, has_aux=True)
         return recv, ep.combine(y, recv), transpose(y)[0]
 
-    with make_group(mesh, backend=backend) as group:
-        recv, out, dx = jax.jit(spmd(step, mesh))(*(shard(a, mesh) for a in (y, *inputs)))
+    axis_name = mesh.axis_names[::-1] if len(mesh.axis_names) > 1 else "ep"
+    by_rank = jax.sharding.PartitionSpec(axis_name)
+
+    def on_device(*arguments):
+        return jax.tree.map(lambda a: a[None], step(*(a[0] for a in arguments)))
+
+    with make_group(mesh, backend=backend, axis_name=axis_name) as group:
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=by_rank, out_specs=by_rank)
+        recv, out, dx = jax.jit(mapped)(*(shard(a, mesh, axis_name) for a in (y, *inputs)))
         jax.block_until_ready((recv, out, dx))
         group.check()
     assert_local_bits(recv.x, expected.x)
@@ -623,8 +660,8 @@ def check_layer(mesh, layout, backend):
     assert_local_sum(dx, *oracle.combine(y, None, route))
 
 
-def shard(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
+def shard(array: np.ndarray, mesh: jax.sharding.Mesh, axis_name="ep") -> jax.Array:
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis_name))
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
@@ -695,7 +732,8 @@ def test_processes_of_two_gpus(run_processes, kernel_backend):
 
 def layers_on_gpus():
     devices = np.array(jax.devices())
-    for mesh in (jax.sharding.Mesh(devices, ("ep",)), jax.sharding.Mesh(devices[::-1], ("ep",))):
+    meshes = jax.sharding.Mesh(devices, ("ep",)), jax.sharding.Mesh(devices[::-1], ("ep",)), mesh_of_two_axes()
+    for mesh in meshes:
         for layout in ("expert", "ragged"):
             check_layer(mesh, layout, kernels())
 

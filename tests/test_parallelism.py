@@ -19,6 +19,15 @@ def test_a_recipe_equals_the_dense_layer(backend, mesh, recipe, tokens):
     assert max(found) < 1e-5
 
 
+def test_a_recipe_over_two_axes(backend, mesh, monkeypatch):
+    both = jax.sharding.PartitionSpec(("major", "minor"))
+    recipe = parallelism.RECIPES["replicated_by_share"]
+    recipe = recipe._replace(axes=lambda n: {"major": 2, "minor": n // 2}, group_axis=both[0], w13=both, w2=both)
+    monkeypatch.setitem(parallelism.RECIPES, "two_axes", recipe)
+    devices = list(mesh.devices.flat)
+    assert max(parallelism.errors("two_axes", devices, tokens=13, hidden=16, inner=8, backend=backend)) < 1e-5
+
+
 def test_no_rank_dispatches_more_than_its_share(monkeypatch, mesh):
     """The group has no room for more."""
     most = []

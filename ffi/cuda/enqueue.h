@@ -55,7 +55,9 @@ inline int64_t num_rows(const ffi::AnyBuffer& buffer) {
 
 // Why the group takes no calls, or "".
 inline std::string refusal(const Group* group) {
-  if (group == nullptr) return "this process has not made the group that the program was compiled for";
+  if (group == nullptr) {
+    return "this process has not made the group that the program was compiled for; make an equal Group first";
+  }
   if (group->closed()) return "its group is closed; make a new Group and trace the function again";
   if (const std::optional<FailureRecord> failure = group->failure()) {
     return "its group has failed before (" + summary(*failure) + "); close it, make a new Group and trace the " +

@@ -373,6 +373,8 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, std::unique_ptr<Group>> groups;
+  // Closed groups whose id a newer group has. They are never freed: a program may still hold a pointer to one.
+  std::vector<std::unique_ptr<Group>> replaced;
 };
 
 // Never destroyed: a program may still run while the process ends.
@@ -388,9 +390,12 @@ void open_group(int64_t id, GroupConfig config) {
   std::map<int32_t, std::vector<int32_t>> ep_groups;
   for (const Member& member : group->members()) ep_groups[member.ep_group].push_back(member.ordinal);
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  if (!registry().groups.emplace(id, std::move(group)).second) {
-    throw std::runtime_error("this process has a group with the number " + std::to_string(id) + " already");
+  std::unique_ptr<Group>& entry = registry().groups[id];
+  if (entry != nullptr && !entry->closed()) {
+    throw std::runtime_error("this process already has an open group with the id " + std::to_string(id));
   }
+  if (entry != nullptr) registry().replaced.push_back(std::move(entry));
+  entry = std::move(group);
   for (const auto& [ep_group, devices] : ep_groups) call_order().open({id, ep_group}, devices);
 }
 

@@ -137,7 +137,7 @@ class Group {
 };
 
 // Groups have ids, which compiled programs contain. A group's id is the same in all processes. A closed group keeps its
-// id.
+// id until an equal group is opened: programs of the closed group then call the new group.
 void open_group(int64_t id, GroupConfig config);
 void close_group(int64_t id);   // does nothing if there is no such group, because opening it has failed
 Group* find_group(int64_t id);  // null if this process has made no such group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -12,11 +13,11 @@ import numpy as np
 
 from jax_ep import _checks, _native, _network, _processes
 from jax_ep._backends.collectives import CollectivesBackend
-from jax_ep._backends.cuda import CudaBackend
+from jax_ep._backends.cuda import CudaBackend, CudaPrograms
 from jax_ep._backends.emulated import EmulatedBackend
 from jax_ep._backends.reference import ReferenceBackend
 from jax_ep._constants import MAX_RANKS
-from jax_ep._settings import GroupSettings
+from jax_ep._settings import GroupSettings, Mesh
 from jax_ep._types import Backend
 
 
@@ -47,11 +48,14 @@ def backends() -> dict[str, BackendStatus]:
     }
 
 
-def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: float = 300.0) -> str:
+def choose(requested: str, mesh: Mesh, axis_name: str | tuple[str, ...], timeout: float = 300.0) -> str:
     """Returns the backend for a group along `axis_name` of `mesh` whose user requests `requested`.
 
-    All processes of the mesh get the same answer. They wait for one another, for at most `timeout` seconds.
+    All processes of the mesh get the same answer. They wait for one another, for at most `timeout` seconds. On an
+    abstract mesh, the answer is the backend that the programs will need.
     """
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return _choose_without_devices(requested, mesh, axis_name)
     known = backends()
     is_emulated = isinstance(requested, str) and requested == "emulated"
     if is_emulated and _native.emulated is not None:  # for tests: `backends()` does not list it
@@ -75,33 +79,63 @@ def choose(requested: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: flo
     return "collectives"
 
 
+def _choose_without_devices(requested: str, mesh: jax.sharding.AbstractMesh, axis_name: str | tuple[str, ...]) -> str:
+    """Returns the backend for programs that this machine only traces and lowers. It need not work on this machine."""
+    known = [*backends(), *(["emulated"] if _native.emulated is not None else [])]
+    _checks.choice("backend", requested, ("auto", *known))
+    reason = _size_reason(mesh, axis_name)
+    if requested == "cuda" and reason:
+        raise ValueError(
+            f"backend is 'cuda', which cannot be used here: {reason}. Use backend='auto', 'collectives' or 'reference'."
+        )
+    if requested != "auto":
+        return requested
+    if (device := mesh.abstract_device) is None:
+        raise ValueError(
+            "backend is 'auto', and the mesh is an AbstractMesh that does not say what its devices are; choose "
+            "backend='cuda' (for GPUs), 'collectives' or 'reference', or give the AbstractMesh an abstract_device"
+        )
+    if device.platform == "cpu":
+        return "reference"
+    return "cuda" if device.platform in ("gpu", "cuda") and not reason else "collectives"
+
+
 def open_backend(name: str, group: GroupSettings) -> Backend:
     """Makes the backend for `group`. `name` is a result of `choose`."""
     if name == "reference":
         return ReferenceBackend(group)
     if name == "collectives":
         return CollectivesBackend(group)
+    if not group.has_devices:
+        return CudaPrograms(group)
     if name == "emulated":
         return EmulatedBackend(group)
     return CudaBackend(group, cast(ModuleType, _native.cuda))
 
 
-def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str) -> str:
+def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> str:
     """Returns why no process can use the CUDA backend along `axis_name` of `mesh`, or "" if they can.
 
     The result is the same in all processes.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return "the mesh's devices are not GPUs"
-    if (ranks := mesh.shape[axis_name]) > MAX_RANKS:
-        return (
-            f"axis_name is {axis_name!r}, along which the mesh has {ranks} devices, and a CUDA group has at most "
-            f"{MAX_RANKS}; give that axis at most {MAX_RANKS}, in a mesh of ('data', {axis_name!r}) for example"
-        )
-    return ""
+    return _size_reason(mesh, axis_name)
 
 
-def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str, timeout: float) -> str:
+def _size_reason(mesh: Mesh, axis_name: str | tuple[str, ...]) -> str:
+    """Returns why a CUDA group cannot have as many ranks as `mesh` has along `axis_name`, or "" if it can."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if (ranks := math.prod(mesh.shape[name] for name in names)) <= MAX_RANKS:
+        return ""
+    return f"axis_name is {axis_name!r}, along which the mesh has {ranks} devices, and a CUDA group has at most " + (
+        f"{MAX_RANKS}; give that axis at most {MAX_RANKS}, in a mesh of ('data', {axis_name!r}) for example"
+        if len(names) == 1
+        else f"{MAX_RANKS}; leave some of the axes out of axis_name: each index along them is then a group of its own"
+    )
+
+
+def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], timeout: float) -> str:
     """Returns why the processes of `mesh` cannot use the CUDA backend together, or "" if they can.
 
     `reason` is why this process alone cannot use it, or "".

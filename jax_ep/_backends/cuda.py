@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_ep import _compat, _layouts, _wires
 from jax_ep._backends import targets
-from jax_ep._backends.native_group import NativeGroup
+from jax_ep._backends.native_group import GroupOfPrograms, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
 from jax_ep._constants import CHANNELS_PER_SCALE, Layout
 from jax_ep._ordered_calls import ordered_call
@@ -43,8 +43,11 @@ class RouteArrays(NamedTuple):
     group_sizes: jax.Array
 
 
-class CudaBackend(NativeGroup, Backend):
-    """Runs the operations of a `NativeGroup` as FFI calls."""
+class _CudaOperations(Backend):
+    """Runs the operations of a `NativeGroup`, or lowers those of a `GroupOfPrograms`, as FFI calls."""
+
+    _id: int  # the group's id, which programs contain
+    _has_network: bool
 
     def dispatch_start(
         self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
@@ -302,7 +305,15 @@ class CudaBackend(NativeGroup, Backend):
         arrays = tuple(jnp.zeros(0, jnp.float32) if operand is None else operand for operand in operands)
         # Without the barrier, XLA:GPU fuses the call with slices around it. It may then fail on an update of a result,
         # or run a start or a done twice.
-        return lax.optimization_barrier(_compat.vary(arrays, [self.group.axis_name]))
+        return lax.optimization_barrier(_compat.vary(arrays, self.group.axis_names))
+
+
+class CudaBackend(NativeGroup, _CudaOperations):
+    """A group on GPUs, which runs the operations."""
+
+
+class CudaPrograms(GroupOfPrograms, _CudaOperations):
+    """A group on an abstract mesh, which only traces and lowers the operations."""
 
 
 def _types(operands: tuple[jax.Array, ...], results: Mapping[str, Result]) -> Sequence[Any]:

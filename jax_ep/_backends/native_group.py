@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import threading
 import warnings
+from collections.abc import Collection
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -22,7 +25,55 @@ from jax_ep._settings import GroupSettings
 _SHARING = "JAX_EP_SHARING"  # "descriptor" or "ipc": forces how processes map each other's memory
 _SAME_GPU = "JAX_EP_SAME_GPU"  # "1" lets processes share a GPU, in time slices; for tests only
 
+_NO_ID = -1  # before the processes have agreed on the group's id
+
 _Parcel: TypeAlias = tuple[bytes, list[int]]  # the handles of a process's memory, and file descriptors
+
+
+class GroupId:
+    """Chooses a group's id, by which compiled programs name the group. All processes must compile the same program.
+
+    The id is a hash of the group's settings, the shape of its mesh, and an index that counts the equal groups that are
+    open at the same time. It does not depend on devices, on the process, or on closed groups. So a program that was
+    exported, or compiled for a group that is closed now, runs with an equal group.
+    """
+
+    _taken: dict[str, set[int]] = {}  # by settings: the indices of the groups that this process has open
+    _lock = threading.Lock()
+
+    def __init__(self, group: GroupSettings) -> None:
+        self.settings = {
+            "num_experts": group.num_experts,
+            "top_k": group.top_k,
+            "hidden": group.hidden,
+            "max_tokens_per_rank": group.max_tokens_per_rank,
+            "dtype": str(group.dtype),
+            "node_size": _network.given_node_size(),
+        }
+        self._place = [list(group.mesh.shape.items()), list(group.axis_names)]
+        self._key = _digest([self._place, self.settings])
+        self._index: int | None = None
+
+    def taken(self) -> list[int]:
+        """Returns the indices of the equal groups that this process has open."""
+        with self._lock:
+            return sorted(self._taken.get(self._key, ()))
+
+    def take(self, taken_elsewhere: Collection[int]) -> None:
+        """Takes the first index that no equal group has, in this process or in the others."""
+        with self._lock:
+            here = self._taken.setdefault(self._key, set())
+            self._index = next(i for i in itertools.count() if i not in here and i not in taken_elsewhere)
+            here.add(self._index)
+
+    def give_back(self) -> None:
+        """Lets an equal group that is opened later take the index."""
+        with self._lock:
+            self._taken[self._key].discard(self._index)
+
+    def id(self, *, has_network: bool) -> int:
+        """Returns the id. A group without devices has the id of the first equal group that is opened."""
+        return int(_digest([self._place, self.settings, has_network, self._index or 0])[:15], 16)
 
 
 class NativeGroup:
@@ -32,25 +83,21 @@ class NativeGroup:
         """`native` is the extension module whose kernels run: `_cuda`, or `_emulated`."""
         self.group = group
         self._native = native
-        mesh = group.mesh
+        mesh = cast(jax.sharding.Mesh, group.mesh)
         self._ep_groups = _processes.ep_groups(mesh, group.axis_name)
         place = [[device.id for device in mesh.devices.flat], list(mesh.shape.items()), group.axis_name]
         self._rendezvous = _processes.Rendezvous(_digest(place), _processes.owners(mesh), group.timeout)
-        self._settings = {
-            "num_experts": group.num_experts,
-            "top_k": group.top_k,
-            "hidden": group.hidden,
-            "max_tokens_per_rank": group.max_tokens_per_rank,
-            "dtype": str(group.dtype),
-            "node_size": _network.given_node_size(),
-        }
-        # Compiled programs contain the id, and must be the same in all processes. So the id is a hash, not a counter.
-        self._id = int(_digest([self._rendezvous.key, self._settings])[:15], 16)
+        self._group_id = GroupId(group)
+        self._id = _NO_ID
+        self._last_stats: Any = None
+        self._last_failure: Any = None
         try:
             with self._rendezvous:
                 self._open()
         except BaseException:  # an error here, or a process that does not come to the end of the rendezvous
-            self._native.close_group(self._id)
+            if self._id != _NO_ID:
+                self._native.close_group(self._id)
+                self._group_id.give_back()
             raise
         self.memory_bytes: int = self._native.group_bytes(self._id)
         self.closed = False
@@ -58,7 +105,14 @@ class NativeGroup:
     def _open(self) -> None:
         group, me = self.group, jax.process_index()
         gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._ep_groups)]
-        published = self._rendezvous.exchange({"settings": self._settings, "gpus": gpus, "host": _processes.host()})
+        published = self._rendezvous.exchange(
+            {
+                "settings": self._group_id.settings,
+                "gpus": gpus,
+                "host": _processes.host(),
+                "taken": self._group_id.taken(),
+            }
+        )
         _expect_same_settings(published, me)
         expect_own_gpus(published)
         hosts = {process: answer["host"] for process, answer in published.items()}
@@ -66,6 +120,8 @@ class NativeGroup:
         if _network.is_needed(self._ep_groups, hosts):
             network = self._start_network(hosts)
         self._has_network = network is not None
+        self._group_id.take(taken_elsewhere={index for answer in published.values() for index in answer["taken"]})
+        self._id = self._group_id.id(has_network=self._has_network)
         self._sharing = choose_sharing(self._ep_groups, self._native) if network is None else "none"
         self._frees_together = self._has_network
         try:
@@ -133,6 +189,15 @@ class NativeGroup:
             return
         self.closed = True
         self._native.close_group(self._id)
+        try:
+            self._close_with_others()
+        finally:
+            # An equal group may take this id next. So the last counters and the failure are read now.
+            self._last_stats = self._native.group_stats(self._id)
+            self._last_failure = self._native.group_failure(self._id)
+            self._group_id.give_back()
+
+    def _close_with_others(self) -> None:
         if not self._frees_together:
             return
         try:
@@ -147,12 +212,13 @@ class NativeGroup:
         return self._native.group_traffic(self._id)
 
     def check(self) -> None:
-        failure = self._native.group_failure(self._id)
+        failure = self._last_failure if self.closed else self._native.group_failure(self._id)
         if failure is not None:
             raise error_of(*failure)
 
     def stats(self) -> dict[str, Any]:
-        operations, dropped, peers = zip(*self._native.group_stats(self._id), strict=True)
+        counters = self._last_stats if self.closed else self._native.group_stats(self._id)
+        operations, dropped, peers = zip(*counters, strict=True)
         rows_sent, bytes_sent, rows_received, bytes_received, ns_waited = np.moveaxis(np.array(peers, np.int64), -1, 0)
         return {
             "operations": {op: np.array([of_rank[op] for of_rank in operations], np.int64) for op in operations[0]},
@@ -163,6 +229,28 @@ class NativeGroup:
             "bytes_received": bytes_received,
             "seconds_waited": ns_waited / 1e9,
         }
+
+
+class GroupOfPrograms:
+    """A group on an abstract mesh. Its programs can be traced and lowered. They run with an equal group on devices."""
+
+    memory_bytes = 0
+
+    def __init__(self, group: GroupSettings) -> None:
+        self.group = group
+        self.closed = False
+        node_size = _network.given_node_size()
+        self._has_network = 0 < node_size < group.num_ranks
+        self._id = GroupId(group).id(has_network=self._has_network)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def check(self) -> None:
+        """Does nothing: the group has no devices."""
+
+    def stats(self) -> dict[str, Any]:
+        return {}
 
 
 def choose_sharing(devices: np.ndarray, native: ModuleType) -> str:

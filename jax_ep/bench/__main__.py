@@ -24,6 +24,7 @@ from jax_ep.bench.cases import ROUTINGS, Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange, open_group
 from jax_ep.bench.floor import measure_floor, over_network
+from jax_ep.bench.models import MODELS
 from jax_ep.bench.options import flag, mismatches, sms_or_auto
 from jax_ep.bench.timing import Timing, time_backward, time_forward
 
@@ -144,9 +145,15 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     )
     add = parser.add_argument
     add("--tokens", type=numbers, default="8,32" if on_cpu else "8,32,128", help="tokens per rank; a list")
-    add("--hidden", type=numbers, default="256" if on_cpu else "7168", help="channels of a token; a list")
-    add("--top-k", type=numbers, default="4" if on_cpu else "8", help="experts per token; a list")
-    add("--experts", type=numbers, default="32" if on_cpu else "256", help="experts in all; a list")
+    add(
+        "--model",
+        choices=MODELS,
+        help="time the sizes of this model; --hidden, --top-k and --experts override them",
+    )
+    hidden, top_k, experts = (256, 4, 32) if on_cpu else (7168, 8, 256)
+    add("--hidden", type=numbers, default=argparse.SUPPRESS, help=f"channels of a token; a list (default: {hidden})")
+    add("--top-k", type=numbers, default=argparse.SUPPRESS, help=f"experts per token; a list (default: {top_k})")
+    add("--experts", type=numbers, default=argparse.SUPPRESS, help=f"experts in all; a list (default: {experts})")
     add(
         "--wire",
         type=listed(wire, "wires"),
@@ -165,6 +172,11 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     add("--json", metavar="FILE", help="also write the rows to FILE")
     add("--plot", metavar="FILE", help="plot the time per pair over the tokens to FILE (needs matplotlib)")
     options = parser.parse_args(argv)
+    if options.model:
+        model = MODELS[options.model]
+        hidden, top_k, experts = model.hidden, model.top_k, model.num_experts
+    sizes = {"hidden": [hidden], "top_k": [top_k], "experts": [experts]}
+    options = argparse.Namespace(**sizes | vars(options))
     if jax.process_index() != 0:  # only process 0 writes files
         options.json = options.plot = None
     if wrong := _mismatch(options, num_ranks):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _native
+from jax_ep.bench import models
 from jax_ep.moe import _grouped_matmul as moe
 from jax_ep.moe._grouped_matmul import _Product as Product
 
@@ -31,13 +32,16 @@ class Model(NamedTuple):
     experts: int
 
 
-MODELS = {
-    "deepseek-v3": Model(7168, 2048, 16),
-    "qwen3-235b": Model(4096, 1536, 16),
-    "gpt-oss-120b": Model(2880, 2880, 16),
-    "mixtral-8x7b": Model(4096, 14336, 2),
-    "tiny": Model(256, 128, 4),
-}
+RANKS = {"deepseek-v3": 16, "qwen3-235b": 8, "gpt-oss-120b": 8, "mixtral-8x7b": 4}  # that share a model's experts
+
+
+def one_rank_of(model: models.Model, num_ranks: int) -> Model:
+    assert model.intermediate is not None
+    return Model(model.hidden, model.intermediate, model.num_experts // num_ranks)
+
+
+MODELS = {name: one_rank_of(models.MODELS[name], num_ranks) for name, num_ranks in RANKS.items()}
+MODELS["tiny"] = Model(256, 128, 4)
 
 
 def uniform(rows_per_expert: int, experts: int) -> np.ndarray:
@@ -349,9 +353,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     words = lambda text: text.split(",")  # noqa: E731
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    models = "tiny" if on_cpu else "deepseek-v3,qwen3-235b,gpt-oss-120b,mixtral-8x7b"
+    default_models = "tiny" if on_cpu else ",".join(RANKS)
     add = parser.add_argument
-    add("--models", type=words, default=models, help=f"of {', '.join(MODELS)}; a list")
+    add("--models", type=words, default=default_models, help=f"of {', '.join(MODELS)}; a list")
     add("--rows", type=numbers, default="16" if on_cpu else "16,256,2048", help="rows per expert; a list")
     add("--groups", type=words, default="uniform,lognormal", help=f"of {', '.join(GROUPS)}; a list")
     add("--candidates", type=words, default="einsum,grouped,ragged_dot", help="what to time; a list")

@@ -15,6 +15,7 @@ from jax_ep import _checks, _compat, _native
 Implementation = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
 IMPLEMENTATIONS = ("auto", "grouped", "einsum", "ragged_dot", "tokamax")
 _OP = "grouped_matmul"
+TARGET = "jax_ep_grouped_matmul"  # the FFI target of the implementation "grouped"
 
 
 def grouped_matmul(
@@ -226,7 +227,7 @@ def _native_product(
         _compat.result_type(lhs, shape, lhs.dtype),
         _compat.result_type(lhs, (native.workspace_bytes(num_groups),), jnp.uint8),
     )
-    call = jax.ffi.ffi_call("jax_ep_grouped_matmul", results, vmap_method="sequential")
+    call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
     config = _config(product, lhs) if config is None else config
     return call(lhs, rhs, group_sizes, product=np.int32(product), config=np.int32(config))[0]
 

@@ -62,7 +62,7 @@ def mlp(
         topk_idx: [..., K] int32, as for `dispatch`. An id outside [0, num_experts) means no expert.
         topk_weights: [..., K] float32, the router's weights; None means 1.
         w_gate_up: [E_local, H, 2I], the weights of this rank's experts: gate in the first I columns, up in the others.
-            Split the experts over the mesh axis group.axis_name.
+            Split the experts over group.axis_name: `PartitionSpec(group.axis_name)`.
         w_down: [E_local, I, H]. All weights are in group.dtype.
         group: the `Group`.
         activation: a function of the gate's channels, element by element.
