@@ -45,7 +45,7 @@ def mesh_of(axis_type=AxisType.Auto, **axes):
 
 def layer(group, x, topk_idx, topk_weights, w):
     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
-    return ep.combine(jax.lax.ragged_dot(recv.x, w, recv.group_sizes), recv)
+    return ep.combine(jax.lax.ragged_dot(recv.x, w, recv.group_sizes, precision="highest"), recv)
 
 
 def layer_of_einsum(group, x, topk_idx, topk_weights, w):
@@ -54,7 +54,7 @@ def layer_of_einsum(group, x, topk_idx, topk_weights, w):
     ends = jnp.cumsum(recv.group_sizes)
     row = jnp.arange(recv.x.shape[0])[:, None]
     of_expert = ((row < ends) & (row >= ends - recv.group_sizes)).astype(recv.x.dtype)
-    return ep.combine(jnp.einsum("rh,ehi,re->ri", recv.x, w, of_expert), recv)
+    return ep.combine(jnp.einsum("rh,ehi,re->ri", recv.x, w, of_expert, precision="highest"), recv)
 
 
 def arguments(num_ranks, seed=0):
@@ -66,7 +66,8 @@ def arguments(num_ranks, seed=0):
 
 
 def dense(x, topk_idx, topk_weights, w):
-    return jnp.einsum("th,ehi,tke,tk->ti", x, w, jax.nn.one_hot(topk_idx, len(w)), topk_weights)
+    of_expert = jax.nn.one_hot(topk_idx, len(w))
+    return jnp.einsum("th,ehi,tke,tk->ti", x, w, of_expert, topk_weights, precision="highest")
 
 
 def value_and_gradients(layer, x, topk_idx, topk_weights, w):
