@@ -83,6 +83,7 @@ def examine(sizes: Sizes) -> dict[str, Any]:
             "_cpu": _native.cpu is not None,
             "_cuda": _native.cuda is not None,
             "_nvshmem": not _network.module_obstacle(),
+            "_grouped_matmul": _native.grouped_matmul is not None,
         },
         "backends": {name: status._asdict() for name, status in ep.backends().items()},
         **group,

@@ -5,7 +5,7 @@
 #   scripts/gpu_check.sh build native tests                 # all parts of some steps
 #   scripts/gpu_check.sh processes-2-nvlink bench-7-grad    # some parts
 #
-# The steps: build native sanitizer tests train processes bench layer overlap.
+# The steps: build native sanitizer tests train processes bench matmul layer overlap.
 #
 # The script uses every GPU that it finds; CUDA_VISIBLE_DEVICES chooses. GPUs must be Hopper or newer, two or more, and a
 # power of two. native, sanitizer, tests-3 and processes-one-gpu use the first GPU only and run on a machine with one.
@@ -30,7 +30,7 @@ set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 [[ $python != */* ]] || python=$(realpath -s "$python")
-steps=${*:-build native sanitizer tests train processes bench layer overlap}
+steps=${*:-build native sanitizer tests train processes bench matmul layer overlap}
 logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"
 # Runs Python in tests/. In this folder, Python would import this folder's jax_ep/, which has no native extensions.
@@ -136,6 +136,9 @@ bench 5-skewed --tokens 128,4096 --routing skewed
 bench 6-num-sms --tokens 128,4096 --num-sms 24
 bench 7-grad --tokens 128,4096 --wire none --grad
 bench 8-lax --tokens 8,128 --wire none,fp8 --lax
+# The experts' matrix products, on one GPU. Without CUTLASS's headers at the time of build, there is no grouped GEMM.
+step matmul env CUDA_VISIBLE_DEVICES=0 $installed -m jax_ep.bench experts --groups uniform,lognormal,one-hot \
+  --json "$logs/matmul.json"
 step layer "$python" benchmarks/moe_step.py --json "$logs/layer.json"
 overlap() {  # overlap NAME ARGUMENT...
   step "overlap-$1" "$python" benchmarks/overlap.py --json "$logs/overlap-$1.json" "${@:2}"

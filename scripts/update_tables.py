@@ -235,6 +235,29 @@ VARIANTS = {
 }
 
 
+def matmul(machine: Machine) -> str:
+    """Makes the table of the experts' matrix products, in TFLOP/s: forward / both products of the gradient."""
+    rows = machine.rows("matmul", "matmul")
+    by_case: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {}).setdefault(row["candidate"], {})[row["product"]] = row["tflops"]
+
+    def rates(products: dict[str, float]) -> str:
+        if len(products) < 3:
+            return ""
+        gradient = 2 / (1 / products["rows_gradient"] + 1 / products["weights_gradient"])
+        return f"{products['forward']:.0f} / {gradient:.0f}"
+
+    candidates = list(dict.fromkeys(row["candidate"] for row in rows))
+    cells = []
+    for case, found in by_case.items():
+        model, rows_per_expert, groups = case.split("/")
+        cells.append([model, groups, rows_per_expert, *(rates(found.get(name, {})) for name in candidates)])
+    headings = ["experts of", "groups", "rows per expert", *candidates]
+    text = "bfloat16, TFLOP/s: forward / both products of the gradient together."
+    return f"{machine.caption(rows, 'scripts/gpu_check.sh matmul', text)}\n\n{markdown(headings, cells, 2)}"
+
+
 def layer(machine: Machine) -> str:
     """Makes the table of one MoE layer's training step."""
     rows = {row["variant"]: row for row in machine.rows("layer", "layer")}
@@ -315,7 +338,7 @@ def steps(machine: Machine) -> str:
 
 TABLES: dict[str, Callable[[Machine], str]] = {
     function.__name__: function
-    for function in (pairs, shapes, backward, rivals, processes, network, layer, overlap, overlap_sms, steps)
+    for function in (pairs, shapes, backward, rivals, processes, network, matmul, layer, overlap, overlap_sms, steps)
 }
 
 

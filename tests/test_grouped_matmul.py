@@ -2,12 +2,15 @@
 
 import importlib.util
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ep import _native
+from jax_ep.moe import _grouped_matmul
 from jax_ep.moe._grouped_matmul import grouped_matmul
 
 K, N = 24, 40
@@ -19,11 +22,11 @@ SIZES = {
     "one_group": [13],
 }
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
-RAGGED = ["auto", "ragged_dot"]
+RAGGED = ["ragged_dot"]
 if importlib.util.find_spec("tokamax"):
     RAGGED.append("tokamax")
 CASES = [(implementation, "ragged") for implementation in RAGGED]
-CASES += [(implementation, "expert") for implementation in ("auto", "einsum")]
+CASES.append(("einsum", "expert"))
 HAS_NO_KERNEL = ("tokamax", "float32")
 CASES_OF_DTYPES = [(*case, dtype) for case in CASES for dtype in TOLERANCES if (case[0], dtype) != HAS_NO_KERNEL]
 
@@ -113,7 +116,8 @@ def test_weights_may_be_replicated_in_shard_map(check_vma, layout):
         check_vma=check_vma,
     )
     def multiply(rows, w, dy):
-        return grouped_matmul(rows[0], w, group_sizes)[None] * dy
+        implementation = "einsum" if layout == "expert" else "ragged_dot"
+        return grouped_matmul(rows[0], w, group_sizes, implementation=implementation)[None] * dy
 
     d_w = jax.grad(lambda w: multiply(rows, w, dy).sum())(w)
     expect_close(np.asarray(d_w), 5 * oracle(rows[0], w, dy[0], valid, SIZES["ragged"])[2], TOLERANCES["float32"])
@@ -122,7 +126,7 @@ def test_weights_may_be_replicated_in_shard_map(check_vma, layout):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"implementation": "cublas"}, ValueError, "'auto', 'grouped', 'einsum', 'ragged_dot', 'tokamax'"),
+        ({"implementation": "cublas"}, ValueError, "'grouped', 'einsum', 'ragged_dot', 'tokamax'"),
         ({"implementation": "einsum"}, ValueError, r"rows \[G, C, K\], the layout \"expert\""),
         ({"rows": (2, 3, 4), "implementation": "ragged_dot"}, ValueError, r"rows \[M, K\], the layout \"ragged\""),
         ({"rows": (3,)}, ValueError, r"rows has shape \(3,\)"),
@@ -130,7 +134,7 @@ def test_weights_may_be_replicated_in_shard_map(check_vma, layout):
         ({"group_sizes": (3,)}, ValueError, "group_sizes has shape .* G = 2"),
         ({"w_dtype": "bfloat16"}, TypeError, "w has dtype bfloat16; it must be float32"),
         ({"rows_dtype": "int32"}, TypeError, "the dtype of rows"),
-        ({"implementation": "grouped"}, ValueError, 'cannot multiply these arrays: .*; use "auto"'),
+        ({"implementation": "grouped"}, ValueError, 'cannot multiply these arrays: .*; use "einsum" or "ragged_dot"'),
     ],
 )
 def test_errors(change, error, words):
@@ -143,4 +147,19 @@ def test_errors(change, error, words):
             shapes[name] = value
     given = [jnp.zeros(shapes[name], dtypes[name]) for name in shapes]
     with pytest.raises(error, match=words):
-        grouped_matmul(*given, implementation=change.get("implementation", "auto"))
+        grouped_matmul(*given, implementation=change.get("implementation", "ragged_dot"))
+
+
+def test_grouped_needs_its_module_a_dtype_aligned_channels_and_hopper_gpus(monkeypatch):
+    def reason(dtype="bfloat16", channels=(64, 128), capabilities=("9.0", "9.0")):
+        devices = [SimpleNamespace(device_kind="a GPU", compute_capability=c) for c in capabilities]
+        return _grouped_matmul.no_grouped_reason(jnp.dtype(dtype), channels, devices)
+
+    monkeypatch.setattr(_native, "grouped_matmul", None)
+    assert "built without nvcc or without CUTLASS" in reason()
+    monkeypatch.setattr(_native, "grouped_matmul", object())
+    assert reason() is None and reason("float16") is None
+    assert "the dtype is float32" in reason("float32")
+    assert "60 channels are not a multiple of 8" in reason(channels=(64, 60))
+    assert "a GPU is no Hopper GPU" in reason(capabilities=("9.0", "10.0"))
+    assert "is no Hopper GPU" in _grouped_matmul.no_grouped_reason(jnp.dtype("bfloat16"), (64,), jax.devices("cpu"))

@@ -119,21 +119,14 @@ def _plain_einsum(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.
     return jnp.einsum("gck,gkn->gcn", rows, w)
 
 
-def _of_native(kinds: Sequence[str]) -> Iterator[Candidate]:
-    """Every configuration of the grouped GEMM, and cuBLASLt's."""
-
-    def run(product: int, config: int, operands: Operands) -> jax.Array:
+def _of_grouped() -> Iterator[Candidate]:
+    def run(product: Product, operands: Operands) -> jax.Array:
         rows, w, dy, group_sizes = operands
         lhs, rhs = ((rows, w), (dy, w), (rows, dy))[product]
-        return moe._native_product(Product(product), lhs, rhs, group_sizes, config)
+        return moe._native_product(product, lhs, rhs, group_sizes)
 
-    if _native.grouped_matmul is None:
-        return
-    for product, name in enumerate(PRODUCTS):
-        for config, config_name in enumerate(_native.grouped_matmul.configs(product)):
-            kind, label = ("cublaslt",) * 2 if config_name == "cublaslt" else ("grouped", f"cutlass:{config_name}")
-            if kind in kinds:
-                yield Candidate(label, name, partial(run, product, config))
+    for product, name in zip(Product, PRODUCTS, strict=True):
+        yield Candidate("grouped", name, partial(run, product))
 
 
 def _of_pallas() -> Iterator[Candidate]:
@@ -189,7 +182,8 @@ def _of_tokamax() -> Iterator[Candidate]:
 def candidates(kinds: Sequence[str], *, is_uniform: bool) -> Iterator[Candidate]:
     if "einsum" in kinds and is_uniform:
         yield from _of_function("einsum", _padded(_plain_einsum))
-    yield from _of_native(kinds)
+    if "grouped" in kinds and _native.grouped_matmul is not None:
+        yield from _of_grouped()
     if "pallas" in kinds:
         yield from _of_pallas()
     if "tokamax" in kinds:
@@ -359,13 +353,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=numbers, default="16" if on_cpu else "16,256,2048", help="rows per expert; a list")
     add("--groups", type=words, default="uniform,lognormal", help=f"of {', '.join(GROUPS)}; a list")
     add("--candidates", type=words, default="einsum,grouped,ragged_dot", help="what to time; a list")
-    add("--cublaslt", metavar="FILE", default="libcublasLt.so.13", help="the library of the candidate cublaslt")
     add("--only", type=words, default="", help="time only candidates whose names contain one of these; a list")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     add("--seconds", type=float, default=0.015, help="length of a chain of executions")
     add("--samples", type=int, default=3, help="chains per time")
     add("--budget", type=float, default=math.inf, help="seconds after which no further case begins")
-    add("--json", metavar="FILE", help="also write the rows to FILE")
+    add("--json", metavar="FILE", help="also write the rows with a time to FILE")
     return parser.parse_args(argv)
 
 
@@ -387,11 +380,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(row, separators=(",", ":")), flush=True)
         if options.json:
             with open(options.json, "w") as file:
-                json.dump(rows, file, indent=1)
+                json.dump([row for row in rows if "us" in row], file, indent=1)
 
     report({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dtype": options.dtype})
-    if "cublaslt" in options.candidates and _native.grouped_matmul is not None:
-        report({"cublaslt": _native.grouped_matmul.load_cublaslt(options.cublaslt) or "loaded"})
     for candidate in _chosen(options, is_uniform=False):
         try:
             wrong = edge_case_error(candidate, dtype)

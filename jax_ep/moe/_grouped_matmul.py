@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import importlib.util
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,14 @@ import numpy as np
 
 from jax_ep import _checks, _compat, _native
 
-Implementation = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
-IMPLEMENTATIONS = ("auto", "grouped", "einsum", "ragged_dot", "tokamax")
+Implementation: TypeAlias = Literal["grouped", "einsum", "ragged_dot", "tokamax"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 _OP = "grouped_matmul"
 TARGET = "jax_ep_grouped_matmul"  # the FFI target of the implementation "grouped"
 
 
 def grouped_matmul(
-    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: Implementation = "auto"
+    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: Implementation
 ) -> jax.Array:
     """Multiplies each group of rows by the weights of its group. The device knows the groups' sizes, the host does not.
 
@@ -39,7 +40,6 @@ def grouped_matmul(
     | "einsum" | padded | any |
     | "ragged_dot" | ragged | any |
     | "tokamax" | ragged | bfloat16, float16 |
-    | "auto" | ragged or padded | any |
 
     - "grouped" is CUTLASS's grouped GEMM, on Hopper GPUs. It neither reads nor writes rows beyond the groups, but for
       the zeros of their gradient. K and N must be multiples of 8.
@@ -47,9 +47,6 @@ def grouped_matmul(
     - "ragged_dot" is `jax.lax.ragged_dot`. XLA multiplies every row by the weights of every group, except on a GPU with
       cuDNN 9.22 or newer, where only the gradient of w does.
     - "tokamax" is `tokamax.ragged_dot`, and needs that package.
-    - "auto" is "einsum" for padded rows, and "ragged_dot" for ragged rows. So every rank takes the same implementation.
-
-    "grouped" has not run on a GPU yet, so "auto" does not take it.
 
     Args:
         rows: [M, K] or [G, C, K]; bfloat16, float16 or float32.
@@ -69,13 +66,11 @@ def grouped_matmul(
 
     Example:
         >>> rows, w = jnp.ones((8, 4)), jnp.ones((2, 4, 3))
-        >>> grouped_matmul(rows, w, jnp.array([5, 1], jnp.int32))[:6].shape
+        >>> grouped_matmul(rows, w, jnp.array([5, 1], jnp.int32), implementation="ragged_dot")[:6].shape
         (6, 3)
     """
     _check(rows, w, group_sizes, implementation)
     rows, w, group_sizes = _compat.vary((rows, w, group_sizes), ())
-    if implementation == "auto":
-        implementation = "einsum" if rows.ndim == 3 else "ragged_dot"
     if implementation == "grouped":
         return _grouped(rows, w, group_sizes)
     if implementation == "einsum":
@@ -104,10 +99,12 @@ def _check(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, implementation
             f'{_OP}: implementation="{implementation}" needs rows [M, K], the layout "ragged" of dispatch; '
             f'rows is {layout}: use "einsum" or "grouped"'
         )
-    if implementation == "grouped" and (reason := _no_grouped_reason(rows, w)):
-        raise ValueError(f'{_OP}: implementation="grouped" cannot multiply these arrays: {reason}; use "auto"')
+    if implementation == "grouped" and (reason := no_grouped_reason(rows.dtype, w.shape[1:])):
+        raise ValueError(
+            f'{_OP}: implementation="grouped" cannot multiply these arrays: {reason}; use "einsum" or "ragged_dot"'
+        )
     if implementation == "tokamax" and importlib.util.find_spec("tokamax") is None:
-        raise ValueError(f'{_OP}: implementation="tokamax" needs the package tokamax; install it, or use "auto"')
+        raise ValueError(f'{_OP}: implementation="tokamax" needs the package tokamax; install it, or use "ragged_dot"')
 
 
 # --- einsum ---------------------------------------------------------------------------------------------------------
@@ -179,17 +176,21 @@ class _Product(enum.IntEnum):
 
 _NATIVE_DTYPES = ("bfloat16", "float16")
 _ALIGNMENT = 8  # elements: TMA needs 16 bytes
+_COMPUTE_CAPABILITY = "9.0"
 
 
-def _no_grouped_reason(rows: jax.Array, w: jax.Array) -> str | None:
-    """Why the grouped GEMM cannot multiply these arrays on any GPU; None if it can on a Hopper GPU."""
+def no_grouped_reason(dtype: Any, channels: Iterable[int], devices: Iterable[Any] = ()) -> str | None:
+    """Why the grouped GEMM cannot multiply arrays with these numbers of channels on these devices; None if it can."""
     if _native.grouped_matmul is None:
         return "jax_ep has no grouped GEMM: it was built without nvcc or without CUTLASS"
-    if rows.dtype.name not in _NATIVE_DTYPES:
-        return f"the dtype is {rows.dtype.name}, and must be one of {', '.join(_NATIVE_DTYPES)}"
-    k, n = w.shape[1:]
-    if k % _ALIGNMENT or n % _ALIGNMENT or not k or not n:
-        return f"K = {k} and N = {n} must be multiples of {_ALIGNMENT}"
+    if dtype.name not in _NATIVE_DTYPES:
+        return f"the dtype is {dtype.name}, and must be one of {', '.join(_NATIVE_DTYPES)}"
+    for number in channels:
+        if number % _ALIGNMENT or not number:
+            return f"{number} channels are not a multiple of {_ALIGNMENT}"
+    for device in devices:
+        if getattr(device, "compute_capability", None) != _COMPUTE_CAPABILITY:
+            return f"{device.device_kind} is no Hopper GPU (compute capability {_COMPUTE_CAPABILITY})"
     return None
 
 
@@ -211,10 +212,8 @@ def _grouped_backward(residuals: Any, dy: jax.Array) -> Any:
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _native_product(
-    product: _Product, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, config: int | None = None
-) -> jax.Array:
-    """One product of ffi/cuda/grouped_matmul/grouped_matmul.h. `config`: an index of its table; None chooses one."""
+def _native_product(product: _Product, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """One product of ffi/cuda/grouped_matmul/grouped_matmul.h."""
     native = _native.grouped_matmul
     assert native is not None
     num_groups = group_sizes.shape[0]
@@ -228,10 +227,4 @@ def _native_product(
         _compat.result_type(lhs, (native.workspace_bytes(num_groups),), jnp.uint8),
     )
     call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
-    config = _config(product, lhs) if config is None else config
-    return call(lhs, rhs, group_sizes, product=np.int32(product), config=np.int32(config))[0]
-
-
-def _config(product: _Product, lhs: jax.Array) -> int:
-    """The tile shape and schedule, an index of the product's table."""
-    return 0
+    return call(lhs, rhs, group_sizes, product=np.int32(product))[0]

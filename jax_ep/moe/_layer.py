@@ -17,7 +17,7 @@ from jax_ep._combine import combine
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch
 from jax_ep._group import Group, check_usable
-from jax_ep.moe._grouped_matmul import grouped_matmul
+from jax_ep.moe._grouped_matmul import grouped_matmul, no_grouped_reason
 
 Experts: TypeAlias = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
 EXPERTS: tuple[Experts, ...] = get_args(Experts)
@@ -68,10 +68,11 @@ def mlp(
         activation: a function of the gate's channels, element by element.
         balance: None. (Reserved for the tolerance of a balanced placement of experts.)
         experts: how the experts multiply. "einsum" is one batched matmul over rows that are padded for each expert
-            (dispatch's layout "expert"). All others use the layout "ragged": "grouped", "ragged_dot"
-            (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T is at most 64 for T tokens
-            per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is given; else it is
-            "ragged_dot". The rule uses static values that all ranks share, so all ranks choose alike.
+            (dispatch's layout "expert"). All others use the layout "ragged": "grouped" (CUTLASS's grouped GEMM, on
+            Hopper GPUs), "ragged_dot" (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T
+            is at most 64 for T tokens per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is
+            given. Else it is "grouped" if all devices of the group can run it, and otherwise "ragged_dot". The rule
+            uses static values that all ranks share, so all ranks choose alike.
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
             The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by
             default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
@@ -121,8 +122,13 @@ def mlp(
     _checks.choice(f"{op}: experts", experts, EXPERTS)
     _check_dispatch_arguments(op, dispatch_arguments)
 
-    if experts == "auto" and _pads_at_no_cost(group, len(tokens[0]), dispatch_arguments):
-        experts = "einsum"
+    devices = _devices_of(group)
+    reason = no_grouped_reason(group.dtype, (group.hidden, 2 * inner, inner), devices)
+    if experts == "grouped" and reason:
+        raise ValueError(f"{op}: experts is 'grouped', but {reason}; use experts='auto'")
+    if experts == "auto":
+        pads = _pads_at_no_cost(group, len(tokens[0]), dispatch_arguments)
+        experts = "einsum" if pads else "grouped" if devices and not reason else "ragged_dot"
     layout: Literal["expert", "ragged"] = "expert" if experts == "einsum" else "ragged"
     recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
@@ -141,6 +147,11 @@ def mlp(
     y = checkpoint_name(matmul(hidden, w_down), "jax_ep_moe_down")
     out = checkpoint_name(combine(y, recv), "jax_ep_moe_output")
     return out.reshape(x.shape)
+
+
+def _devices_of(group: Group) -> list[Any]:
+    """The group's devices; none if its mesh is abstract."""
+    return list(group.mesh.devices.flat) if isinstance(group.mesh, jax.sharding.Mesh) else []
 
 
 def _pads_at_no_cost(group: Group, num_tokens: int, dispatch_arguments: dict[str, Any]) -> bool:

@@ -2,44 +2,33 @@
 
 #include <algorithm>
 
-#include "ffi/cuda/grouped_matmul/configs.h"
-#include "ffi/cuda/grouped_matmul/cublaslt.h"
+#include "ffi/cuda/grouped_matmul/gemms.h"
 
 namespace jax_ep {
 namespace {
 
-const std::vector<GroupedConfig>& configs_of(GroupedProduct product) {
+GroupedGemmFunction gemm_of(GroupedProduct product, GroupedDtype dtype) {
   switch (product) {
     case GroupedProduct::kForward:
-      return forward_configs();
+      return forward_gemm(dtype);
     case GroupedProduct::kRowsGradient:
-      return rows_gradient_configs();
+      return rows_gradient_gemm(dtype);
     default:
-      return weights_gradient_configs();
+      return weights_gradient_gemm(dtype);
   }
 }
 
 // TMA descriptors that CUTLASS keeps per SM: of A, of B, and of D for each consumer warp group. Four are enough for all
-// configurations; the launch checks it.
+// products; the launch checks it.
 constexpr size_t kGemmWorkspaceBytes = 4 * 128 * kMaxSms + kWorkspaceAlignment;
 
 }  // namespace
-
-std::vector<std::string> grouped_config_names(GroupedProduct product) {
-  std::vector<std::string> names;
-  for (const GroupedConfig& config : configs_of(product)) names.push_back(config.name);
-#ifdef JAX_EP_CUBLASLT
-  names.push_back("cublaslt");
-#endif
-  return names;
-}
 
 size_t grouped_workspace_bytes(int32_t num_groups) {
   GroupedMatmulArgs args{};
   args.num_groups = num_groups;
   const char* start = nullptr;
-  return static_cast<const char*>(group_arrays(args).gemm_workspace) - start +
-         std::max(kGemmWorkspaceBytes, kCublasltWorkspaceBytes);
+  return static_cast<const char*>(group_arrays(args).gemm_workspace) - start + kGemmWorkspaceBytes;
 }
 
 std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t stream) {
@@ -56,29 +45,14 @@ std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t
     return "the GPU has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
            "; the grouped GEMM needs 9.0 (use another implementation)";
   }
-  const std::vector<GroupedConfig>& configs = configs_of(args.product);
-  const auto num_configs = static_cast<int32_t>(configs.size());
-#ifdef JAX_EP_CUBLASLT
-  if (args.config == num_configs && args.num_groups > 0) {
-    const GroupArrays arrays = group_arrays(args);
-    status = write_group_arrays(args, arrays, num_sms, stream);
-    if (status != cudaSuccess) return cudaGetErrorString(status);
-    return args.num_rows == 0 ? "" : run_cublaslt(args, arrays, device, stream);
-  }
-#endif
-  if (args.config < 0 || args.config >= num_configs) {
-    return "config is " + std::to_string(args.config) + "; it must be less than " + std::to_string(configs.size());
-  }
-  const GroupedConfig& config = configs[args.config];
-  const RunGroupedGemm run = args.dtype == GroupedDtype::kBfloat16 ? config.bfloat16 : config.float16;
-  if (run == nullptr) return std::string(config.name) + " was not built for this dtype";
   if (args.num_groups == 0) return "";
   const GroupArrays arrays = group_arrays(args);
   status = write_group_arrays(args, arrays, num_sms, stream);
   if (status != cudaSuccess) return cudaGetErrorString(status);
   if (args.num_rows == 0) return "";
+  const GroupedGemmFunction run = gemm_of(args.product, args.dtype);
   const char* error = run(arrays, args.num_groups, device, std::min(num_sms, kMaxSms), stream);
-  return error ? std::string(config.name) + ": " + error : "";
+  return error ? std::string("CUTLASS: ") + error : "";
 }
 
 }  // namespace jax_ep

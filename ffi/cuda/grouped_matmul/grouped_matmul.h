@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace jax_ep {
 
@@ -23,7 +22,6 @@ enum class GroupedDtype : int32_t { kBfloat16, kFloat16 };
 struct GroupedMatmulArgs {
   GroupedProduct product;
   GroupedDtype dtype;
-  int32_t config;  // which tile shape and schedule: an index of grouped_config_names(product)
   int32_t num_groups;
   int64_t capacity;  // 0: each group follows the one before it. Otherwise group g begins at row g * capacity.
   int64_t num_rows;  // rows of the ragged operands, those beyond the groups too
@@ -35,8 +33,6 @@ struct GroupedMatmulArgs {
   void* workspace;
   size_t workspace_bytes;
 };
-
-std::vector<std::string> grouped_config_names(GroupedProduct product);
 
 // The size of the workspace that every product needs.
 size_t grouped_workspace_bytes(int32_t num_groups);

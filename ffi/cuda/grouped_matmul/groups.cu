@@ -79,10 +79,6 @@ __device__ void write_group(const GroupedMatmulArgs& args, const GroupArrays& ar
       break;
   }
   arrays.d[g] = d;
-  arrays.m[g] = arrays.shapes[g].m;
-  arrays.n[g] = arrays.shapes[g].n;
-  arrays.k[g] = arrays.shapes[g].k;
-  if (g == 0) arrays.scalars[0] = 1, arrays.scalars[1] = 0;
 }
 
 // All blocks together write zeros to `num_bytes` bytes, a multiple of 16.

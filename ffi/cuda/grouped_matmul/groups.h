@@ -25,8 +25,6 @@ struct GroupArrays {
   int64_t* a_stride;  // elements between two consecutive rows (or columns) of A in memory
   int64_t* b_stride;
   int64_t* d_stride;
-  int32_t *m, *n, *k;    // the shapes again, for cuBLASLt
-  float* scalars;        // 1 and 0
   void* gemm_workspace;  // the rest: TMA descriptors
   size_t gemm_workspace_bytes;
 };
@@ -49,10 +47,6 @@ inline GroupArrays group_arrays(const GroupedMatmulArgs& args) {
   arrays.a_stride = reinterpret_cast<int64_t*>(take(sizeof(int64_t)));
   arrays.b_stride = reinterpret_cast<int64_t*>(take(sizeof(int64_t)));
   arrays.d_stride = reinterpret_cast<int64_t*>(take(sizeof(int64_t)));
-  arrays.m = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
-  arrays.n = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
-  arrays.k = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
-  arrays.scalars = reinterpret_cast<float*>(take(2 * sizeof(float)));
   arrays.gemm_workspace = next;
   arrays.gemm_workspace_bytes = args.workspace_bytes - (next - static_cast<char*>(args.workspace));
   return arrays;

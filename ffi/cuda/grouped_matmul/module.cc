@@ -1,13 +1,10 @@
 // The extension module jax_ep._grouped_matmul: the XLA FFI target of the grouped GEMM.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "ffi/cuda/grouped_matmul/cublaslt.h"
 #include "ffi/cuda/grouped_matmul/grouped_matmul.h"
 #include "ffi/cuda/xla.h"
 
@@ -21,14 +18,13 @@ using GroupSizes = ffi::Buffer<ffi::S32, 1>;
 using Workspace = ffi::Buffer<ffi::U8, 1>;
 
 struct GroupedMatmulAttrs {
-  int32_t product, config;
+  int32_t product;
 };
 
 }  // namespace
 }  // namespace jax_ep
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::GroupedMatmulAttrs, StructMember<int32_t>("product"),
-                                      StructMember<int32_t>("config"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::GroupedMatmulAttrs, StructMember<int32_t>("product"));
 
 namespace jax_ep {
 namespace {
@@ -60,7 +56,6 @@ ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffe
     return invalid("the dtype must be bfloat16 or float16");
   }
   args.dtype = lhs.element_type() == ffi::BF16 ? GroupedDtype::kBfloat16 : GroupedDtype::kFloat16;
-  args.config = attrs.config;
   args.num_groups = static_cast<int32_t>(group_sizes.dimensions()[0]);
 
   const bool is_weights = args.product == GroupedProduct::kWeightsGradient;
@@ -109,12 +104,6 @@ NB_MODULE(_grouped_matmul, m) {
     return targets;
   });
   m.def("workspace_bytes", grouped_workspace_bytes, nb::arg("num_groups"));
-  m.def(
-      "configs", [](int32_t product) { return grouped_config_names(static_cast<GroupedProduct>(product)); },
-      nb::arg("product"));
-#ifdef JAX_EP_CUBLASLT
-  m.def("load_cublaslt", load_cublaslt, nb::arg("path"));
-#endif
 }
 
 }  // namespace

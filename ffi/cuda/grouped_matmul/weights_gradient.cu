@@ -1,25 +1,10 @@
-#include "ffi/cuda/grouped_matmul/configs.h"
 #include "ffi/cuda/grouped_matmul/gemm.cuh"
+#include "ffi/cuda/grouped_matmul/gemms.h"
 
 namespace jax_ep {
 
-namespace {
-
-template <typename Schedule, int... parameters>
-GroupedConfig config(const char* name) {
-  return {name, &GroupedGemm<GroupedProduct::kWeightsGradient, cutlass::bfloat16_t, Schedule, parameters...>::run};
-}
-
-}  // namespace
-
-const std::vector<GroupedConfig>& weights_gradient_configs() {
-  static const std::vector<GroupedConfig> configs = {
-      config<Cooperative, 128, 256, 64, 2, 1>("coop128x256_c2x1"),
-      config<Cooperative, 256, 128, 64, 1, 2>("coop256x128_c1x2"),
-      config<Pingpong, 128, 128, 64, 2, 1>("pingpong128x128_c2x1"),
-      config<Pingpong, 64, 256, 64, 2, 1>("pingpong64x256_c2x1"),
-  };
-  return configs;
+GroupedGemmFunction weights_gradient_gemm(GroupedDtype dtype) {
+  return grouped_gemm<GroupedProduct::kWeightsGradient, 2, 1>(dtype);
 }
 
 }  // namespace jax_ep
