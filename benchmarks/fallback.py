@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 
 BACKENDS = ("reference", "collectives")
+IN_A_ROW = 5  # runs of a program before the other backend's turn
 
 
 class Sizes(NamedTuple):
@@ -84,10 +85,10 @@ def open_group(backend: str, mesh: jax.sharding.Mesh, sizes: Sizes) -> ep.Group:
     )
 
 
-def measure(mesh: jax.sharding.Mesh, sizes: Sizes, repeats: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """For each program and backend: MiB of temporary memory, and the mean of `repeats` times in ms.
+def measure(mesh: jax.sharding.Mesh, sizes: Sizes, turns: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """For each program and backend: MiB of temporary memory, and the mean time in ms of `turns` times IN_A_ROW runs.
 
-    The backends take turns, so that other programs on the machine slow both alike.
+    The backends take turns, so that other programs on the machine slow both alike. No times if `turns` is 0.
     """
     compiled: dict[str, dict[str, Any]] = {}
     for backend in BACKENDS:
@@ -97,12 +98,13 @@ def measure(mesh: jax.sharding.Mesh, sizes: Sizes, repeats: int) -> dict[str, di
     results: dict[str, dict[str, tuple[float, float]]] = {}
     for name, of_backend in compiled.items():
         times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-        for repeat in range(repeats + 1 if repeats else 0):
+        for turn in range(turns + 1 if turns else 0):
             for backend, (executable, arguments) in of_backend.items():
                 begun = time.perf_counter()
-                jax.block_until_ready(executable(*arguments))
-                if repeat:  # the first execution warms up
-                    times[backend].append(time.perf_counter() - begun)
+                for _ in range(IN_A_ROW):
+                    jax.block_until_ready(executable(*arguments))
+                if turn:  # the first turn warms up
+                    times[backend].append((time.perf_counter() - begun) / IN_A_ROW)
         results[name] = {
             backend: (
                 executable.memory_analysis().temp_size_in_bytes / 2**20,
@@ -117,14 +119,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, value in Sizes._field_defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="(%(default)s)")
-    parser.add_argument("--repeats", type=int, default=20, help="of each program; times are their mean (%(default)s)")
+    parser.add_argument("--turns", type=int, default=10, help=f"of {IN_A_ROW} runs of each program (%(default)s)")
     options = parser.parse_args()
     sizes = Sizes(*(getattr(options, name) for name in Sizes._fields))
     mesh = jax.make_mesh((jax.device_count(),), ("ep",))
     print(f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {sizes}")
     print("| program | reference: MiB | collectives: MiB | ratio | reference: ms | collectives: ms | ratio |")
     print("| --- | --: | --: | --: | --: | --: | --: |")
-    for name, of_backend in measure(mesh, sizes, options.repeats).items():
+    for name, of_backend in measure(mesh, sizes, options.turns).items():
         columns = zip(*(of_backend[backend] for backend in BACKENDS), strict=True)
         cells = [f"{reference:.1f} | {lean:.1f} | {lean / reference:.2f}" for reference, lean in columns]
         print(f"| {name} |", " | ".join(cells), "|")

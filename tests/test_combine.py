@@ -20,6 +20,7 @@ from helpers import (
     assert_each_token_combined,
     assert_same_bits,
     make_mesh,
+    open_group,
     order_sensitive_inputs,
     random_rows,
     run_spmd,
@@ -95,10 +96,11 @@ def test_order_of_sums(make_group, any_mesh, dtype):
 
 
 @pytest.mark.parametrize(("tokens", "num_sms"), [(32, 4), (40, None), (260, None)])
-def test_order_of_sums_in_other_kernels(make_group, mesh, tokens, num_sms):
+def test_order_of_sums_in_other_kernels(kernel_backend, mesh, tokens, num_sms):
     """The CUDA backend chooses its kernel by the number of tokens, and by num_sms if that is given."""
     shape = dataclasses.replace(ORDERED, tokens=tokens)
-    check_order_of_sums(make_group(mesh, shape, num_sms=num_sms), mesh, shape)
+    with open_group(mesh, shape, num_sms=num_sms, backend=kernel_backend) as group:
+        check_order_of_sums(group, mesh, shape)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -203,11 +203,15 @@ def test_other_axes_are_left_out(make_group, order, axis_type):
     assert_close(value_and_gradients(mapped, *put(mesh, args, specs)), value_and_gradients(dense, *args))
 
 
-@pytest.mark.parametrize("experts", ["einsum", "ragged_dot"])
-def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts):
+@pytest.mark.parametrize(
+    ("experts", "axis_type"),
+    [("einsum", AxisType.Auto), ("einsum", AxisType.Explicit), ("ragged_dot", AxisType.Auto)],
+    ids=str,
+)
+def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, axis_type):
     """The layer's own matmuls, with weights that are sharded along the axis that shard_map leaves out."""
     axes = ("data", "ep")
-    mesh = mesh_of(data=2, ep=2, model=2)
+    mesh = mesh_of(axis_type, data=2, ep=2, model=2)
     group = make_group(mesh, SHAPE, axis_name=axes)
     x, topk_idx, topk_weights, w_gate_up = arguments(4)
     w_down = arguments(4, seed=1)[3][:, : SHAPE.hidden // 2]
@@ -438,6 +442,20 @@ def test_export_names_every_call_of_the_operations():
     calls = set(re.findall(r"custom_call @(jax_ep_\w+)", program.mlir_module()))
     assert {check.is_custom_call() for check in ep.export_checks()} >= calls
     assert len(calls) == 12
+
+
+def test_export_of_a_layer_with_the_grouped_gemm(monkeypatch):
+    monkeypatch.setattr(_native, "grouped_matmul", SimpleNamespace(workspace_bytes=lambda num_groups: 128))
+    group = open_group(AbstractMesh((4,), ("ep",)), SHAPE, dtype=jnp.bfloat16, backend="cuda")
+    mlp = partial(ep.moe.mlp, group=group, experts="grouped")
+    mapped = jax.shard_map(mlp, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    gradients = jax.grad(lambda x, *others: jnp.sum(mapped(x, *others).astype(jnp.float32)))
+    x, topk_idx, topk_weights, w_gate_up = arguments(4)
+    arrays = jnp.bfloat16(x), topk_idx, topk_weights, jnp.bfloat16(w_gate_up), jnp.bfloat16(w_gate_up[:, :16])
+    by_rank = NamedSharding(group.mesh, P("ep"))
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_rank) for a in arrays]
+    export = jax.export.export(jax.jit(gradients), platforms=["cuda"], disabled_checks=ep.export_checks())
+    assert "jax_ep_grouped_matmul" in export(*shapes).mlir_module()
 
 
 def test_export_for_gpus_without_devices():

@@ -10,9 +10,9 @@ signatures that `sparse_matmul` calls. In `sparse_matmul`:
     unsort_output_and_ra2a = moves.unsort_output_and_ra2a
 
 and call `moves.unpermute` for `self.unpermute`. `get_topk(logits, pre_bias_logits, rngs, input_ids)` returns the
-weights and the experts of each token, both [batch, sequence, K], as `RoutedMoE.get_topk` does. The group is over the
-axis `self._expert_parallelism_name`. Not here: the losses and bias updates that `RoutedMoE.permute` returns (lb_loss,
-bias_updates): compute them from the router's outputs, or leave them None.
+weights and the experts of each token, both [batch, sequence, K], as `RoutedMoE.get_topk` does. The group is over
+`axis_name=self._expert_parallelism_name`, which may be a tuple of axes. Not here: the losses and bias updates that
+`RoutedMoE.permute` returns (lb_loss, bias_updates): compute them from the router's outputs, or leave them None.
 """
 
 from __future__ import annotations

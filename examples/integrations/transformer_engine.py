@@ -33,12 +33,12 @@ class EpLayerConfig:
 
 
 class ExpertParallel:
-    """The calls for one mesh. R is the size of the EP axis."""
+    """The calls for one mesh. R is the size of the EP axis, or the product of the sizes of several EP axes."""
 
     def __init__(
         self,
         mesh: jax.sharding.Mesh,
-        ep_axis: str,
+        ep_axis: str | tuple[str, ...],
         *,
         num_experts: int,
         max_tokens_per_rank: int,

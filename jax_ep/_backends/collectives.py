@@ -38,7 +38,7 @@ class CollectivesRoute(NamedTuple):
     row: jax.Array  # [R, T, K] int32, this rank's row of each (source rank, token, k)
     num_rounds: jax.Array  # [] int32, rounds that are not empty, the same on all ranks of the group
     num_layers: jax.Array  # [rounds] int32, the most rows that a slot of the round has at this rank
-    slot_row: jax.Array  # [rounds, K, R, C] int32, this rank's row of each (layer, source rank, slot), by rising k
+    slot_row: jax.Array  # [rounds, K, R * C] int32, this rank's row of each (layer, source rank, slot), by rising k
     sent_token: jax.Array  # [rounds, R, C] int32, the token that this rank sends in each (destination rank, slot)
 
 
@@ -82,14 +82,14 @@ class CollectivesBackend(ReferenceBackend):
     ) -> Carry:
         """Sends x [T, ...] along `route`.
 
-        Calls place(carry, row [R, C], arrived [R, C, ...]) for each layer of each round of C slots, with carry =
+        Calls place(carry, row [R * C], arrived [R * C, ...]) for each layer of each round of C slots, with carry =
         `initial` at first. Returns the last carry.
         """
         arrays: CollectivesRoute = route.arrays
         initial, x, arrays = _compat.vary((initial, x, arrays), ())
 
         def run_round(i: jax.Array, carry: Carry) -> Carry:
-            arrived = self._exchange(_take(x, arrays.sent_token[i]))
+            arrived = self._exchange(_take(x, arrays.sent_token[i])).reshape(-1, *x.shape[1:])
 
             def run_layer(layer: jax.Array, carry: Carry) -> Carry:
                 return place(carry, arrays.slot_row[i, layer], arrived)
@@ -103,18 +103,17 @@ class CollectivesBackend(ReferenceBackend):
         rows = _to_carry(rows.reshape(-1, hidden))
         weights = None if weights is None else weights.reshape(-1)
         result = jnp.zeros((route.num_tokens, hidden), jnp.float32)
-        zeros = jnp.zeros((self.group.num_ranks, self._round_size(route.num_tokens), hidden), jnp.float32)
         arrays: CollectivesRoute = route.arrays
-        result, zeros, rows, weights, arrays = _compat.vary((result, zeros, rows, weights, arrays), ())
+        result, rows, weights, arrays = _compat.vary((result, rows, weights, arrays), ())
 
         def run_round(i: jax.Array, result: jax.Array) -> jax.Array:
-            def add_layer(layer: jax.Array, total: jax.Array) -> jax.Array:
+            def term(layer: int | jax.Array) -> jax.Array:
                 row = arrays.slot_row[i, layer]
                 term = _from_bits(_take(rows, row), dtype).astype(jnp.float32)
-                return total + (term if weights is None else term * _take(weights, row)[..., None])
+                return term if weights is None else term * _take(weights, row)[..., None]
 
-            total = lax.fori_loop(0, arrays.num_layers[i], add_layer, zeros)
-            arrived = self._exchange(total.astype(dtype))
+            total = lax.fori_loop(1, arrays.num_layers[i], lambda layer, total: total + term(layer), term(0))
+            arrived = self._exchange(total.astype(dtype).reshape(*arrays.sent_token[i].shape, hidden))
 
             # One rank at a time: a rank has a token once. The order of the additions is the same on every run.
             def add_rank(rank: jax.Array, result: jax.Array) -> jax.Array:
@@ -136,20 +135,21 @@ class CollectivesBackend(ReferenceBackend):
             slots = jnp.pad(slots, padding, constant_values=fill)
             return jnp.moveaxis(slots.reshape(*slots.shape[:-1], -1, round_size), -2, 0)
 
-        is_row = row < none
-        layer = jnp.where(is_row, jnp.cumsum(is_row, axis=-1) - 1, top_k)
-        row_of_layer = [jnp.min(jnp.where(layer == j, row, none), axis=-1) for j in range(top_k)]
-        num_rows = jnp.sum(is_row, axis=-1, dtype=jnp.int32)  # of each (source rank, token)
-        token = jnp.argsort(-num_rows, axis=1, stable=True).astype(jnp.int32)  # of each (source rank, slot)
-        num_rows = jnp.take_along_axis(num_rows, token, axis=1)
-        slot_row = jnp.take_along_axis(jnp.stack(row_of_layer), token[None], axis=2)
+        # Each integer that is sorted holds a key and an index: XLA on CPUs takes far longer for an argsort.
+        is_row, k = row < none, jnp.arange(top_k, dtype=jnp.int32)
+        k_of_layer = jnp.sort(jnp.where(is_row, k, top_k + k), axis=-1) % top_k  # of each (source rank, token)
+        row_of_layer = jnp.take_along_axis(row, k_of_layer, axis=-1)
+        num_rows = jnp.sum(is_row, axis=-1, dtype=jnp.int32)
+        slots = jnp.sort((top_k - num_rows) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32), axis=1)
+        token, num_rows = slots % num_tokens, top_k - slots // num_tokens  # of each (source rank, slot)
+        slot_row = jnp.moveaxis(jnp.take_along_axis(row_of_layer, token[..., None], axis=1), -1, 0)
         num_layers = jnp.max(by_round(num_rows, 0), axis=(1, 2))
         num_rounds = lax.pmax(jnp.sum(num_layers > 0, dtype=jnp.int32), self.group.axis_name)
 
         sent_token = self._exchange(jnp.where(num_rows > 0, token, num_tokens))
-        arrays = CollectivesRoute(
-            row, num_rounds, num_layers, by_round(slot_row, none), by_round(sent_token, num_tokens)
-        )
+        slot_row = by_round(slot_row, none)
+        slot_row = slot_row.reshape(*slot_row.shape[:2], -1)
+        arrays = CollectivesRoute(row, num_rounds, num_layers, slot_row, by_round(sent_token, num_tokens))
         return placement, arrays
 
     def _round_size(self, num_tokens: int) -> int:

@@ -148,37 +148,33 @@ class ReferenceBackend(Backend):
 
     def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, RouteArrays]:
         """Computes the row of every (source rank, token, k) of topk_idx [R, T, K] that names an expert of this rank."""
-        num_experts, num_ranks = self.group.experts_per_rank, topk_idx.shape[0]
+        num_experts, (num_ranks, num_tokens, _) = self.group.experts_per_rank, topk_idx.shape
         first_expert = lax.axis_index(self.group.axis_name) * num_experts
         expert = topk_idx - first_expert
         is_here = (expert >= 0) & (expert < num_experts)
-        source_rank = jnp.arange(num_ranks, dtype=jnp.int32)[:, None, None]
-        # The pairs of one expert and one source rank are a flow; a last flow takes the pairs of other ranks.
-        num_flows = num_experts * num_ranks
-        flow = jnp.where(is_here, expert * num_ranks + source_rank, num_flows).reshape(-1)
+        names = expert[..., None] == jnp.arange(num_experts, dtype=jnp.int32)  # [R, T, K, E_local]
+        num_pairs = jnp.sum(names, axis=2, dtype=jnp.int32)  # of each (source rank, token, expert)
 
-        need = jnp.zeros(num_flows + 1, jnp.int32).at[flow].add(1)
         route = call.route(None)
         placement = _layouts.place(
-            need[:num_flows].reshape(num_experts, num_ranks),
+            jnp.sum(num_pairs, axis=1, dtype=jnp.int32).T,
             layout=route.layout,
             capacity=route.capacity,
             alignment=route.alignment,
             first_expert=first_expert,
         )
         first_row = placement.first_row[:, None] + jnp.cumsum(placement.kept, axis=1, dtype=jnp.int32) - placement.kept
-        # A stable sort by flow keeps the order (token, k) within each flow.
-        order = jnp.argsort(flow, stable=True).astype(jnp.int32)
-        index = jnp.arange(flow.size, dtype=jnp.int32)
-        sorted_index = jnp.zeros_like(index).at[order].set(index)
-        place_in_flow = sorted_index - _take(jnp.cumsum(need, dtype=jnp.int32) - need, flow)
+        # The rows of an expert from one source rank are in the order (token, k).
+        earlier_tokens = jnp.cumsum(num_pairs, axis=1, dtype=jnp.int32) - num_pairs
+        earlier_k = jnp.tril(expert[..., None] == expert[..., None, :], -1)  # [R, T, K, K]
+        earlier = _at(earlier_tokens, expert) + jnp.sum(earlier_k, axis=-1, dtype=jnp.int32)
 
         num_rows = _size(route.rows_shape)
-        kept = place_in_flow < _take(placement.kept.reshape(-1), flow)
-        row = jnp.where(kept, _take(first_row.reshape(-1), flow) + place_in_flow, num_rows)
-        none = num_ranks * topk_idx.shape[1]
-        source = jnp.full(num_rows, none, jnp.int32).at[row].set(index // self.group.top_k, mode="drop")
-        return placement, RouteArrays(row.reshape(topk_idx.shape), source)
+        kept, first_row = (_at(table.T[:, None], expert) for table in (placement.kept, first_row))
+        row = jnp.where(is_here & (earlier < kept), first_row + earlier, num_rows)
+        index = jnp.arange(num_ranks * num_tokens, dtype=jnp.int32).reshape(num_ranks, num_tokens, 1)
+        none = jnp.full(num_rows, index.size, jnp.int32)
+        return placement, RouteArrays(row, none.at[row].set(index, mode="drop"))
 
     def _rows(self, route: Route, x: jax.Array) -> jax.Array:
         """x [T, ...] of all ranks in this rank's rows; zero in rows that hold no token."""
@@ -256,6 +252,11 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     if x.shape[0] == 0:
         return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
     return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _at(table: jax.Array, expert: jax.Array) -> jax.Array:
+    """Returns table[r, t, expert[r, t, k]]: [R, T, K]. table is [R, T, E_local], or [R, 1, E_local] for all tokens."""
+    return jnp.take_along_axis(table, expert, axis=-1, mode="clip")
 
 
 def _size(shape: tuple[int, ...]) -> int:
