@@ -82,6 +82,7 @@ def test_extensions_are_told_of(monkeypatch):
         "_cpu": _native.cpu is not None,
         "_cuda": _native.cuda is not None,
         "_nvshmem": True,
+        "_grouped_matmul": _native.grouped_matmul is not None,
     }
     assert "_nvshmem: loaded" in doctor.report(findings)
 

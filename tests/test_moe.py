@@ -466,6 +466,28 @@ def test_auto_pads_where_rows_are_few(reference_group, mesh):
     assert uses_ragged_groups(tokens, experts="ragged_dot")
 
 
+def test_auto_takes_the_grouped_gemm_where_all_devices_can_run_it(reference_group, mesh, monkeypatch):
+    group, arrays = reference_group(mesh), make_case(SHAPE, mesh.size)[:-1]
+    asked, taken = [], []
+
+    def take(rows, w, group_sizes, implementation):
+        taken.append(implementation)
+        return jax.lax.ragged_dot(rows, w, group_sizes)
+
+    def reason(*arguments):
+        asked.append(arguments)
+        return None if can_run else "it rains"
+
+    monkeypatch.setattr(_layer, "grouped_matmul", take)
+    monkeypatch.setattr(_layer, "no_grouped_reason", reason)
+    for can_run in (True, False):
+        jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)
+    assert taken == ["grouped"] * 2 + ["ragged_dot"] * 2
+    assert asked[0] == (group.dtype, (32, 48, 24), list(mesh.devices.flat))
+    with pytest.raises(ValueError, match=r"moe\.mlp: experts is 'grouped', but it rains; use experts='auto'"):
+        jax.eval_shape(mlp_on(mesh, group, experts="grouped"), *arrays)
+
+
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_row_expert(reference_group, mesh, layout, alignment):
     group, (x, topk_idx, *_) = reference_group(mesh), make_case(SHAPE, mesh.size)
