@@ -474,13 +474,13 @@ def test_auto_takes_the_grouped_gemm_where_all_devices_can_run_it(reference_grou
         taken.append(implementation)
         return jax.lax.ragged_dot(rows, w, group_sizes)
 
-    def reason(*arguments):
+    def answer(reason, *arguments):
         asked.append(arguments)
-        return None if can_run else "it rains"
+        return reason
 
     monkeypatch.setattr(_layer, "grouped_matmul", take)
-    monkeypatch.setattr(_layer, "no_grouped_reason", reason)
-    for can_run in (True, False):
+    for reason in (None, "it rains"):
+        monkeypatch.setattr(_layer, "no_grouped_reason", partial(answer, reason))
         jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)
     assert taken == ["grouped"] * 2 + ["ragged_dot"] * 2
     assert asked[0] == (group.dtype, (32, 48, 24), list(mesh.devices.flat))
