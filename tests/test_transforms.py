@@ -169,7 +169,8 @@ def test_checkpoint_keeps_no_received_rows(make_group, mesh, layout):
 
     plain, checkpointed = ((memory(f, 6) - memory(f, 2)) / 4 for f in (layer, jax.checkpoint(layer)))
     assert plain >= received
-    assert x[0].nbytes <= checkpointed <= 2 * x[0].nbytes
+    # Not exactly: small arrays fill gaps between large ones otherwise in programs of other sizes.
+    assert 0.99 * x[0].nbytes <= checkpointed <= 2 * x[0].nbytes
 
 
 @both_check_vma
