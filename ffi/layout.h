@@ -94,7 +94,7 @@ constexpr Placement place_group(Layout layout, int32_t expert, int64_t rows_befo
 }
 
 // Keeps nvcc from unrolling a loop of code that runs seldom.
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #define JAX_EP_DO_NOT_UNROLL _Pragma("unroll 1")
 #else
 #define JAX_EP_DO_NOT_UNROLL
