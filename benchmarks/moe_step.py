@@ -18,7 +18,8 @@ same way for every variant. The variants differ only in how they move the tokens
 Every variant's experts work on buffers of one size, --capacity-factor times the mean number of rows; the padded blocks
 of all_to_all have as much room. A routing that does not fit is an error, so that nobody drops rows. The experts compute
 as jax_ep.moe.mlp does with experts= the value of --compute, in all variants: "einsum" is a batched matmul over
-[E_local, capacity, H]; "auto" is the fastest matmul of ragged groups over [capacity, H], and "ragged_dot" is JAX's own.
+[E_local, capacity, H]; "grouped" (CUTLASS's, on Hopper GPUs) and "ragged_dot" (JAX's) are matmuls of ragged groups over
+[capacity, H].
 
 All ranks hold the same experts, so that even the ideal must give the same loss and gradients (those of the experts in
 the sum over the ranks). The largest difference from all_to_all, relative in norm, is reported and checked.
@@ -74,7 +75,7 @@ class Operands(NamedTuple):
     down: jax.Array  # [E_local, I, H]
 
 
-LAYOUTS: dict[str, LayoutName] = {"einsum": "expert", "auto": "ragged", "ragged_dot": "ragged"}  # of --compute
+LAYOUTS: dict[str, LayoutName] = {"einsum": "expert", "grouped": "ragged", "ragged_dot": "ragged"}  # of --compute
 
 
 def matmul(compute: str, rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:

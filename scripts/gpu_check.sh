@@ -136,9 +136,11 @@ bench 5-skewed --tokens 128,4096 --routing skewed
 bench 6-num-sms --tokens 128,4096 --num-sms 24
 bench 7-grad --tokens 128,4096 --wire none --grad
 bench 8-lax --tokens 8,128 --wire none,fp8 --lax
-# The experts' matrix products, on one GPU. Without CUTLASS's headers at the time of build, there is no grouped GEMM.
-step matmul env CUDA_VISIBLE_DEVICES=0 $installed -m jax_ep.bench experts --groups uniform,lognormal,one-hot \
-  --json "$logs/matmul.json"
+# On one GPU: the experts' matrix products, and a layer beside its parts. Without CUTLASS's headers at the time of build,
+# there is no grouped GEMM, and the second part fails.
+step matmul-1-experts env CUDA_VISIBLE_DEVICES=0 $installed -m jax_ep.bench experts \
+  --groups uniform,lognormal,one-hot --json "$logs/matmul-1-experts.json"
+step matmul-2-parts env CUDA_VISIBLE_DEVICES=0 "$python" benchmarks/mlp_parts.py --json "$logs/matmul-2-parts.json"
 step layer "$python" benchmarks/moe_step.py --json "$logs/layer.json"
 overlap() {  # overlap NAME ARGUMENT...
   step "overlap-$1" "$python" benchmarks/overlap.py --json "$logs/overlap-$1.json" "${@:2}"

@@ -237,7 +237,7 @@ VARIANTS = {
 
 def matmul(machine: Machine) -> str:
     """Makes the table of the experts' matrix products, in TFLOP/s: forward / both products of the gradient."""
-    rows = machine.rows("matmul", "matmul")
+    rows = machine.rows("matmul", "matmul-1-experts")
     by_case: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         by_case.setdefault(row["case"], {}).setdefault(row["candidate"], {})[row["product"]] = row["tflops"]
@@ -255,7 +255,7 @@ def matmul(machine: Machine) -> str:
         cells.append([model, groups, rows_per_expert, *(rates(found.get(name, {})) for name in candidates)])
     headings = ["experts of", "groups", "rows per expert", *candidates]
     text = "bfloat16, TFLOP/s: forward / both products of the gradient together."
-    return f"{machine.caption(rows, 'scripts/gpu_check.sh matmul', text)}\n\n{markdown(headings, cells, 2)}"
+    return f"{machine.caption(rows, 'scripts/gpu_check.sh matmul-1-experts', text)}\n\n{markdown(headings, cells, 2)}"
 
 
 def layer(machine: Machine) -> str:

@@ -18,7 +18,7 @@ SPEC.loader.exec_module(moe_step)
 TINY = ["--tokens=16", "--hidden=32", "--expert-hidden=16", "--experts=16", "--top-k=3", "--capacity-factor=4"]
 
 
-@pytest.mark.parametrize("compute", moe_step.LAYOUTS)
+@pytest.mark.parametrize("compute", ["einsum", "ragged_dot"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_variants_give_the_same_loss_and_gradients(tmp_path, capsys, backend, compute, dtype):
     file = tmp_path / "moe_step.json"

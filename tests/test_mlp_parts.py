@@ -1,0 +1,28 @@
+"""benchmarks/mlp_parts.py."""
+
+import importlib.util
+import json
+
+import pytest
+
+from helpers import ROOT
+
+SPEC = importlib.util.spec_from_file_location("mlp_parts", ROOT / "benchmarks" / "mlp_parts.py")
+mlp_parts = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(mlp_parts)
+
+
+def test_times_the_parts_and_the_layer(tmp_path, capsys):
+    file = tmp_path / "mlp_parts.json"
+    options = ["--model=tiny", "--experts=4", "--top-k=2", "--tokens=8", "--seconds=0.001", "--samples=1"]
+    assert mlp_parts.main([*options, "--implementations=einsum,ragged_dot", f"--json={file}"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    us = {(row["implementation"], row["part"]): row["us"] for row in rows}
+    parts = ("dispatch", "gate and up", "activation", "down", "combine")
+    assert list(us) == [
+        *(("einsum", part) for part in (*parts, "all parts", "moe.mlp")),
+        ("ragged_dot", "moe.mlp"),
+    ]
+    assert us["einsum", "all parts"] == pytest.approx(sum(us["einsum", part] for part in parts))
+    assert all(time > 0 for time in us.values())
+    assert "moe.mlp" in capsys.readouterr().out
