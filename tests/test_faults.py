@@ -73,13 +73,31 @@ def assert_poison(*arrays):
     assert all(np.isnan(a.astype(np.float32)).all() for a in arrays)
 
 
+def wait_for_all_devices(out):
+    """Waits until a program has ended on every device, with an error or without.
+
+    A program that still runs would go on with the next group of the same settings.
+    """
+    for leaf in jax.tree.leaves(out):
+        for shard in leaf.addressable_shards:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                shard.data.block_until_ready()
+
+
+def run_to_the_end(program, *inputs):
+    """Runs a program. Returns its result, or raises its error, when it has ended on every device."""
+    out = program(*inputs)
+    wait_for_all_devices(out)
+    return to_numpy(out)
+
+
 def poison_or_refusal(program, inputs, expect_poison=assert_poison, reason="its group has failed before"):
     """Runs a program of a failed group. XLA asks a handler, which refuses, or replays a CUDA graph, which gives poison.
 
     True if a handler has refused.
     """
     try:
-        out = to_numpy(program(*inputs))
+        out = run_to_the_end(program, *inputs)
     except jax.errors.JaxRuntimeError as error:
         assert reason in str(error)
         return True
@@ -428,6 +446,7 @@ def test_a_group_is_closed_while_a_program_runs(make_group, mesh, inputs):
     except jax.errors.JaxRuntimeError as error:
         assert "group is closed" in str(error)
     assert time.monotonic() - begun < (PATIENCE_S - 2 if is_emulated(group) else 4)
+    wait_for_all_devices(out)
     with make_group(mesh) as successor:
         assert_same_bits(run_spmd(partial(chain, successor), mesh, *inputs), expected)
 
@@ -442,7 +461,7 @@ def test_a_program_outlives_its_group(make_group, mesh, inputs, options):
     reasons = ["group is closed", "", ""]
     for reason in reasons:
         try:
-            out = to_numpy(program(*inputs))
+            out = run_to_the_end(program, *inputs)
         except jax.errors.JaxRuntimeError as error:
             assert reason in str(error)
         else:
@@ -460,7 +479,7 @@ def test_an_old_route_outlives_its_group(make_group, mesh, inputs):
         expected = to_numpy(program(x, recv))
     for _ in range(3):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            assert_poison(to_numpy(program(x, recv)))
+            assert_poison(run_to_the_end(program, x, recv))
     with make_group(mesh) as successor:
         recv = run_spmd(partial(ep.dispatch, group=successor, layout="ragged"), mesh, *inputs)
         assert_same_bits(run_spmd(ep.dispatch_like, mesh, x, recv), expected)
@@ -550,7 +569,8 @@ def test_the_host_raises_between_start_and_done(make_group, mesh, inputs):
         pytest.raises(KeyError, match="nothing to do with jax_ep"),
         make_group(mesh) as group,
     ):
-        jax.jit(spmd(partial(start, group), mesh))(*inputs)
+        started = jax.jit(spmd(partial(start, group), mesh))(*inputs)
         raise KeyError("nothing to do with jax_ep")
+    wait_for_all_devices(started)
     with make_group(mesh) as successor:
         assert_trees_same_bits(run_spmd(partial(start_and_done, successor), mesh, *inputs), expected)
