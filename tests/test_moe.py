@@ -466,7 +466,7 @@ def test_auto_pads_where_rows_are_few(reference_group, mesh):
     assert uses_ragged_groups(tokens, experts="ragged_dot")
 
 
-def test_auto_takes_the_grouped_gemm_where_all_devices_can_run_it(reference_group, mesh, monkeypatch):
+def test_the_grouped_gemm_is_taken_where_all_devices_can_run_it(reference_group, mesh, monkeypatch):
     group, arrays = reference_group(mesh), make_case(SHAPE, mesh.size)[:-1]
     asked, taken = [], []
 
@@ -479,11 +479,12 @@ def test_auto_takes_the_grouped_gemm_where_all_devices_can_run_it(reference_grou
         return reason
 
     monkeypatch.setattr(_layer, "grouped_matmul", take)
-    for reason in (None, "it rains"):
-        monkeypatch.setattr(_layer, "no_grouped_reason", partial(answer, reason))
-        jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)
+    monkeypatch.setattr(_layer, "no_grouped_reason", partial(answer, None))
+    jax.eval_shape(mlp_on(mesh, group, experts="grouped"), *arrays)
+    jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)
     assert taken == ["grouped"] * 2 + ["ragged_dot"] * 2
-    assert asked[0] == (group.dtype, (32, 48, 24), list(mesh.devices.flat))
+    assert asked == [(group.dtype, (32, 48, 24), list(mesh.devices.flat))]
+    monkeypatch.setattr(_layer, "no_grouped_reason", partial(answer, "it rains"))
     with pytest.raises(ValueError, match=r"moe\.mlp: experts is 'grouped', but it rains; use experts='auto'"):
         jax.eval_shape(mlp_on(mesh, group, experts="grouped"), *arrays)
 

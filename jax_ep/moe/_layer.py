@@ -71,8 +71,8 @@ def mlp(
             (dispatch's layout "expert"). All others use the layout "ragged": "grouped" (CUTLASS's grouped GEMM, on
             Hopper GPUs), "ragged_dot" (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T
             is at most 64 for T tokens per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is
-            given. Else it is "grouped" if all devices of the group can run it, and otherwise "ragged_dot". The rule
-            uses static values that all ranks share, so all ranks choose alike.
+            given. Else it is "ragged_dot". The rule uses static values that all ranks share, so all ranks choose
+            alike.
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
             The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by
             default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
@@ -122,13 +122,13 @@ def mlp(
     _checks.choice(f"{op}: experts", experts, EXPERTS)
     _check_dispatch_arguments(op, dispatch_arguments)
 
-    devices = _devices_of(group)
-    reason = no_grouped_reason(group.dtype, (group.hidden, 2 * inner, inner), devices)
-    if experts == "grouped" and reason:
-        raise ValueError(f"{op}: experts is 'grouped', but {reason}; use experts='auto'")
+    if experts == "grouped":
+        channels = group.hidden, 2 * inner, inner
+        if reason := no_grouped_reason(group.dtype, channels, _devices_of(group)):
+            raise ValueError(f"{op}: experts is 'grouped', but {reason}; use experts='auto'")
     if experts == "auto":
         pads = _pads_at_no_cost(group, len(tokens[0]), dispatch_arguments)
-        experts = "einsum" if pads else "grouped" if devices and not reason else "ragged_dot"
+        experts = "einsum" if pads else "ragged_dot"
     layout: Literal["expert", "ragged"] = "expert" if experts == "einsum" else "ragged"
     recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.

@@ -16,6 +16,7 @@ namespace jax_ep {
 //   kWeightsGradient  out[g, k, n]      = transpose(rows[rows of g, k]) * dy[rows of g, n]
 enum class GroupedProduct : int32_t { kForward, kRowsGradient, kWeightsGradient };
 inline constexpr int kNumGroupedProducts = 3;
+inline constexpr int64_t kChannelAlignment = 8;  // elements: TMA needs 16 bytes
 
 enum class GroupedDtype : int32_t { kBfloat16, kFloat16 };
 
@@ -25,7 +26,7 @@ struct GroupedMatmulArgs {
   int32_t num_groups;
   int64_t capacity;  // 0: each group follows the one before it. Otherwise group g begins at row g * capacity.
   int64_t num_rows;  // rows of the ragged operands, those beyond the groups too
-  int64_t k, n;      // dimensions of a group's weights [k, n]; both multiples of 8
+  int64_t k, n;      // dimensions of a group's weights [k, n]; both multiples of kChannelAlignment
   const void* lhs;   // kForward, kWeightsGradient: rows; kRowsGradient: dy
   const void* rhs;   // kForward, kRowsGradient: w; kWeightsGradient: dy
   const int32_t* group_sizes;

@@ -1,4 +1,5 @@
 #include "ffi/cuda/grouped_matmul/groups.h"
+#include "ffi/cuda/ptx.cuh"
 
 namespace jax_ep {
 namespace {
@@ -91,6 +92,7 @@ __device__ void write_zeros(void* begin, int64_t num_bytes) {
 }
 
 __global__ void __launch_bounds__(kThreads) write_arrays(GroupedMatmulArgs args, GroupArrays arrays) {
+  wait_for_dependencies();  // the GEMM, which begins when this kernel has ended, needs no such wait
   __shared__ int64_t zeros_begin[kThreads], zeros_bytes[kThreads];  // what to fill with zeros, in bytes of `out`
   int64_t start = 0;
   for (int32_t first = 0; first < args.num_groups; first += kThreads) {

@@ -76,6 +76,14 @@ ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffe
       product_of(other) != args.num_rows * other.back()) {
     return invalid("the dimensions of rows and weights do not fit");
   }
+  if (args.k == 0 || args.n == 0 || args.k % kChannelAlignment != 0 || args.n % kChannelAlignment != 0) {
+    return invalid("K is " + std::to_string(args.k) + " and N is " + std::to_string(args.n) +
+                   "; both must be multiples of " + std::to_string(kChannelAlignment));
+  }
+  if (workspace->size_bytes() < grouped_workspace_bytes(args.num_groups)) {
+    return invalid("the workspace has " + std::to_string(workspace->size_bytes()) + " bytes; it must have " +
+                   std::to_string(grouped_workspace_bytes(args.num_groups)));
+  }
   args.lhs = lhs.untyped_data();
   args.rhs = rhs.untyped_data();
   args.group_sizes = group_sizes.typed_data();
