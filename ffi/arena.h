@@ -110,6 +110,7 @@ struct Counters {
 };
 
 inline constexpr int kNumRowsCopies = 8;
+inline constexpr int32_t kMaxLowLatencyBlocks = 640;  // of one launch
 
 // The word with which the blocks of a launch enter a new operation. Each block adds its launch's step() with one atomic
 // addition. The old value tells the block the epoch, and how many blocks of the launch have entered before it. The
@@ -174,6 +175,10 @@ struct Control {
   // peer's store to it would arrive microseconds late. So the peer writes several copies, and each block polls one of
   // them.
   unsigned long long num_rows[kMaxSlots][kNumRowsCopies][kMaxRanks];
+  // Of low-latency dispatches (ffi/cuda/roles.cuh). begun: at index epoch % 2, {number of roles that have been given
+  // away, number of senders that have begun}. given_away[role]: the epoch in which the role has been given away.
+  alignas(128) unsigned long long begun[2];
+  uint32_t given_away[kMaxLowLatencyBlocks];
   Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;

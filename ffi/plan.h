@@ -45,9 +45,10 @@ constexpr int32_t most_threads(Variant variant) {
   return 32 * (is_low_latency(variant) ? kLowLatencyBlockWarps + 1 : kMaxBlockWarps);
 }
 
-// A thread block is a sender or a receiver. With work stealing, a sender also receives, after it has sent. Blocks get
-// their roles in the order in which they enter: senders come first, and wait for no peer's rows. So the rows that a
-// receiver waits for are always sent. In a launch of one block, the block sends and then receives, in any variant.
+// A thread block is a sender or a receiver. With work stealing, a sender also receives, after it has sent. Senders
+// have the first roles, and wait for no peer's rows. A receiver waits for rows only when all senders have begun
+// (epoch.cuh and roles.cuh). So the rows that a receiver waits for are always sent. In a launch of one block, the block
+// sends and then receives, in any variant.
 //
 // If there are several senders, the first sends no rows: it notifies the peers of the call and of the number of rows.
 // If there are several receivers, the first starts without a row: it writes the small results, and pads.
@@ -64,6 +65,7 @@ struct LaunchPlan {
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(variant)); }
 
+  constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
   // By node, the blocks between the senders and the receivers forward the rows of other nodes. In a launch of one
   // block, that block forwards them.
@@ -75,7 +77,7 @@ struct LaunchPlan {
   // them, negative for a block that moves no rows.
   constexpr int32_t row_senders() const { return std::max(num_senders - 1, 1); }
   constexpr int32_t row_sender(int32_t block) const { return num_senders > 1 ? block - 1 : block; }
-  constexpr bool sends_rows(int32_t block) const { return block < num_senders && row_sender(block) >= 0; }
+  constexpr bool sends_rows(int32_t block) const { return is_sender(block) && row_sender(block) >= 0; }
   constexpr int32_t row_receivers() const { return std::max(num_receivers() - 1, 1); }
   constexpr int32_t row_receiver(int32_t block) const { return block - first_receiver - (num_receivers() > 1); }
 };
@@ -218,7 +220,8 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& s
     const int64_t rounds = std::max<int64_t>(divide_up(rows, warp_groups), 1);
     return std::min(most, blocks_for(divide_up(rows, rounds), log_warps));
   };
-  const int32_t blocks = num_sms * kMaxBlockWarps >> log_block;
+  const int32_t most_blocks = is_low_latency(shape.variant) ? kMaxLowLatencyBlocks : INT32_MAX;
+  const int32_t blocks = std::min(num_sms * kMaxBlockWarps >> log_block, most_blocks);
   if (blocks == 1) {
     return {
         1, 0, 1, shape.variant, log_block, std::min(log_warps.send, log_block), std::min(log_warps.receive, log_block)};

@@ -27,21 +27,21 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
   }
   wait_for_dependencies();
   combine.op.stamp(Stamp::kBegun);
-  const auto forwards = [&](int32_t ticket) { return combine.by_node() && plan.forwards(ticket); };
+  const auto forwards = [&](int32_t role) { return combine.by_node() && plan.forwards(role); };
   if (combine.op.is_control_warp()) {
-    combine.op.enter([&](int32_t ticket) { return ticket < plan.num_senders || forwards(ticket); });
+    combine.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); });
   }
   __syncthreads();  // the block has entered
-  const int32_t ticket = state.ticket;
+  const int32_t role = state.role;
   if (combine.op.is_worker()) {
-    if (ticket == 0) combine.notify();
-    if (plan.sends_rows(ticket)) combine.send();
-    if (forwards(ticket)) {
-      if (plan.sends_rows(ticket))
+    if (role == 0) combine.notify();
+    if (plan.sends_rows(role)) combine.send();
+    if (forwards(role)) {
+      if (plan.sends_rows(role))
         combine.op.sync_workers();  // forward() uses the same ids of named barriers as send() has used
       combine.forward();
     }
-    if (ticket >= plan.first_receiver) combine.receive();
+    if (role >= plan.first_receiver) combine.receive();
   }
   combine.op.end([&] { combine.poison(); });
 }

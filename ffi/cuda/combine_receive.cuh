@@ -18,14 +18,14 @@ struct CombineReceiver : CombineSender<Config> {
   using typename Base::X;
 
   __device__ void receive() const {
-    const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.ticket, warp_id());
-    const bool takes_tokens = plan.row_receiver(op.state.ticket) >= 0 && warp_group.index < warp_group.num_groups;
+    const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.role, warp_id());
+    const bool takes_tokens = plan.row_receiver(op.state.role) >= 0 && warp_group.index < warp_group.num_groups;
     int32_t token = takes_tokens ? warp_group.index : args.num_tokens;
     Returning issued = {};
     if (kLoadsAhead && token < args.num_tokens) issued = issue_token_loads(token);
     op.stamp(Stamp::kEntered);
     if (op.warp_has_failed()) return;
-    if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
+    if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
       op.wait_peers(op.state, &PeerCounters::returned, args.num_recv_per_rank, row_bytes() + header_bytes);
     }

@@ -26,7 +26,7 @@ struct CombineSender : CombineSums<Config> {
   // Sends rows. An item is a row that may exist. Consecutive items go to different ranks, beginning with the rank after
   // this one.
   __device__ void send() const {
-    const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.ticket, warp_id());
+    const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id());
     const uint32_t num_candidates = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
     uint32_t item = warp_group.index;
     SourceRow row = {}, next = {};

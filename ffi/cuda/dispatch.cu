@@ -8,13 +8,15 @@ namespace jax_ep {
 namespace {
 
 template <typename X, bool kCasts, Arrival kArrival, Variant kVariant>
-__global__ void __launch_bounds__(most_threads(kVariant), is_low_latency(kVariant) ? 2 : 1)
+__global__ void __launch_bounds__(most_threads(kVariant), 1)
     dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
                     const __grid_constant__ LaunchPlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(DispatchShared, shared);
   const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
   using Dispatch = NodeForward<DispatchConfig<X, kCasts, kArrival, kVariant>>;  // the last layer
+  using Outgoing = typename Dispatch::Outgoing;
+  constexpr bool kRoleByIndex = is_low_latency(kVariant);
   const Dispatch dispatch = {
       peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_of(args)};
   if (!dispatch.op.is_control_warp()) {
@@ -23,28 +25,40 @@ __global__ void __launch_bounds__(most_threads(kVariant), is_low_latency(kVarian
   }
   wait_for_dependencies();
   dispatch.op.stamp(Stamp::kBegun);
-  const auto forwards = [&](int32_t ticket) { return dispatch.by_node() && plan.forwards(ticket); };
+  const auto forwards = [&](int32_t role) { return dispatch.by_node() && plan.forwards(role); };
   if (dispatch.op.is_control_warp()) {
     if (lane_id() == 0) shared.gives_up = 0;
-    dispatch.op.enter([&](int32_t ticket) { return ticket < plan.num_senders || forwards(ticket); });
+    dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
+                                             plan.num_senders);
   }
+  Outgoing outgoing = {};
+  if (kRoleByIndex && dispatch.op.is_worker()) outgoing = dispatch.prepare(blockIdx.x);
   __syncthreads();  // the block has entered
-  const int32_t ticket = shared.state.ticket;
+  int32_t role = shared.state.role;
   if (dispatch.op.is_worker()) {
-    if (ticket == 0) dispatch.notify();
-    if (ticket == 0 && plan.sends_rows(0)) dispatch.op.sync_workers();  // the scratch memory is free again
-    if (plan.sends_rows(ticket)) dispatch.send();
+    if (!kRoleByIndex) outgoing = dispatch.prepare(role);
+    if (role == 0) dispatch.notify(outgoing.ids);
+    if (role == 0 && plan.sends_rows(0)) dispatch.op.sync_workers();  // the scratch memory is free again
+    if (plan.sends_rows(role)) dispatch.send(outgoing);
     if constexpr (kHasNetwork) {
-      if (forwards(ticket)) dispatch.forward();
+      if (forwards(role)) dispatch.forward();
     }
-    if (ticket >= plan.first_receiver) {
-      if (ticket < plan.num_senders) dispatch.op.sync_workers();  // the scratch memory is free again
+    if (role < plan.num_senders && role >= plan.first_receiver) dispatch.op.sync_workers();  // likewise
+    if constexpr (Dispatch::kStealsRows) {
+      if (role < plan.first_receiver) dispatch.steal_rows();
+    }
+  } else if (plan.is_sender(role) && lane_id() == 0) {
+    dispatch.op.begin_sending(plan.num_senders);
+  }
+  const bool takes_roles = kRoleByIndex && plan.is_sender(role) && role < plan.first_receiver;
+  if (takes_roles) role = dispatch.op.take_given_role();
+  while (role >= plan.first_receiver && role != kNoRole) {
+    if (dispatch.op.is_worker()) {
       dispatch.receive();
-    } else if constexpr (Dispatch::kStealsRows) {
-      dispatch.steal_rows();
+    } else {
+      dispatch.learn_destinations();
     }
-  } else if (ticket >= plan.first_receiver) {
-    dispatch.learn_destinations();
+    role = takes_roles ? dispatch.op.take_given_role() : kNoRole;
   }
   dispatch.op.end([&] { dispatch.poison(); });
 }
@@ -85,6 +99,8 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Variant variant)
 cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& best,
                             cudaStream_t stream) {
   const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
+  // Control::begun is for launches that take an epoch.
+  if (args.phase == Phase::kDone && is_low_latency(plan.variant)) return cudaErrorInvalidValue;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.variant);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.variant);

@@ -23,10 +23,10 @@ struct DispatchReceiver : CombineBackward<Config> {
   // find_candidate(). It loads what has arrived of its first row while the block finds out where it writes rows.
   __device__ void receive() const {
     op.stamp(Stamp::kEntered);
-    const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.ticket, warp_id());
-    const bool takes_rows = plan.row_receiver(op.state.ticket) >= 0 && warp_group.index < warp_group.num_groups;
+    const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.role, warp_id());
+    const bool takes_rows = plan.row_receiver(op.state.role) >= 0 && warp_group.index < warp_group.num_groups;
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
-    if (op.state.ticket == plan.first_receiver && op.waits_for_peers()) {
+    if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_recv_per_rank;
       op.wait_peers(op.state, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
@@ -41,7 +41,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     op.stamp(Stamp::kLooked);
     if (!await_destinations()) return;
     op.stamp(Stamp::kRouted);
-    if (op.state.ticket == plan.first_receiver) write_counts(destinations);
+    if (op.state.role == plan.first_receiver) write_counts(destinations);
     if constexpr (kStealsRows) {
       if (!args.is_all_to_all) pad(destinations);
       if (!takes_rows) item = claimed_row(claim_row(warp_group), warp_group);

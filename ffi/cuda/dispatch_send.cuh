@@ -35,30 +35,47 @@ struct DispatchSender : Routing<Config> {
     uint32_t ranks;  // bits of the destination ranks, if the route is new
   };
 
+  // What a warp group loads of a token that it sends.
+  struct Outgoing {
+    Route route;
+    Batch batch;
+    Ids ids;  // the first ids of the tokens that the block counts before it sends this one
+  };
+
+  // Loads what a sender needs of its first token, or the ids that the notifying block counts first.
+  __device__ Outgoing prepare(int32_t role) const {
+    const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id(), true);
+    const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups;
+    Outgoing outgoing = sends ? load_token(warp_group.index, 0, warp_group) : Outgoing{};
+    if (role == 0 && new_route()) outgoing.ids = ids_to_count(0, args.num_tokens);
+    return outgoing;
+  }
+
+  // `counted`: the number of tokens that the block has counted.
+  __device__ Outgoing load_token(int32_t token, int32_t counted, const WarpGroup& warp_group) const {
+    return {load_route(token, warp_group), load(token, warp_group.warp), ids_ahead(counted, token - group_in_block())};
+  }
+
+  __device__ int32_t group_in_block() const { return warp_id() >> plan.log_send_warps; }
+
   // Sends tokens. In each round, a block's warp groups send consecutive tokens, one each. A warp group loads its next
-  // token's row while it counts and sends the current one.
-  __device__ void send() const {
+  // token's row while it counts and sends the current one. `now`: what prepare() has returned.
+  __device__ void send(Outgoing now) const {
     const Lookup lookup = this->lookup();
-    const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.ticket, warp_id(), true);
+    const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id(), true);
     if (warp_group.index >= warp_group.num_groups) return;
-    const int32_t group_in_block = warp_id() >> plan.log_send_warps;  // the warp group's index in the block
+    const int32_t group_in_block = this->group_in_block();
     int32_t token = warp_group.index, counted = 0;
-    Route route = load_route(token, warp_group);
-    Batch batch = load(token, warp_group.warp);
-    Ids ids = ids_ahead(counted, token - group_in_block);
     clear(lookup);
 #pragma unroll 1
     for (int32_t round = 0; token - group_in_block < args.num_tokens; ++round) {
-      const int32_t next = token + warp_group.num_groups;
-      const Route next_route = load_route(next, warp_group);
-      const Batch next_batch = load(next, warp_group.warp);
-      const Ids next_ids = ids_ahead(token - group_in_block, next - group_in_block);
-      const Packed packed = pack(batch, warp_group.warp);
+      const Outgoing next = load_token(token + warp_group.num_groups, token - group_in_block, warp_group);
+      const Packed packed = pack(now.batch, warp_group.warp);
+      Route& route = now.route;
       if (new_route()) {
         const BlockTokens block_tokens = {group_in_block, shared.experts[round % 2], shared.ranks[round % 2]};
         publish_route(route, block_tokens, warp_group);
-        if (!kCountsAhead) ids = ids_to_count(counted, token - group_in_block);
-        count_tokens(lookup, counted, token - group_in_block, ids);
+        count_tokens(lookup, counted, token - group_in_block, now.ids);
         finish_route(lookup, route, block_tokens, warp_group);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;
       }
@@ -75,17 +92,13 @@ struct DispatchSender : Routing<Config> {
       if (sends) send_row(token, packed, route, index, warp_group);
       if constexpr (kHasNetwork) put_rows(token, index, warp_group, sends);
       op.stamp(Stamp::kMoved);
-      token = next;
-      route = next_route;
-      batch = next_batch;
-      ids = next_ids;
+      token += warp_group.num_groups;
+      now = next;
     }
   }
 
-  // False in the low-latency variant, which has one round and no register to spare.
-  static constexpr bool kCountsAhead = !kIsLowLatency;
   __device__ Ids ids_ahead(int32_t first, int32_t last) const {
-    return kCountsAhead && new_route() ? ids_to_count(first, min(last, args.num_tokens)) : Ids{};
+    return new_route() ? ids_to_count(first, min(last, args.num_tokens)) : Ids{};
   }
 
   // The number of batches in a row.

@@ -1,17 +1,17 @@
-// How the blocks of a launch enter an operation and leave it: epochs, tickets, slots. The kernels are built on this
-// file and do not handle epochs.
+// How the blocks of a launch enter an operation and leave it: epochs, roles, slots. The kernels are built on this file
+// and do not handle epochs.
 //
 // An operation is one launch per rank, or two (split_phase.h): a start, which takes an epoch, and a done, which does
 // the rest. All blocks of a launch call enter() and end(). The last warp of a block, the control warp, calls enter()
 // for the block.
 //
-// A block's role depends on its ticket, which is its number in the order in which blocks enter. CUDA may start blocks
-// in any other order. Senders come first and wait for no rows. So when a receiver has entered, all senders of its
-// launch have entered, too: no block waits for a block that cannot run yet, however few blocks run at a time. A sender
-// that has sent its rows may receive, but only after all_have_begun().
+// CUDA may start the blocks of a launch in any order, and few at a time. So no block may wait for rows before all
+// senders of its launch have entered: a block that waits keeps its SM, and could starve the sender. Senders have the
+// first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in a
+// low-latency dispatch (roles.cuh). A sender that has sent its rows may receive, but only after all_have_begun().
 #pragma once
 
-#include "ffi/cuda/wait.cuh"
+#include "ffi/cuda/roles.cuh"
 
 namespace jax_ep {
 
@@ -31,18 +31,18 @@ __device__ __forceinline__ void fetch_arguments(const Args& args) {
 // The ids of a block's named barriers. Id 0 is __syncthreads(). A kernel may use the ids from kFirstBarrier on.
 inline constexpr int32_t kWorkersBarrier = 1, kFirstBarrier = 2;
 
-struct Epoch : Waiting {
+struct Epoch : Roles {
   __device__ bool is_worker() const { return static_cast<int32_t>(threadIdx.x) < num_workers; }
   __device__ static bool is_control_warp() { return threadIdx.x >= blockDim.x - 32; }
 
   // A barrier of the block's workers.
   __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_workers); }
 
-  // Enters the launch. The control warp calls it, while the other warps wait at a barrier of the block. sends(ticket)
-  // returns true if the block writes to peers. Then enter() waits until the peers have read the former rows of the
-  // slot.
-  template <typename Sends>
-  __device__ __forceinline__ void enter(Sends sends) const {
+  // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
+  // writes to peers. Then enter() waits until the peers have read the former rows of the slot. kRoleByIndex: the
+  // block's role is its index (roles.cuh), and `num_senders` is the number of the first receiver.
+  template <bool kRoleByIndex = false, typename Sends>
+  __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();
     uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
@@ -53,12 +53,15 @@ struct Epoch : Waiting {
       } else {
         enter_started();
       }
+      state.role = kRoleByIndex ? static_cast<int32_t>(blockIdx.x) : state.ticket;
+      state.roles_to_take = 0;
+      if (kRoleByIndex && state.role >= num_senders) await_senders(state, num_senders);
     }
     state.table.arena[peer] = arena;
     state.table.control[peer] = control;
     __syncwarp();
     if (!state.slot_is_free && !warp_has_failed()) {
-      if (sends(state.ticket)) {
+      if (sends(state.role)) {
         wait_slots_free(state);
       } else if (call.phase != Phase::kStart && peer == 0) {
         wait_own_slot_free(state);
@@ -66,7 +69,7 @@ struct Epoch : Waiting {
       __syncwarp();
     }
     if constexpr (kHasNetwork) {
-      if (state.ticket == 0 && lane_id() == 0) order_words();
+      if (state.role == 0 && lane_id() == 0) order_words();
       __syncwarp();
     }
   }
@@ -82,8 +85,8 @@ struct Epoch : Waiting {
   // True for a whole operation and for a start. A done uses the epoch of its start.
   __device__ bool takes_epoch() const { return call.phase != Phase::kDone; }
 
-  // Takes the next epoch and a ticket; one atomic addition returns both. All loads are issued before the first result
-  // is used.
+  // Takes the next epoch; the atomic addition that returns it also counts the blocks that have entered. All loads are
+  // issued before the first result is used.
   __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
     const int32_t axis_index = *call.axis_index;
@@ -110,6 +113,7 @@ struct Epoch : Waiting {
     const bool has_former_left = epoch & 1 ? launches.x == launches.z : launches.y == launches.w;
     if (!has_former_left && !state.failed) fail_overlap();
     store_relaxed(&own().num_left[~epoch & 1], 0);
+    store_relaxed(&own().begun[~epoch & 1], 0ull);
     if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
     if (!state.failed) check_rank(axis_index);
   }
@@ -126,7 +130,7 @@ struct Epoch : Waiting {
     store_relaxed(&own().entry, EntryWord::pack(state.epoch, whole_slots));
   }
 
-  // Enters a done: it has the epoch of its start, and takes a ticket.
+  // Enters a done: it has the epoch of its start.
   __device__ __forceinline__ void enter_started() const {
     state.entered = true;
     state.failed = load_relaxed(&own().failed) != 0;

@@ -18,7 +18,7 @@ struct NodeForward : DispatchReceiver<Config> {
   // Forwards the rows of this rank's rail peers to their destinations in this node. They arrive there as if the rail
   // peer itself had sent them.
   __device__ void forward() const {
-    const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.ticket, warp_id());
+    const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.role, warp_id());
     const Nodes& nodes = nodes_of(peers);
     const int32_t num_candidates = warp_group.index < warp_group.num_groups ? nodes.num_others() * args.num_tokens : 0;
 #pragma unroll 1

@@ -16,7 +16,7 @@ struct NodeSum : CombineReceiver<Config> {
   // The warps of a warp group meet at a barrier for each token. So none of them may return early, even if the operation
   // fails.
   __device__ void forward() const {
-    const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.ticket, warp_id());
+    const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.role, warp_id());
     if (any_of_warp_group(warp_group, kFirstBarrier, op.state.failed)) return;
     const Nodes& nodes = nodes_of(peers);
     const int32_t as = nodes.source_of(nodes.own);

@@ -15,9 +15,9 @@ struct Padding : DispatchSender<Config> {
   // does it.
   __device__ void pad(const Destinations& destinations) const {
     const bool is_ragged = args.layout == Layout::kRagged, zeroes = args.zero_pad;
-    const bool is_first = op.state.ticket == plan.first_receiver;
+    const bool is_first = op.state.role == plan.first_receiver;
     if (!zeroes && !is_first) return;
-    const int32_t worker = (zeroes ? op.state.ticket - plan.first_receiver : 0) * plan.block_warps() + warp_id();
+    const int32_t worker = (zeroes ? op.state.role - plan.first_receiver : 0) * plan.block_warps() + warp_id();
     const int32_t workers = (zeroes ? plan.num_receivers() : 1) * plan.block_warps();
     int32_t last = 0;
 #pragma unroll 1

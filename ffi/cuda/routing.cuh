@@ -13,13 +13,19 @@ struct Routing : DispatchOperands<Config> {
       Base::num_recv_from, Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers,
       Base::shared;
 
+  // The expert ids that this lane counts at once.
+  static constexpr int kCountsAtOnce = kStealsRows ? 4 : 1;
+  struct Ids {
+    int32_t expert[kCountsAtOnce];
+  };
+
   // Notifies every rank of the operation. With a new route or with splits, first sends every rank the number of rows
   // for each of its experts.
-  __device__ void notify() const {
+  __device__ void notify(const Ids& ids) const {
     const Lookup lookup = this->lookup();
     clear(lookup);
     if (new_route()) {
-      count_tokens(lookup, 0, args.num_tokens, ids_to_count(0, args.num_tokens));
+      count_tokens(lookup, 0, args.num_tokens, ids);
     } else if (args.splits) {
       op.sync_workers();
       count_splits(lookup);
@@ -58,12 +64,6 @@ struct Routing : DispatchOperands<Config> {
     }
     op.sync_workers();
   }
-
-  // The expert ids that this lane counts at once.
-  static constexpr int kCountsAtOnce = kStealsRows ? 4 : 1;
-  struct Ids {
-    int32_t expert[kCountsAtOnce];
-  };
 
   // Loads the first expert ids of tokens [first, last) that this lane counts. A warp loads kCountsAtOnce times as many
   // tokens as fit in its lanes.

@@ -14,6 +14,8 @@ __device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t va
   return static_cast<unsigned long long>(epoch) << 32 | value;
 }
 
+inline constexpr int32_t kNoRole = -1;
+
 // The state of an operation in a block's shared memory. The control warp writes it in enter().
 struct State {
   // The members of Waiting, for operation_of().
@@ -24,11 +26,13 @@ struct State {
   PeerTable table;
   uint32_t epoch;
   int32_t slot;
-  int32_t ticket;        // number of blocks of this launch that entered before; it decides the block's role
-  uint32_t whole_slots;  // EntryWord::whole_slots, as this launch found it
-  bool slot_is_free;     // the slot is known to be free on all ranks
-  bool entered;          // no block of another launch has entered: the epoch and the slot belong to this launch
-  volatile bool failed;  // the operation has failed: the results will be poisoned
+  int32_t ticket;         // number of blocks of this launch that entered before
+  int32_t role;           // 0 for the block that notifies; LaunchPlan has the others; kNoRole
+  int32_t roles_to_take;  // number of receivers whose roles this block takes
+  uint32_t whole_slots;   // EntryWord::whole_slots, as this launch found it
+  bool slot_is_free;      // the slot is known to be free on all ranks
+  bool entered;           // no block of another launch has entered: the epoch and the slot belong to this launch
+  volatile bool failed;   // the operation has failed: the results will be poisoned
 #ifdef JAX_EP_TIMELINE
   uint64_t begun;
 #endif
@@ -71,8 +75,8 @@ struct Waiting {
     const uint64_t now = globaltimer_ns();
     if (phase == Stamp::kBegun) {  // the operation is not known yet
       state.begun = now;
-    } else {
-      const uint32_t block = state.epoch % kTimelineOps * kTimelineBlocks + state.ticket;
+    } else if (state.role != kNoRole) {
+      const uint32_t block = state.epoch % kTimelineOps * kTimelineBlocks + state.role;
       peers.timeline[block * kTimelinePhases + static_cast<int32_t>(phase)] = now;
       if (phase == Stamp::kLeft) peers.timeline[block * kTimelinePhases] = state.begun;
     }

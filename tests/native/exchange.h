@@ -517,18 +517,21 @@ class Session {
     const Peers& peers = member.peers;
     const Kernels kernels = group().kernels();
     const ElementType type = call.row_bytes == kRowBytes ? ElementType::kFloat32 : ElementType::kBFloat16;
+    const bool is_done = call.phase == Phase::kDone;  // as the handlers plan it: never with the low-latency variant
+    const int32_t num_sms = is_done ? usable_sms_beside_others(blocks_.number, member.num_sms) : blocks_.number;
+    const auto adjust = [&](const LaunchPlan& plan) { return is_done ? plan : blocks_.adjust(plan); };
     if constexpr (std::is_same_v<Args, DispatchArgs>) {
-      const LaunchPlan plan = blocks_.adjust(
-          plan_dispatch(call.num_tokens, num_ranks_, call.top_k, num_chunks(call.num_scales ? kHidden : kRowBytes),
-                        blocks_.number, member.num_sms, call.arrival == Arrival::kCombineBack));
+      const LaunchPlan plan = adjust(plan_dispatch(call.num_tokens, num_ranks_, call.top_k,
+                                                   num_chunks(call.num_scales ? kHidden : kRowBytes), num_sms,
+                                                   member.num_sms, call.arrival == Arrival::kCombineBack));
       const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
         return kernels.launch_dispatch(peers, call, type, plan, stream);
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan plan = blocks_.adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
-                                                          num_chunks(static_cast<int32_t>(call.row_bytes)),
-                                                          blocks_.number, member.num_sms));
+      const LaunchPlan plan =
+          adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
+                              num_chunks(static_cast<int32_t>(call.row_bytes)), num_sms, member.num_sms));
       const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
         return kernels.launch_combine(peers, call, type, plan, stream);
       };

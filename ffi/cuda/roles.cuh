@@ -1,0 +1,75 @@
+// The roles of the blocks of a low-latency dispatch: a block's role is its index. So a block can load its first rows
+// while it enters, and saves a round trip to memory.
+//
+// CUDA may start the blocks of a launch in any order, and few at a time. A receiver that waits for rows keeps its SM,
+// and could starve a sender of its own launch. So each sender counts itself in Control::begun when it has entered, and
+// a receiver waits until all senders have. If they do not begin soon, the receiver gives its role away and leaves. The
+// sender that begins last receives in its place.
+#pragma once
+
+#include "ffi/cuda/wait.cuh"
+
+namespace jax_ep {
+
+struct Roles : Waiting {
+  // A word of Control::begun: the number of roles that receivers have given away before the last sender began, and the
+  // number of senders that have begun.
+  static constexpr unsigned long long kOneGiven = 1ull << 32;
+  __device__ static int32_t num_begun(unsigned long long word) { return static_cast<int32_t>(word); }
+  __device__ static int32_t num_given(unsigned long long word) { return static_cast<int32_t>(word >> 32); }
+  __device__ unsigned long long* begun() const { return &own().begun[state.epoch & 1]; }
+
+  // Counts this sender as begun. If it is the last one, it learns how many roles it must take. One thread calls it,
+  // while the block sends.
+  __device__ __forceinline__ void begin_sending(int32_t num_senders) const {
+    if (!state.entered) return;
+    const unsigned long long word = atomic_add_relaxed_gpu(begun(), 1ull);
+    if (num_begun(word) + 1 == num_senders) state.roles_to_take = num_given(word);
+  }
+
+  // Waits until all senders have begun, or gives the receiver's role away: then state.role is kNoRole. One thread calls
+  // it.
+  __device__ __noinline__ static void await_senders(State& state, int32_t num_senders) {
+    constexpr uint64_t kSoonNs = 20'000;
+    const auto op = operation_of<Roles>(state);
+    const uint64_t asked = globaltimer_ns();
+    while (!state.failed) {
+      const unsigned long long word = load_relaxed(op.begun());
+      if (num_begun(word) == num_senders) return;
+      poll_pause();
+      if (globaltimer_ns() - asked < kSoonNs) continue;
+      if (atomic_cas_relaxed_gpu(op.begun(), word, word + kOneGiven) != word) continue;
+      atomic_exchange_relaxed_gpu(&op.own().given_away[state.role], state.epoch);
+      state.role = kNoRole;
+      return;
+    }
+  }
+
+  // Returns a role that a receiver has given away, or kNoRole. All threads of a sender call it, when they have no other
+  // role left.
+  __device__ __forceinline__ int32_t take_given_role() const {
+    __syncthreads();  // begin_sending() is done, and the block's memory is free again
+    if (state.roles_to_take == 0) return kNoRole;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      --state.roles_to_take;
+      state.role = next_given_role(state);
+    }
+    __syncthreads();
+    return state.role;
+  }
+
+  // The blocks that have given away their roles have counted them already, and record them in given_away soon.
+  __device__ __noinline__ static int32_t next_given_role(State& state) {
+    uint32_t* const given_away = operation_of<Roles>(state).own().given_away;
+    for (uint32_t role = 0;; role = role + 1 == gridDim.x ? 0 : role + 1) {
+      if (load_relaxed(&given_away[role]) == state.epoch) {
+        store_relaxed(&given_away[role], 0);
+        return static_cast<int32_t>(role);
+      }
+      poll_pause();
+    }
+  }
+};
+
+}  // namespace jax_ep
