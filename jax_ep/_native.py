@@ -6,7 +6,9 @@ An extension that is missing never fails the import: what needs it says why it i
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -44,3 +46,13 @@ def cuda_reason() -> str | None:
         "jax_ep is imported from a folder without native extensions; install it (pip install .) and start Python in a "
         "folder other than a checkout, whose own jax_ep/ Python would take first"
     )
+
+
+def grouped_matmul_reason(devices: Iterable[Any] = ()) -> str | None:
+    """Why the grouped GEMM cannot run on these devices; None if it can."""
+    if grouped_matmul is None:
+        return "jax_ep has no grouped GEMM: it was built without nvcc or without CUTLASS"
+    for device in devices:
+        if getattr(device, "compute_capability", None) != "9.0":
+            return f"{device.device_kind} is no Hopper GPU (compute capability 9.0)"
+    return None

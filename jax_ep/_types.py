@@ -27,6 +27,7 @@ class Backend(Protocol):
     group: GroupSettings
     memory_bytes: int  # device memory held per rank, outside XLA's
     closed: bool
+    has_grouped_gemm: bool = False  # all devices of the group can run it, and all processes have its extension
 
     def close(self) -> None: ...
 

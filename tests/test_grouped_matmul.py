@@ -27,8 +27,17 @@ if importlib.util.find_spec("tokamax"):
     RAGGED.append("tokamax")
 CASES = [(implementation, "ragged") for implementation in RAGGED]
 CASES.append(("einsum", "expert"))
-HAS_NO_KERNEL = ("tokamax", "float32")
-CASES_OF_DTYPES = [(*case, dtype) for case in CASES for dtype in TOLERANCES if (case[0], dtype) != HAS_NO_KERNEL]
+needs_hopper = pytest.mark.skipif(
+    _native.grouped_matmul_reason(jax.devices()) is not None, reason="needs a Hopper GPU and the grouped GEMM"
+)
+GROUPED = [pytest.param("grouped", layout, marks=needs_hopper) for layout in ("ragged", "expert")]
+HAS_NO_KERNEL = [("tokamax", "float32"), ("grouped", "float32")]
+CASES_OF_DTYPES = [
+    pytest.param(*case, dtype, marks=needs_hopper if case[0] == "grouped" else ())
+    for case in [*CASES, ("grouped", "ragged"), ("grouped", "expert")]
+    for dtype in TOLERANCES
+    if (case[0], dtype) not in HAS_NO_KERNEL
+]
 
 
 def arrays(sizes, layout, dtype, num_beyond, beyond=0.0):
@@ -84,11 +93,11 @@ def test_value_and_gradients(implementation, layout, dtype, sizes):
     expect_close(d_w, expected[2], TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(("implementation", "layout"), CASES)
+@pytest.mark.parametrize(("implementation", "layout"), [*CASES, *GROUPED])
 def test_rows_beyond_the_groups_contribute_nothing(implementation, layout):
     sizes = SIZES["with_empty_groups"]
     rows, w, group_sizes, dy, valid = arrays(sizes, layout, "float32", num_beyond=5, beyond=np.nan)
-    if implementation == "tokamax":
+    if implementation in ("tokamax", "grouped"):
         rows, w, dy = (array.astype(jnp.bfloat16) for array in (rows, w, dy))
     out, d_rows, d_w = run(rows, w, group_sizes, dy, implementation)
     expected = oracle(rows, w, dy, valid, sizes)
@@ -97,6 +106,62 @@ def test_rows_beyond_the_groups_contribute_nothing(implementation, layout):
     assert not d_rows[~valid].any()
     expect_close(d_rows, expected[1], tolerance)
     expect_close(d_w, expected[2], tolerance)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_grouped_with_more_groups_than_a_block_has_threads(dtype):
+    sizes = [(7 * g) % 4 for g in range(2500)]
+    rows, w, group_sizes, dy, valid = arrays(sizes, "ragged", dtype, num_beyond=70)
+    for found, expected in zip(run(rows, w, group_sizes, dy, "grouped"), oracle(rows, w, dy, valid, sizes), strict=True):
+        at = valid if found.shape == dy.shape else ...
+        expect_close(found[at], expected[at], TOLERANCES[dtype])
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("layout", "given", "meant"),
+    [
+        ("ragged", [4, -3, 0, 5], [4, 0, 0, 5]),
+        ("ragged", [4, 9, 5, 2], [4, 5, 0, 0]),  # there are 9 rows
+        ("expert", [-1, 3, 8, 99], [0, 3, 5, 5]),  # there is room for 5
+    ],
+)
+def test_sizes_that_do_not_fit_reach_no_other_rows(layout, given, meant):
+    rows, w, _, dy, valid = arrays(meant, layout, "bfloat16", num_beyond=0)
+    out, d_rows, d_w = run(rows, w, jnp.array(given, jnp.int32), dy, "grouped")
+    expected = oracle(rows, w, dy, valid, meant)
+    expect_close(out[valid], expected[0][valid], TOLERANCES["bfloat16"])
+    expect_close(d_rows, expected[1], TOLERANCES["bfloat16"])
+    expect_close(d_w, expected[2], TOLERANCES["bfloat16"])
+
+
+@needs_hopper
+@pytest.mark.parametrize("layout", ["ragged", "expert"])
+def test_grouped_waits_for_its_operands_in_cuda_graphs(layout):
+    """Each product reads what the kernel before it wrote. XLA captures the calls of the loop in CUDA graphs."""
+    sizes = [300, 0, 900, 100]
+    rows, w, group_sizes, _, valid = arrays(sizes, layout, "bfloat16", num_beyond=0)
+    square = jnp.asarray(np.random.default_rng(0).standard_normal((len(sizes), K, K)) / K**0.5, jnp.bfloat16)
+
+    @jax.jit
+    def chain(rows, group_sizes):
+        for _ in range(12):
+            rows = grouped_matmul(rows * 1.5, square, group_sizes // 1, implementation="grouped")
+        return rows
+
+    first = np.asarray(chain(rows, group_sizes), np.float64)
+    for _ in range(20):
+        assert np.array_equal(np.asarray(chain(rows, group_sizes), np.float64)[valid], first[valid])
+    expected = np.asarray(rows, np.float64)
+    index = np.argwhere(valid)
+    for _ in range(12):
+        expected = np.array(jnp.asarray(expected * 1.5, jnp.bfloat16), np.float64)
+        for g, group in enumerate(np.split(index, np.cumsum(sizes)[:-1])):
+            at = tuple(group.T)
+            expected[at] = expected[at] @ np.asarray(square[g], np.float64)
+        expected = np.array(jnp.asarray(expected, jnp.bfloat16), np.float64)
+    expect_close(first[valid], expected[valid], 4 * TOLERANCES["bfloat16"])
 
 
 @pytest.mark.parametrize("layout", ["ragged", "expert"])
@@ -132,6 +197,7 @@ def test_weights_may_be_replicated_in_shard_map(check_vma, layout):
         ({"rows": (3,)}, ValueError, r"rows has shape \(3,\)"),
         ({"rows": (5, 3)}, ValueError, "w has shape .* rows has K = 3"),
         ({"group_sizes": (3,)}, ValueError, "group_sizes has shape .* G = 2"),
+        ({"w": (0, 4, 6), "group_sizes": (0,)}, ValueError, r"w has shape \(0, 4, 6\); .* at least one group"),
         ({"w_dtype": "bfloat16"}, TypeError, "w has dtype bfloat16; it must be float32"),
         ({"rows_dtype": "int32"}, TypeError, "the dtype of rows"),
         ({"implementation": "grouped"}, ValueError, 'cannot multiply these arrays: .*; use "einsum" or "ragged_dot"'),

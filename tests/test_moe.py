@@ -482,11 +482,16 @@ def test_the_grouped_gemm_is_taken_where_all_devices_can_run_it(reference_group,
     monkeypatch.setattr(_layer, "no_grouped_reason", partial(answer, None))
     jax.eval_shape(mlp_on(mesh, group, experts="grouped"), *arrays)
     jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)
-    assert taken == ["grouped"] * 2 + ["ragged_dot"] * 2
-    assert asked == [(group.dtype, (32, 48, 24), list(mesh.devices.flat))]
+    assert taken == ["grouped"] * 2 + ["ragged_dot"] * 2  # "auto", in a group without the grouped GEMM
+    monkeypatch.setattr(group._impl, "has_grouped_gemm", True)
+    jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)
+    assert taken[4:] == ["grouped"] * 2
+    assert asked == [(group.dtype, (32, 48, 24), list(mesh.devices.flat)), (group.dtype, (32, 48, 24))]
     monkeypatch.setattr(_layer, "no_grouped_reason", partial(answer, "it rains"))
     with pytest.raises(ValueError, match=r"moe\.mlp: experts is 'grouped', but it rains; use experts='auto'"):
         jax.eval_shape(mlp_on(mesh, group, experts="grouped"), *arrays)
+    jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)
+    assert taken[6:] == ["ragged_dot"] * 2
 
 
 @pytest.mark.parametrize("alignment", [1, 4])

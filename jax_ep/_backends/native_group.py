@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from jax_ep import _network, _processes
+from jax_ep import _native, _network, _processes
 from jax_ep._backends.failures import error_of
 from jax_ep._constants import ELSEWHERE
 from jax_ep._errors import Error
@@ -111,8 +111,10 @@ class NativeGroup:
                 "gpus": gpus,
                 "host": _processes.host(),
                 "taken": self._group_id.taken(),
+                "grouped_gemm": self._load_grouped_gemm(),
             }
         )
+        self.has_grouped_gemm = all(answer["grouped_gemm"] for answer in published.values())
         _expect_same_settings(published, me)
         expect_own_gpus(published)
         hosts = {process: answer["host"] for process, answer in published.items()}
@@ -146,6 +148,18 @@ class NativeGroup:
         except RuntimeError as error:
             raise Error(f"Group: {error}") from None
         self._rendezvous.exchange(None)  # no kernel writes to a peer before all memory is ready
+
+    def _load_grouped_gemm(self) -> bool:
+        """Loads the kernels of the grouped GEMM on this process's devices; returns False if it cannot run on them.
+
+        A kernel that is loaded later, at its first launch, can deadlock while a peer's kernel waits for this device.
+        """
+        devices = [device for device in self._ep_groups.flat if device.process_index == jax.process_index()]
+        if _native.grouped_matmul_reason(devices) is not None:
+            return False
+        for device in devices:
+            _native.grouped_matmul.load(self._ordinal(device))
+        return True
 
     def _start_network(self, hosts: dict[int, str]) -> Any:
         """Starts NVSHMEM, and returns its functions for the native group. `hosts` maps each process to its host."""

@@ -86,6 +86,8 @@ def _check(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, implementation
         raise ValueError(f"{_OP}: rows has shape {rows.shape}; it must be [M, K] or [G, C, K]")
     num_groups = rows.shape[0] if rows.ndim == 3 else None
     _checks.array(_OP, "w", w, {"G": num_groups, "K": None, "N": None}, dtype)
+    if not w.shape[0]:
+        raise ValueError(f"{_OP}: w has shape {w.shape}; it must have at least one group")
     if w.shape[1] != rows.shape[-1]:
         raise ValueError(f"{_OP}: w has shape {w.shape}; it must be [G, K, N], and rows has K = {rows.shape[-1]}")
     _checks.array(_OP, "group_sizes", group_sizes, {"G": w.shape[0]}, jnp.int32)
@@ -176,21 +178,17 @@ class _Product(enum.IntEnum):
 
 _NATIVE_DTYPES = ("bfloat16", "float16")
 _ALIGNMENT = 8  # elements: TMA needs 16 bytes
-_COMPUTE_CAPABILITY = "9.0"
 
 
 def no_grouped_reason(dtype: Any, channels: Iterable[int], devices: Iterable[Any] = ()) -> str | None:
     """Why the grouped GEMM cannot multiply arrays with these numbers of channels on these devices; None if it can."""
-    if _native.grouped_matmul is None:
-        return "jax_ep has no grouped GEMM: it was built without nvcc or without CUTLASS"
+    if reason := _native.grouped_matmul_reason(devices):
+        return reason
     if dtype.name not in _NATIVE_DTYPES:
         return f"the dtype is {dtype.name}, and must be one of {', '.join(_NATIVE_DTYPES)}"
     for number in channels:
         if number % _ALIGNMENT or not number:
             return f"{number} channels are not a multiple of {_ALIGNMENT}"
-    for device in devices:
-        if getattr(device, "compute_capability", None) != _COMPUTE_CAPABILITY:
-            return f"{device.device_kind} is no Hopper GPU (compute capability {_COMPUTE_CAPABILITY})"
     return None
 
 

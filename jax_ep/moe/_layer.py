@@ -71,8 +71,8 @@ def mlp(
             (dispatch's layout "expert"). All others use the layout "ragged": "grouped" (CUTLASS's grouped GEMM, on
             Hopper GPUs), "ragged_dot" (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T
             is at most 64 for T tokens per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is
-            given. Else it is "ragged_dot". The rule uses static values that all ranks share, so all ranks choose
-            alike.
+            given. Else it is "grouped", if all devices of a group with backend="cuda" can run the grouped GEMM and it
+            multiplies such arrays (see "grouped" in docs/moe.md). Else it is "ragged_dot". All ranks choose alike.
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
             The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by
             default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
@@ -122,13 +122,12 @@ def mlp(
     _checks.choice(f"{op}: experts", experts, EXPERTS)
     _check_dispatch_arguments(op, dispatch_arguments)
 
+    channels = group.hidden, 2 * inner, inner
     if experts == "grouped":
-        channels = group.hidden, 2 * inner, inner
         if reason := no_grouped_reason(group.dtype, channels, _devices_of(group)):
             raise ValueError(f"{op}: experts is 'grouped', but {reason}; use experts='auto'")
     if experts == "auto":
-        pads = _pads_at_no_cost(group, len(tokens[0]), dispatch_arguments)
-        experts = "einsum" if pads else "ragged_dot"
+        experts = _choose_experts(group, len(tokens[0]), dispatch_arguments, channels)
     layout: Literal["expert", "ragged"] = "expert" if experts == "einsum" else "ragged"
     recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
@@ -152,6 +151,16 @@ def mlp(
 def _devices_of(group: Group) -> list[Any]:
     """The group's devices; none if its mesh is abstract."""
     return list(group.mesh.devices.flat) if isinstance(group.mesh, jax.sharding.Mesh) else []
+
+
+def _choose_experts(
+    group: Group, num_tokens: int, dispatch_arguments: dict[str, Any], channels: tuple[int, ...]
+) -> Experts:
+    """What "auto" is. All ranks must choose alike, because results differ in their last bits."""
+    if _pads_at_no_cost(group, num_tokens, dispatch_arguments):
+        return "einsum"
+    is_fast = group._impl.has_grouped_gemm and no_grouped_reason(group.dtype, channels) is None
+    return "grouped" if is_fast else "ragged_dot"
 
 
 def _pads_at_no_cost(group: Group, num_tokens: int, dispatch_arguments: dict[str, Any]) -> bool:

@@ -696,6 +696,8 @@ std::string run_exchange(uint64_t seed) {
 std::string run_seed(uint64_t seed) {
   std::string what = run_exchange(seed);
   if (check::failures == 0) what += run_rare_orders(seed);
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  if (check::failures == 0) run_group_arrays_of(random, 1 + random() % 40);
   return what;
 }
 

@@ -3,7 +3,7 @@
 //
 //   exchange_test [MOST_RANKS [quick | all [PART]]]
 //
-// runs all parts, or one of them: "exchange", "all_to_all", "layouts", "dispatch_layout". "quick" is for the
+// runs all parts, or one: "exchange", "all_to_all", "layouts", "dispatch_layout", "group_arrays". "quick" is for the
 // sanitizers, under which a kernel takes long. On emulated GPUs,
 //
 //   exchange_test seeds FIRST COUNT [SETTINGS]
@@ -14,6 +14,7 @@
 #include "exchange.h"
 #include "exchange_all_to_all.h"
 #include "exchange_dispatch_layout.h"
+#include "exchange_group_arrays.h"
 #include "exchange_layouts.h"
 #ifdef JAX_EP_EMULATOR
 #include "exchange_seeds.h"
@@ -223,6 +224,10 @@ int main(int argc, char** argv) {
   if (runs("dispatch_layout")) {
     run_dispatch_layouts(is_quick);
     std::cerr << "dispatch_layout: " << check::failures << " failures\n";
+  }
+  if (runs("group_arrays")) {
+    run_all_group_arrays();
+    std::cerr << "group_arrays: " << check::failures << " failures\n";
   }
   std::mt19937 random(0);
   if (runs("all_to_all")) {

@@ -1,8 +1,7 @@
 #include "ffi/cuda/grouped_matmul/gemm.cuh"
-#include "ffi/cuda/grouped_matmul/gemms.h"
 
 namespace jax_ep {
 
-GroupedGemmFunction forward_gemm(GroupedDtype dtype) { return grouped_gemm<GroupedProduct::kForward, 2, 1>(dtype); }
+GroupedGemmFunctions forward_gemm(GroupedDtype dtype) { return grouped_gemm<GroupedProduct::kForward, 2, 1>(dtype); }
 
 }  // namespace jax_ep

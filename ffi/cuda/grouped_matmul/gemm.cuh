@@ -14,7 +14,8 @@
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 #include <cutlass/gemm/kernel/tile_scheduler.hpp>
 
-#include "ffi/cuda/grouped_matmul/groups.h"
+#include "ffi/cuda/grouped_matmul/gemms.h"
+#include "ffi/cuda/launch.cuh"
 
 namespace jax_ep {
 
@@ -66,6 +67,8 @@ struct GroupedGemm {
   static_assert(sizeof(StrideA) == sizeof(int64_t) && sizeof(StrideB) == sizeof(int64_t) &&
                 sizeof(StrideD) == sizeof(int64_t));
 
+  static cudaError_t load() { return load_kernel(&cutlass::device_kernel<Kernel>, Kernel::SharedStorageSize); }
+
   // Returns nullptr, or why the kernel was not launched.
   static const char* run(const GroupArrays& arrays, int32_t num_groups, int32_t device, int32_t num_sms,
                          cudaStream_t stream) {
@@ -95,10 +98,16 @@ struct GroupedGemm {
   }
 };
 
+template <typename Gemm>
+constexpr GroupedGemmFunctions functions_of() {
+  return {&Gemm::run, &Gemm::load};
+}
+
 template <GroupedProduct product, int cluster_m, int cluster_n>
-auto grouped_gemm(GroupedDtype dtype) {
-  return dtype == GroupedDtype::kBfloat16 ? &GroupedGemm<product, cutlass::bfloat16_t, cluster_m, cluster_n>::run
-                                          : &GroupedGemm<product, cutlass::half_t, cluster_m, cluster_n>::run;
+GroupedGemmFunctions grouped_gemm(GroupedDtype dtype) {
+  return dtype == GroupedDtype::kBfloat16
+             ? functions_of<GroupedGemm<product, cutlass::bfloat16_t, cluster_m, cluster_n>>()
+             : functions_of<GroupedGemm<product, cutlass::half_t, cluster_m, cluster_n>>();
 }
 
 }  // namespace jax_ep

@@ -9,12 +9,16 @@
 
 namespace jax_ep {
 
-// Enqueues the GEMM. Returns nullptr, or why it could not.
-using GroupedGemmFunction = const char* (*)(const GroupArrays& arrays, int32_t num_groups, int32_t device,
-                                            int32_t num_sms, cudaStream_t stream);
+struct GroupedGemmFunctions {
+  // Enqueues the GEMM. Returns nullptr, or why it could not.
+  const char* (*run)(const GroupArrays& arrays, int32_t num_groups, int32_t device, int32_t num_sms,
+                     cudaStream_t stream);
+  // Loads the kernel on the current device.
+  cudaError_t (*load)();
+};
 
-GroupedGemmFunction forward_gemm(GroupedDtype dtype);
-GroupedGemmFunction rows_gradient_gemm(GroupedDtype dtype);
-GroupedGemmFunction weights_gradient_gemm(GroupedDtype dtype);
+GroupedGemmFunctions forward_gemm(GroupedDtype dtype);
+GroupedGemmFunctions rows_gradient_gemm(GroupedDtype dtype);
+GroupedGemmFunctions weights_gradient_gemm(GroupedDtype dtype);
 
 }  // namespace jax_ep

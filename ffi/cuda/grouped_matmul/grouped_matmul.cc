@@ -7,7 +7,7 @@
 namespace jax_ep {
 namespace {
 
-GroupedGemmFunction gemm_of(GroupedProduct product, GroupedDtype dtype) {
+GroupedGemmFunctions gemm_of(GroupedProduct product, GroupedDtype dtype) {
   switch (product) {
     case GroupedProduct::kForward:
       return forward_gemm(dtype);
@@ -31,6 +31,16 @@ size_t grouped_workspace_bytes(int32_t num_groups) {
   return static_cast<const char*>(group_arrays(args).gemm_workspace) - start + kGemmWorkspaceBytes;
 }
 
+cudaError_t load_grouped_matmul() {
+  cudaError_t status = load_group_arrays();
+  for (auto product : {GroupedProduct::kForward, GroupedProduct::kRowsGradient, GroupedProduct::kWeightsGradient}) {
+    for (auto dtype : {GroupedDtype::kBfloat16, GroupedDtype::kFloat16}) {
+      if (status == cudaSuccess) status = gemm_of(product, dtype).load();
+    }
+  }
+  return status;
+}
+
 std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t stream) {
   int32_t device = 0, major = 0, minor = 0, num_sms = 0;
   cudaError_t status = cudaGetDevice(&device);
@@ -45,13 +55,12 @@ std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t
     return "the GPU has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
            "; the grouped GEMM needs 9.0 (use another implementation)";
   }
-  if (args.num_groups == 0) return "";
   const GroupArrays arrays = group_arrays(args);
   status = write_group_arrays(args, arrays, num_sms, stream);
   if (status != cudaSuccess) return cudaGetErrorString(status);
   if (args.num_rows == 0) return "";
-  const GroupedGemmFunction run = gemm_of(args.product, args.dtype);
-  const char* error = run(arrays, args.num_groups, device, std::min(num_sms, kMaxSms), stream);
+  const char* error =
+      gemm_of(args.product, args.dtype).run(arrays, args.num_groups, device, std::min(num_sms, kMaxSms), stream);
   return error ? std::string("CUTLASS: ") + error : "";
 }
 

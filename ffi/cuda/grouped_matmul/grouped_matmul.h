@@ -23,12 +23,12 @@ enum class GroupedDtype : int32_t { kBfloat16, kFloat16 };
 struct GroupedMatmulArgs {
   GroupedProduct product;
   GroupedDtype dtype;
-  int32_t num_groups;
-  int64_t capacity;  // 0: each group follows the one before it. Otherwise group g begins at row g * capacity.
-  int64_t num_rows;  // rows of the ragged operands, those beyond the groups too
-  int64_t k, n;      // dimensions of a group's weights [k, n]; both multiples of kChannelAlignment
-  const void* lhs;   // kForward, kWeightsGradient: rows; kRowsGradient: dy
-  const void* rhs;   // kForward, kRowsGradient: w; kWeightsGradient: dy
+  int32_t num_groups;  // at least 1
+  int64_t capacity;    // 0: each group follows the one before it. Otherwise group g begins at row g * capacity.
+  int64_t num_rows;    // rows of the ragged operands, those beyond the groups too
+  int64_t k, n;        // dimensions of a group's weights [k, n]; both multiples of kChannelAlignment
+  const void* lhs;     // kForward, kWeightsGradient: rows; kRowsGradient: dy
+  const void* rhs;     // kForward, kRowsGradient: w; kWeightsGradient: dy
   const int32_t* group_sizes;
   void* out;
   void* workspace;
@@ -37,6 +37,10 @@ struct GroupedMatmulArgs {
 
 // The size of the workspace that every product needs.
 size_t grouped_workspace_bytes(int32_t num_groups);
+
+// Loads all kernels on the current device. A kernel that is loaded at its first launch can deadlock while a kernel of a
+// peer waits for this device.
+cudaError_t load_grouped_matmul();
 
 // Enqueues the kernel that writes the groups' shapes and pointers, and the GEMM. Rows beyond the groups are neither
 // read nor written, except that kRowsGradient writes zeros to them. Returns "", or why it could not.

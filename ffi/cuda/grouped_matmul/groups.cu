@@ -1,4 +1,5 @@
 #include "ffi/cuda/grouped_matmul/groups.h"
+#include "ffi/cuda/launch.cuh"
 #include "ffi/cuda/ptx.cuh"
 
 namespace jax_ep {
@@ -6,6 +7,8 @@ namespace {
 
 constexpr int32_t kThreads = 1024;
 constexpr int32_t kElementBytes = 2;  // of bfloat16 and float16
+
+using NumberPerThread = int64_t[kThreads];  // in shared memory
 
 // Where a group's rows are. `end` is the first row of the next group, or num_rows: the rows between the group and `end`
 // are beyond the groups.
@@ -25,7 +28,7 @@ __device__ Group group_of_thread(const GroupedMatmulArgs& args, int32_t first, i
     const int64_t first_row = g * args.capacity;
     return {first_row, static_cast<int32_t>(min(int64_t{size}, args.capacity)), first_row + args.capacity};
   }
-  __shared__ int64_t ends[kThreads];
+  JAX_EP_SHARED(NumberPerThread, ends);
   ends[threadIdx.x] = size;
   for (int32_t distance = 1; distance < kThreads; distance *= 2) {
     __syncthreads();
@@ -92,8 +95,9 @@ __device__ void write_zeros(void* begin, int64_t num_bytes) {
 }
 
 __global__ void __launch_bounds__(kThreads) write_arrays(GroupedMatmulArgs args, GroupArrays arrays) {
-  wait_for_dependencies();  // the GEMM, which begins when this kernel has ended, needs no such wait
-  __shared__ int64_t zeros_begin[kThreads], zeros_bytes[kThreads];  // what to fill with zeros, in bytes of `out`
+  wait_for_dependencies();                      // the GEMM, which begins when this kernel has ended, needs no such wait
+  JAX_EP_SHARED(NumberPerThread, zeros_begin);  // what to fill with zeros, in bytes of `out`
+  JAX_EP_SHARED(NumberPerThread, zeros_bytes);
   int64_t start = 0;
   for (int32_t first = 0; first < args.num_groups; first += kThreads) {
     const int32_t g = first + threadIdx.x;
@@ -121,8 +125,9 @@ __global__ void __launch_bounds__(kThreads) write_arrays(GroupedMatmulArgs args,
 cudaError_t write_group_arrays(const GroupedMatmulArgs& args, const GroupArrays& arrays, int32_t num_sms,
                                cudaStream_t stream) {
   const int32_t num_blocks = args.product == GroupedProduct::kForward ? 1 : num_sms;  // the others may write zeros
-  write_arrays<<<num_blocks, kThreads, 0, stream>>>(args, arrays);
-  return cudaGetLastError();
+  return launch(write_arrays, {num_blocks, kThreads, 0}, stream, args, arrays);
 }
+
+cudaError_t load_group_arrays() { return load_kernel(write_arrays, 0); }
 
 }  // namespace jax_ep

@@ -9,6 +9,7 @@
 
 namespace jax_ep {
 
+// The most SMs that the GEMM's workspace serves.
 inline constexpr int32_t kMaxSms = 256;
 
 // CUTLASS computes D = A * B for each group, A [m, k], B [k, n], D [m, n].
@@ -56,5 +57,8 @@ inline GroupArrays group_arrays(const GroupedMatmulArgs& args) {
 // kWeightsGradient the weights of empty groups, for kRowsGradient the rows beyond the groups.
 cudaError_t write_group_arrays(const GroupedMatmulArgs& args, const GroupArrays& arrays, int32_t num_sms,
                                cudaStream_t stream);
+
+// Loads that kernel on the current device.
+cudaError_t load_group_arrays();
 
 }  // namespace jax_ep

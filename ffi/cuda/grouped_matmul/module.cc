@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,7 @@ ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffe
       weights[0] != args.num_groups || (is_padded && ragged[0] != args.num_groups)) {
     return invalid("rows must be [M, K] or [G, C, K], weights [G, K, N], and group_sizes [G]");
   }
+  if (args.num_groups == 0) return invalid("there are no groups; there must be at least one");
   args.k = weights[1];
   args.n = weights[2];
   args.capacity = is_padded ? ragged[1] : 0;
@@ -111,6 +113,18 @@ NB_MODULE(_grouped_matmul, m) {
     targets["jax_ep_grouped_matmul"] = nb::capsule(reinterpret_cast<void*>(kGroupedMatmul));
     return targets;
   });
+  m.def(
+      "load",
+      [](int32_t device) {
+        int32_t before = 0;
+        cudaError_t status = cudaGetDevice(&before);
+        if (status == cudaSuccess) status = cudaSetDevice(device);
+        if (status == cudaSuccess) status = load_grouped_matmul();
+        if (status != cudaSuccess)
+          throw std::runtime_error(std::string("grouped_matmul: ") + cudaGetErrorString(status));
+        cudaSetDevice(before);
+      },
+      nb::arg("device"), "Loads the kernels on a device of compute capability 9.0, given as a CUDA ordinal.");
   m.def("workspace_bytes", grouped_workspace_bytes, nb::arg("num_groups"));
 }
 
