@@ -95,9 +95,9 @@ struct WarpGroup {
   // items may differ.
   constexpr WarpGroup(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block,
                       int32_t log_warps, bool by_block = false)
-      : index(((block << plan.log_block_warps) + warp_of_block) >> log_warps),
-        num_groups(std::max((num_blocks << plan.log_block_warps) >> log_warps, 1)),
-        warp(((block << plan.log_block_warps) + warp_of_block) & ((1 << log_warps) - 1)),
+      : index((block * plan.block_warps() + warp_of_block) >> log_warps),
+        num_groups(std::max(num_blocks * plan.block_warps() >> log_warps, 1)),
+        warp((block * plan.block_warps() + warp_of_block) & ((1 << log_warps) - 1)),
         num_warps(1 << log_warps) {
     if (by_block || is_low_latency(plan.variant) || log_warps > plan.log_block_warps) return;
     const int32_t warp_group = warp_of_block >> log_warps;

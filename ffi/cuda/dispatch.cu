@@ -43,13 +43,13 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
     if constexpr (kHasNetwork) {
       if (forwards(role)) dispatch.forward();
     }
-    if (role < plan.num_senders && role >= plan.first_receiver) dispatch.op.sync_workers();  // likewise
     if constexpr (Dispatch::kStealsRows) {
       if (role < plan.first_receiver) dispatch.steal_rows();
     }
   } else if (plan.is_sender(role) && lane_id() == 0) {
     dispatch.op.begin_sending(plan.num_senders);
   }
+  if (plan.is_sender(role) && role >= plan.first_receiver) __syncthreads();  // the scratch memory is free again
   const bool takes_roles = kRoleByIndex && plan.is_sender(role) && role < plan.first_receiver;
   if (takes_roles) role = dispatch.op.take_given_role();
   while (role >= plan.first_receiver && role != kNoRole) {

@@ -163,8 +163,10 @@ ffi::Error enqueued(const char* op, const Member& member, Enqueue enqueue) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, what(error));
   } catch (const std::invalid_argument& error) {
     return ffi::Error::InvalidArgument(what(error));
-  } catch (const std::runtime_error& error) {
+  } catch (const std::exception& error) {
     return ffi::Error::Internal(what(error));
+  } catch (...) {
+    return ffi::Error::Internal(std::string(op) + ": an exception of unknown type");
   }
   return ffi::Error::Success();
 }
