@@ -176,7 +176,7 @@ struct Control {
   // them.
   unsigned long long num_rows[kMaxSlots][kNumRowsCopies][kMaxRanks];
   // Of low-latency dispatches (ffi/cuda/roles.cuh). begun: at index epoch % 2, {number of roles that have been given
-  // away, number of senders that have begun}. given_away[role]: the epoch in which the role has been given away.
+  // away, number of senders that have begun}. given_away[role]: 1 until another block has taken the role.
   alignas(128) unsigned long long begun[2];
   uint32_t given_away[kMaxLowLatencyBlocks];
   Counters counters;

@@ -39,7 +39,7 @@ struct Roles : Waiting {
       poll_pause();
       if (globaltimer_ns() - asked < kSoonNs) continue;
       if (atomic_cas_relaxed_gpu(op.begun(), word, word + kOneGiven) != word) continue;
-      atomic_exchange_relaxed_gpu(&op.own().given_away[state.role], state.epoch);
+      atomic_exchange_relaxed_gpu(&op.own().given_away[state.role], 1u);
       state.role = kNoRole;
       return;
     }
@@ -63,7 +63,7 @@ struct Roles : Waiting {
   __device__ __noinline__ static int32_t next_given_role(State& state) {
     uint32_t* const given_away = operation_of<Roles>(state).own().given_away;
     for (uint32_t role = 0;; role = role + 1 == gridDim.x ? 0 : role + 1) {
-      if (load_relaxed(&given_away[role]) == state.epoch) {
+      if (load_relaxed(&given_away[role]) != 0) {
         store_relaxed(&given_away[role], 0);
         return static_cast<int32_t>(role);
       }
