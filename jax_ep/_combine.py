@@ -23,9 +23,9 @@ def combine(
 ) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
 
-    Each rank of experts sums its rows of a token in float32 and sends one row back, in y's dtype. The token's rank sums
-    these rows in float32, in a fixed order, so the result has the same bits on every run. Differentiable in y and
-    recv.weights, in reverse mode.
+    Each rank that holds experts of a token sums its rows of the token in float32. It sends one row back, in y's dtype.
+    The token's own rank sums these rows in float32, in a fixed order, so the result has the same bits on every run.
+    Differentiable in y and recv.weights, in reverse mode.
 
     Args:
         y: expert outputs in the shape of recv.x and the group's dtype. combine never reads rows that hold no token, and
@@ -38,7 +38,7 @@ def combine(
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
-        jax_ep.Error: an operation of the group failed on a device before.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> def identity(x, topk_idx, topk_weights):
@@ -59,7 +59,7 @@ def combine_start(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Pending:
-    """Starts a `combine` and waits for no peer. Arguments and errors are those of `combine`.
+    """Starts a `combine` and waits for no other rank. Arguments and errors are those of `combine`.
 
     The computation between this call and `combine_done` runs while the rows travel.
 
@@ -88,10 +88,10 @@ def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Ends a `combine_start` and returns the result of `combine`. Both calls must be in one compiled program.
 
     Raises:
-        jax_ep.SplitCallError: `pending` was done before, or an inner function that may run more than once closes over
-            it.
-        jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, was done
-            before, or was copied by XLA, for example in the carry of a loop.
+        jax_ep.SplitCallError: an earlier `combine_done` took `pending`, or an inner function that may run more than
+            once closes over `pending`.
+        jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, an earlier
+            `combine_done` took it, or XLA copied it, for example in the carry of a loop.
 
     Example:
         >>> def layer(x, topk_idx):

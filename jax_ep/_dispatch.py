@@ -1,7 +1,8 @@
 """dispatch: send each token to the ranks that hold its experts.
 
-The path of a call: `dispatch` checks its arguments and makes a `DispatchCall`, the static facts. `_dispatch` attaches
-the gradient. The group's backend moves the rows. The result's `Route` holds what combine and the backward pass need.
+The path of a call: `dispatch` checks its arguments and makes a `DispatchCall`, which holds the static values of the
+call. `_dispatch` attaches the gradient. The group's backend moves the rows. The result contains a `Route` for combine
+and for the backward pass.
 """
 
 from __future__ import annotations
@@ -54,20 +55,22 @@ def dispatch(
         topk_weights: [T, K] float32, the router's weights; None means 1.
         group: the `Group`.
         layout: "ragged" for recv.x [capacity, H], grouped by expert; "expert" for recv.x [E_local, capacity, H].
-        capacity: rows in all ("ragged") or per local expert ("expert"), a multiple of alignment. The default is enough
-            for any routing that names no expert twice for a token. If rows do not fit, the experts share the room
-            fairly, and so do the source ranks in each expert (docs/concepts.md). recv.num_dropped counts the dropped
-            rows, and combine treats them as zero.
-        capacity_factor: in place of capacity, as a multiple of the rows that a balanced router sends: T * K rows in all
-            ("ragged") or T * K / E_local rows per local expert ("expert"), rounded up to a multiple of alignment.
+        capacity: the number of rows per rank ("ragged") or per local expert ("expert"), a multiple of alignment. The
+            default is enough for any routing that names no expert twice for a token. If rows do not fit, the experts
+            share the room fairly, and so do the source ranks in each expert (docs/concepts.md). recv.num_dropped counts
+            the dropped rows, and combine treats them as zero.
+        capacity_factor: use it in place of capacity. The capacity is then capacity_factor times the rows that a
+            balanced router sends: T * K rows per rank ("ragged") or T * K / E_local rows per local expert ("expert"),
+            rounded up to a multiple of alignment.
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
             "fp8_pow2" does the same with scales that are powers of two.
-        dequantize: True converts fp8 rows to group.dtype on arrival: those of an fp8 wire, and those of a quantised x.
-            The gradient is then the gradient of wire=None (straight-through). False keeps recv.x in fp8; recv.x must
-            then be multiplied by recv.scales, and the call cannot be differentiated.
-        zero_pad: True zeroes rows that hold no token, and False leaves them unspecified. None means True if the call is
-            differentiated, and else False.
+        dequantize: True converts fp8 rows, from an fp8 wire or from a quantised x, to group.dtype on arrival. With an
+            fp8 wire, the gradient is then the gradient of wire=None (straight-through). A quantised x has no gradient.
+            False keeps recv.x in fp8; recv.x must then be multiplied by recv.scales, and the call cannot be
+            differentiated.
+        zero_pad: True zeroes rows that hold no token. False leaves them unspecified. None, the default, means True if
+            the call is differentiated, and False otherwise.
 
     Returns:
         `Dispatched`, with the same bits on every run and every backend.
@@ -75,7 +78,7 @@ def dispatch(
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
         TypeError: a call that returns fp8 rows is differentiated.
-        jax_ep.Error: an operation of the group failed on a device before.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> def rows_of_experts(x, topk_idx, topk_weights):
@@ -104,7 +107,7 @@ def dispatch_start(
     dequantize: bool = True,
     zero_pad: bool | None = None,
 ) -> Pending:
-    """Starts a `dispatch` and waits for no peer. Arguments and errors are those of `dispatch`.
+    """Starts a `dispatch` and waits for no other rank. Arguments and errors are those of `dispatch`.
 
     The computation between this call and `dispatch_done` runs while the rows travel.
 
@@ -131,10 +134,10 @@ def dispatch_done(pending: Pending) -> Dispatched:
     """Ends a `dispatch_start` and returns the result of `dispatch`. Both calls must be in one compiled program.
 
     Raises:
-        jax_ep.SplitCallError: `pending` was done before, or an inner function that may run more than once closes over
-            it.
-        jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, was done
-            before, or was copied by XLA, for example in the carry of a loop.
+        jax_ep.SplitCallError: an earlier `dispatch_done` took `pending`, or an inner function that may run more than
+            once closes over `pending`.
+        jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, an earlier
+            `dispatch_done` took it, or XLA copied it, for example in the carry of a loop.
 
     Example:
         >>> def rows(x, topk_idx):
@@ -162,7 +165,7 @@ def dispatch_like(
 
     Returns:
         [E_local, capacity, H'] or [capacity, H'], in the layout of recv.x and x's dtype. Rows that hold no token are
-        zero if the call is differentiated, and else unspecified.
+        zero if the call is differentiated, and unspecified otherwise.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.

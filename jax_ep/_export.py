@@ -11,8 +11,8 @@ from jax_ep.moe import _grouped_matmul
 def export_checks() -> list[DisabledSafetyCheck]:
     """Returns the `disabled_checks` with which `jax.export.export` accepts the CUDA backend and the grouped GEMM.
 
-    `jax.export` refuses FFI calls that it does not know, unless the caller disables its check for them. jax_ep keeps
-    its own calls compatible between processes that run the same version of jax_ep. The backends "reference" and
+    `jax.export` refuses FFI calls that it does not know, unless you disable its check for these calls. jax_ep keeps its
+    own calls compatible between processes that run the same version of jax_ep. The backends "reference" and
     "collectives" make no FFI calls.
 
     Example:

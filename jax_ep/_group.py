@@ -21,36 +21,37 @@ class Group(GroupSettings):
 
     Rank r, the index along `axis_name`, owns the experts [r * E_local, (r + 1) * E_local) with
     E_local = num_experts // num_ranks. For each index along the mesh's other axes, the devices along `axis_name` form a
-    separate group of the same shape. A group is static data: it is hashed by identity, and jitted functions may close
-    over it. It is a context manager that closes the group at the end. All arguments are read-only attributes. So are
-    num_ranks, experts_per_rank, axis_names (axis_name as a tuple), has_devices and backend (the name of the chosen
-    backend).
+    separate group of the same shape. A group is static data: JAX hashes it by identity, and jitted functions may
+    close over it. `with Group(...) as group:` closes the group at the end of the block. All arguments are read-only
+    attributes. num_ranks, experts_per_rank, axis_names (axis_name as a tuple), has_devices and backend (the name of the
+    chosen backend) are also read-only attributes.
 
     Args:
-        mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`. None takes the mesh of `jax.set_mesh`. With a
-            `jax.sharding.AbstractMesh`, the group has no devices: programs with it can be traced, lowered and exported,
-            and run when an equal group is open on devices (`open`).
+        mesh: the `jax.sharding.Mesh` of the surrounding `jax.shard_map`. None means the mesh of `jax.set_mesh`. With a
+            `jax.sharding.AbstractMesh`, the group has no devices: you can trace, lower and export its programs. To run
+            them, open an equal group on devices (`open`).
         axis_name: the mesh axis along which experts are spread, or a tuple of axes. With a tuple, a rank is the index
             along the flattened axes, the first axis major. `jax.shard_map` must make these axes manual; it may leave
             the other axes automatic.
-        num_experts: experts in all, a multiple of the number of ranks.
+        num_experts: the number of experts on all ranks, a multiple of the number of ranks.
         top_k: experts per token, 1 to 32, and at most num_experts.
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
-        max_tokens_per_rank: the largest T of any call.
+        max_tokens_per_rank: the largest T (tokens per rank) of any call.
         dtype: the dtype of activations: bfloat16, float16 or float32.
-        backend: "auto" chooses "cuda" where the mesh supports it, "reference" on CPUs, and else "collectives".
+        backend: "auto" chooses "cuda" if the mesh supports it, "reference" on CPUs, and otherwise "collectives".
             `jax_ep.backends()` lists the backends and says which are available. On an AbstractMesh, "auto" chooses by
             its abstract_device.
             "emulated" is for the tests of a source checkout: it runs the kernels of "cuda" on CPU devices.
         num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
-            split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs, and at most 32 with None.
-        timeout: seconds that a device waits for a peer before the operation fails. While the group is made: seconds
-            that a process waits for the other processes.
+            split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs and at most half of the device's
+            SMs. With None, it uses at most 32.
+        timeout: the number of seconds that a device waits for another rank before the operation fails. It is also the
+            number of seconds that a process waits for the other processes when the group is made.
 
     With `jax.distributed`, every process that owns devices of the mesh must make the same groups in the same order.
 
     Raises:
-        ValueError, TypeError: an argument is not valid; the message says what is.
+        ValueError, TypeError: an argument is not valid. The message gives the valid values.
         Error: the group's memory does not fit on a device, or another process makes no group or a different group.
 
     Example:
@@ -113,10 +114,10 @@ class Group(GroupSettings):
     def open(self, mesh: jax.sharding.Mesh | None = None) -> Group:
         """Makes an equal group on the devices of `mesh`. Programs that were lowered with this group run with it.
 
-        This is for a group on a `jax.sharding.AbstractMesh`, which has no devices. It also opens a closed group again.
+        Use it for a group on a `jax.sharding.AbstractMesh`, which has no devices, or to replace a closed group.
 
         Args:
-            mesh: a mesh with devices, with the axes of this group's mesh. None takes the mesh of `jax.set_mesh`.
+            mesh: a mesh of devices with the same axes as this group's mesh. None means the mesh of `jax.set_mesh`.
 
         Raises:
             ValueError, TypeError: the mesh has other axes or no devices, or the backend cannot be used on it.
@@ -136,14 +137,15 @@ class Group(GroupSettings):
         self._impl.close()
 
     def check(self) -> None:
-        """Raises the error that an operation recorded on a device, if there is one. Results may then be poison.
+        """Raises the error that an operation recorded on a device, if there is one.
 
-        `check` waits for no device, so call `jax.block_until_ready` on the results first.
+        After such an error, results may be poison: rows are NaN, counts are 0, and num_dropped is -1. `check` waits for
+        no device, so call `jax.block_until_ready` on the results first.
 
         Raises:
             PeerTimeoutError: a rank waited for another rank longer than the timeout.
             Error: any other failure, for example: ranks ran different calls, operations of one group overlapped on a
-                device, or a program ran ranks on other devices than the mesh does.
+                device, or a program placed ranks on other devices than the mesh.
         """
         self._impl.check()
 
@@ -151,7 +153,8 @@ class Group(GroupSettings):
         """Returns counters of this process's ranks since the group was made, and how long they waited for each rank.
 
         Counting costs the operations no time. This method reads the devices' counters and waits for no operation. So
-        the counters may include an operation in flight partly or not at all. It also works on a closed group.
+        the counters may include only a part of an operation in flight, or nothing of it. The method also works on a
+        closed group.
         """
         if not isinstance(self.mesh, jax.sharding.Mesh):
             raise ValueError("stats: the group is on an AbstractMesh and has no devices; ask the group that runs")

@@ -27,7 +27,8 @@ EXPERTS: tuple[Experts, ...] = get_args(Experts)
 # Below that, padding costs no time, and one batched matmul for all experts reads the weights once.
 FEW_ROWS = 64
 
-# What mlp decides itself: the layout follows from `experts`, the plan from `balance`.
+# mlp sets these arguments of dispatch: `group` is its own argument, the layout follows from `experts`, and the plan from
+# `balance`.
 _DECIDED = ("group", "layout", "plan")
 _DISPATCH_ARGUMENTS = tuple(
     parameter.name
@@ -61,20 +62,20 @@ def mlp(
         x: [..., H] in group.dtype.
         topk_idx: [..., K] int32, as for `dispatch`. An id outside [0, num_experts) means no expert.
         topk_weights: [..., K] float32, the router's weights; None means 1.
-        w_gate_up: [E_local, H, 2I], the weights of this rank's experts: gate in the first I columns, up in the others.
+        w_gate_up: [E_local, H, 2I], the weights of this rank's experts: gate in the first I columns, up in the last I.
             Split the experts over group.axis_name: `PartitionSpec(group.axis_name)`.
         w_down: [E_local, I, H]. All weights are in group.dtype.
         group: the `Group`.
-        activation: a function of the gate's channels, element by element.
-        balance: None. (Reserved for the tolerance of a balanced placement of experts.)
+        activation: an elementwise function. It is applied to x @ gate.
+        balance: must be None. (Reserved for the tolerance of a balanced placement of experts.)
         experts: how the experts multiply. "einsum" is one batched matmul over rows that are padded for each expert
             (dispatch's layout "expert"). All others use the layout "ragged": "grouped" (CUTLASS's grouped GEMM, on
             Hopper GPUs), "ragged_dot" (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T
-            is at most 64 for T tokens per rank and neither room (`capacity`, `capacity_factor`) nor `alignment` is
-            given. Else it is "grouped", if all devices of a group with backend="cuda" can run the grouped GEMM and it
-            multiplies such arrays (see "grouped" in docs/moe.md). Else it is "ragged_dot". All ranks choose alike.
+            is at most 64 for T tokens per rank, and you give no `capacity`, `capacity_factor` or `alignment`.
+            Otherwise, "auto" is "grouped" if the group has backend="cuda", all its devices can run the grouped GEMM,
+            and all channels are multiples of 8. Otherwise, "auto" is "ragged_dot". All ranks make the same choice.
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
-            The unit of `capacity` depends on the layout, the unit of `capacity_factor` does not. dequantize is True by
+            The unit of `capacity` depends on the layout. The unit of `capacity_factor` does not. dequantize is True by
             default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
 
     Returns:
@@ -82,19 +83,19 @@ def mlp(
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
-        jax_ep.Error: an operation of the group failed on a device before.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
-    **Dropped rows.** With a `capacity` that is too small, dropped rows count as zero. The result does not tell how many
-    there are. On GPUs, `group.stats().rows_dropped` counts them. To get the number inside the program, call `dispatch`
-    and `combine` yourself, and read `recv.num_dropped`.
+    **Dropped rows.** If `capacity` is too small, dropped rows count as zero. The result does not contain the number of
+    dropped rows. With the CUDA backend, `group.stats().rows_dropped` counts them. To get the number inside the program,
+    call `dispatch` and `combine` yourself, and read `recv.num_dropped`.
 
-    **Rematerialisation.** `jax.checkpoint` policies can name these values. A policy such as
-    `jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch", "jax_ep_moe_gate_up")` saves the named ones, and
-    computes the others again:
+    **Rematerialisation.** `jax.checkpoint` policies can name the values of this table. A policy such as
+    `jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch", "jax_ep_moe_gate_up")` saves the named values, and
+    computes the other values again:
 
     | name | value | if saved, the backward pass does not repeat |
     | --- | --- | --- |
-    | `jax_ep_dispatch` | what `dispatch` returned: rows [rows, H] and their route | the dispatch |
+    | `jax_ep_dispatch` | the result of `dispatch`: rows [rows, H] and their route | the dispatch |
     | `jax_ep_moe_gate_up` | x @ w_gate_up of each row, [rows, 2I] | the first matmul |
     | `jax_ep_moe_down` | the experts' outputs, [rows, H] | the second matmul |
     | `jax_ep_moe_output` | the result, [T, H] | the combine |

@@ -1,4 +1,4 @@
-"""route: a router's logits become experts, weights and balancing losses. No communication, no group."""
+"""route: computes experts, weights and balancing losses from a router's logits, without communication or a group."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def route(
     """Chooses top_k experts for each token, and computes their weights and the balancing losses.
 
     All arithmetic is in float32. Among equal scores, the expert with the lower index goes first. `route` communicates
-    with no other rank: the losses and the load are those of this rank's tokens. It also works outside
+    with no other rank: it computes the losses and the load from this rank's tokens. It also works outside
     `jax.shard_map`.
 
     | model | arguments |
@@ -67,25 +67,27 @@ def route(
         mean_scores = jax.lax.pmean(jax.nn.softmax(logits).mean(axis=0), axes)
         aux_loss = num_experts * jnp.sum(load * mean_scores)
 
-    The mean of `z_loss` and of `load` over the ranks is exact. For a loss per sequence, apply `jax.vmap` to `route`.
+    For `z_loss` and `load`, the mean over the ranks is exactly the value for all tokens. For a loss per sequence, apply
+    `jax.vmap` to `route`.
 
     Args:
         logits: [..., E], the router's output for each token. The leading dimensions are usually [T] or [B, S].
         top_k: experts per token, 1 to E.
         score: "softmax" over the experts, or "sigmoid" of each logit.
-        bias: [E], added to the scores for the choice of the experts only, never to the weights. It has no gradient. To
-            balance without an auxiliary loss, add a small step to the bias of each expert with a load below 1 / E, and
-            subtract it from the others, after each training step (https://arxiv.org/abs/2408.15664).
-        num_groups: splits the experts into this many groups of consecutive experts, for node-limited routing. The
-            score of a group is the sum of its two highest scores, with bias.
-        topk_groups: a token may choose experts from this many groups only, those with the highest scores.
-        normalize: divides the weights of each token by their sum.
-        scale: a factor of the weights, after normalisation.
+        bias: [E], added to the scores only to choose the experts, never to compute the weights. It has no gradient. To
+            balance without an auxiliary loss, change the bias after each training step: add a small step to the bias of
+            each expert with a load below 1 / E, and subtract the step from the bias of each expert with a load above
+            1 / E (https://arxiv.org/abs/2408.15664).
+        num_groups: the number of groups of consecutive experts, for node-limited routing. The score of a group is the
+            sum of the two highest scores (with bias) of its experts.
+        topk_groups: a token may choose experts only from the topk_groups groups with the highest scores.
+        normalize: True divides the weights of each token by their sum.
+        scale: multiplies the weights, after normalisation.
 
     Returns:
         A `Routing`. Gradients flow to the logits through topk_weights, aux_loss and z_loss. aux_loss is
-        E * sum over e of load[e] * P[e], where P[e] is the mean over tokens of the score of e, divided by the sum of
-        the token's scores; load has no gradient.
+        E * sum over e of load[e] * P[e]. P[e] is the mean over tokens of the score of e divided by the sum of the
+        token's scores. load has no gradient.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
