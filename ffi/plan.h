@@ -47,7 +47,9 @@ constexpr int32_t most_threads(Variant variant) {
 
 // A thread block is a sender or a receiver. With work stealing, a sender also receives, after it has sent. Blocks get
 // their roles in the order in which they enter: senders come first, and wait for no peer's rows. So the rows that a
-// receiver waits for are always sent. In a launch of one block, the block sends and then receives, in any variant.
+// receiver waits for are always sent. In a launch of one block, the block sends and then receives. The low-latency
+// variant needs two blocks: while a receiver's workers wait, its control warp writes the destinations of rows to the
+// memory in which a sender's workers count rows.
 //
 // If there are several senders, the first sends no rows: it notifies the peers of the call and of the number of rows.
 // If there are several receivers, the first starts without a row: it writes the small results, and pads.
@@ -63,6 +65,9 @@ struct LaunchPlan {
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(variant)); }
+
+  // False if a block would have two roles that the variant cannot give to one block.
+  constexpr bool is_possible() const { return !has_control_warp(variant) || first_receiver >= num_senders; }
 
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
   // By node, the blocks between the senders and the receivers forward the rows of other nodes. In a launch of one
@@ -90,12 +95,12 @@ struct WarpGroup {
   // Warp groups with consecutive indices are in one block if `by_block` is true, in the low-latency variant, and if a
   // block has at most one warp group. Otherwise they are in different blocks, so that all blocks get equally many of
   // the rows that exist. The indices of a block's warp groups are then even and odd alternately, because even and odd
-  // items may differ.
+  // items may differ. `block` is negative for a block that moves no rows.
   constexpr WarpGroup(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block,
                       int32_t log_warps, bool by_block = false)
-      : index(((block << plan.log_block_warps) + warp_of_block) >> log_warps),
-        num_groups(std::max((num_blocks << plan.log_block_warps) >> log_warps, 1)),
-        warp(((block << plan.log_block_warps) + warp_of_block) & ((1 << log_warps) - 1)),
+      : index((block * plan.block_warps() + warp_of_block) >> log_warps),
+        num_groups(std::max((num_blocks * plan.block_warps()) >> log_warps, 1)),
+        warp((block * plan.block_warps() + warp_of_block) & ((1 << log_warps) - 1)),
         num_warps(1 << log_warps) {
     if (by_block || is_low_latency(plan.variant) || log_warps > plan.log_block_warps) return;
     const int32_t warp_group = warp_of_block >> log_warps;
