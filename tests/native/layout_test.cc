@@ -20,7 +20,6 @@ void test_experts() {
   EXPECT_EQ(is_expert(-1, 8), false);
   EXPECT_EQ(is_expert(std::numeric_limits<int32_t>::min(), 8), false);
   EXPECT_EQ(rank_of_expert(11, 4), 2);
-  EXPECT_EQ(local_expert(11, 4), 3);
 }
 
 void test_sizes() {
