@@ -88,12 +88,13 @@ enum class OpKind : uint32_t {
   kAllToAll,
   kAllToAllBack
 };
-inline constexpr int kNumOpKinds = 7;
-// The names of operations in messages and in Group.stats.
+inline constexpr int kNumOpKinds = static_cast<int>(OpKind::kAllToAllBack) + 1;
+// The names of operations in messages and in Group.stats, in the order of OpKind.
 inline constexpr const char* kOpNames[kNumOpKinds] = {
     "dispatch",           "dispatch_like", "dispatch (backward)", "combine",
     "combine (backward)", "all_to_all",    "all_to_all_back",
 };
+constexpr const char* name_of(OpKind op) { return kOpNames[static_cast<int>(op)]; }
 
 // Counters of a rank since its group was opened; the host reads them. The rank with the experts knows how many rows it
 // receives; the rank with the tokens would have to count its rows. So the rank with the experts counts both directions.
