@@ -202,7 +202,7 @@ constexpr int64_t control_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   return counts_offset(kMaxSlots, 0, num_ranks, experts_per_rank);
 }
 
-// The failure record, in pinned host memory. A kernel that gives up, or the host, writes it.
+// A failure record, in pinned host memory. A rank has two: a kernel that gives up writes one, and the host the other.
 struct FailureRecord {
   uint32_t valid;
   uint32_t reason;  // FailureReason

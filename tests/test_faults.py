@@ -533,7 +533,7 @@ def test_a_start_without_done(make_group, mesh, inputs):
         jax.block_until_ready(jax.jit(spmd(partial(start, group), mesh))(*inputs))
         with ends_in_time(group, least=group.timeout):
             expect_failure(group, program, inputs)
-        with pytest.raises(ep.Error, match="halves are under way"):
+        with pytest.raises(ep.Error, match="split-phase calls are in flight"):
             group.check()
         assert_given_up(group, mesh, program, inputs)
 
@@ -556,7 +556,7 @@ def test_more_starts_than_slots(make_group, mesh, inputs):
         program = compiled(out_of_room, mesh, *inputs)
         with ends_in_time(group, least=group.timeout):
             expect_failure(group, program, inputs, lambda out: assert_poison(*(rows for rows, *_ in out)))
-        with pytest.raises(ep.Error, match="halves are under way"):
+        with pytest.raises(ep.Error, match="split-phase calls are in flight"):
             group.check()
 
 
