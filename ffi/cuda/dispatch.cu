@@ -82,9 +82,12 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Variant variant)
 
 }  // namespace
 
-cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& best,
+LaunchPlan adapt_dispatch_plan(const Peers& peers, const DispatchArgs& args, const LaunchPlan& plan) {
+  return kHasNetwork ? over_network(plan, goes_by_node(peers, args)) : plan;
+}
+
+cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,
                             cudaStream_t stream) {
-  const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
   if (!plan.is_possible()) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.variant);

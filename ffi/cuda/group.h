@@ -80,6 +80,8 @@ struct Member {
   std::vector<DeviceMemory> peer_controls;  // the same
   NetworkTable table = {};                  // the host's copy
   std::unique_ptr<SplitPhaseCalls> split_phase;
+
+  bool is_over_network() const { return symmetric_arena != nullptr; }
 };
 
 class Group {

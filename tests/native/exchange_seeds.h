@@ -249,34 +249,34 @@ void launch_any(Session& session, std::mt19937& random) {
 void run_far_ahead(Session& session, std::mt19937& random) {
   struct Started {
     bool is_dispatch;
-    int32_t ticket, number;  // of the operation
+    int32_t pending, number;  // of the operation
   };
   std::vector<Started> under_way;
   const auto done = [&](size_t index) {
     const Started started = under_way[index];
     under_way.erase(under_way.begin() + static_cast<std::ptrdiff_t>(index));
     if (started.is_dispatch) {
-      session.done([&](Rank& rank) { return rank.dispatch_split(session.cast(), started.ticket); });
+      session.done([&](Rank& rank) { return rank.dispatch_split(session.cast(), started.pending); });
     } else {
-      session.done([&](Rank& rank) { return rank.combine_split(started.ticket); });
+      session.done([&](Rank& rank) { return rank.combine_split(started.pending); });
     }
   };
   const auto start = [&](int32_t number) {
     const bool is_dispatch = random() % 2;
-    const auto has = [&](int32_t ticket) {
+    const auto has = [&](int32_t pending) {
       return std::any_of(under_way.begin(), under_way.end(), [&](const Started& started) {
-        return started.is_dispatch == is_dispatch && started.ticket == ticket;
+        return started.is_dispatch == is_dispatch && started.pending == pending;
       });
     };
-    int32_t ticket = 0;
-    while (ticket < kTickets && has(ticket)) ++ticket;
-    if (ticket == kTickets) return false;
+    int32_t pending = 0;
+    while (pending < kPending && has(pending)) ++pending;
+    if (pending == kPending) return false;
     if (is_dispatch) {
-      session.start([&](Rank& rank) { return rank.dispatch_split(session.cast(), ticket); });
+      session.start([&](Rank& rank) { return rank.dispatch_split(session.cast(), pending); });
     } else {
-      session.start([&](Rank& rank) { return rank.combine_split(ticket); });
+      session.start([&](Rank& rank) { return rank.combine_split(pending); });
     }
-    under_way.push_back({is_dispatch, ticket, number});
+    under_way.push_back({is_dispatch, pending, number});
     return true;
   };
   if (random() % 2) session.open_group();
