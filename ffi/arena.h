@@ -88,12 +88,13 @@ enum class OpKind : uint32_t {
   kAllToAll,
   kAllToAllBack
 };
-inline constexpr int kNumOpKinds = 7;
-// The names of operations in messages and in Group.stats.
+inline constexpr int kNumOpKinds = static_cast<int>(OpKind::kAllToAllBack) + 1;
+// The names of operations in messages and in Group.stats, in the order of OpKind.
 inline constexpr const char* kOpNames[kNumOpKinds] = {
     "dispatch",           "dispatch_like", "dispatch (backward)", "combine",
     "combine (backward)", "all_to_all",    "all_to_all_back",
 };
+constexpr const char* name_of(OpKind op) { return kOpNames[static_cast<int>(op)]; }
 
 // Counters of a rank since its group was opened; the host reads them. The rank with the experts knows how many rows it
 // receives; the rank with the tokens would have to count its rows. So the rank with the experts counts both directions.
@@ -206,7 +207,7 @@ constexpr int64_t control_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   return counts_offset(kMaxSlots, 0, num_ranks, experts_per_rank);
 }
 
-// The failure record, in pinned host memory. A kernel that gives up, or the host, writes it.
+// A failure record, in pinned host memory. A rank has two: a kernel that gives up writes one, and the host the other.
 struct FailureRecord {
   uint32_t valid;
   uint32_t reason;  // FailureReason

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/buffers.h"
 #include "ffi/dispatch_layout.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -22,13 +23,6 @@ using Membership = xla::ffi::Buffer<xla::ffi::PRED, 2>;
 
 inline xla::ffi::Error invalid_dispatch_layout(const std::string& what) {
   return xla::ffi::Error::InvalidArgument("dispatch_layout: " + what);
-}
-
-template <typename Dims>
-std::string shape_string(const Dims& dims) {
-  std::string text;
-  for (int64_t dim : dims) text += (text.empty() ? "" : ", ") + std::to_string(dim);
-  return "[" + text + "]";
 }
 
 template <typename Buffer>

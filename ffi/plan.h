@@ -48,7 +48,8 @@ constexpr int32_t most_threads(Variant variant) {
 // A thread block is a sender or a receiver. With work stealing, a sender also receives, after it has sent. Senders
 // have the first roles, and wait for no peer's rows. A receiver waits for rows only when all senders have begun
 // (epoch.cuh and roles.cuh). So the rows that a receiver waits for are always sent. In a launch of one block, the block
-// sends and then receives, in any variant.
+// sends and then receives. The low-latency variant needs two blocks: while a receiver's workers wait, its control warp
+// writes the destinations of rows to the memory in which a sender's workers count rows.
 //
 // If there are several senders, the first sends no rows: it notifies the peers of the call and of the number of rows.
 // If there are several receivers, the first starts without a row: it writes the small results, and pads.
@@ -64,6 +65,12 @@ struct LaunchPlan {
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(variant)); }
+
+  // False if a block would have two roles that the variant cannot give to one block, and for a done of the low-latency
+  // variant, whose roles need an epoch of their launch's own (roles.cuh).
+  constexpr bool is_possible(Phase phase = Phase::kWhole) const {
+    return !has_control_warp(variant) || (first_receiver >= num_senders && phase != Phase::kDone);
+  }
 
   constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
@@ -92,11 +99,11 @@ struct WarpGroup {
   // Warp groups with consecutive indices are in one block if `by_block` is true, in the low-latency variant, and if a
   // block has at most one warp group. Otherwise they are in different blocks, so that all blocks get equally many of
   // the rows that exist. The indices of a block's warp groups are then even and odd alternately, because even and odd
-  // items may differ.
+  // items may differ. `block` is negative for a block that moves no rows.
   constexpr WarpGroup(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block,
                       int32_t log_warps, bool by_block = false)
       : index((block * plan.block_warps() + warp_of_block) >> log_warps),
-        num_groups(std::max(num_blocks * plan.block_warps() >> log_warps, 1)),
+        num_groups(std::max((num_blocks * plan.block_warps()) >> log_warps, 1)),
         warp((block * plan.block_warps() + warp_of_block) & ((1 << log_warps) - 1)),
         num_warps(1 << log_warps) {
     if (by_block || is_low_latency(plan.variant) || log_warps > plan.log_block_warps) return;

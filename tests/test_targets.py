@@ -40,7 +40,7 @@ def test_handlers_have_the_declared_names_in_order(target):
 
 @pytest.mark.parametrize("target", WHOLE_AND_STARTS, ids=lambda target: target.name)
 def test_bindings_have_as_many_buffers(target):
-    (binding,) = re.findall(rf"with_order_token\({target.name}\),\s*\(with_buffers<(\d+), (\d+)>", HANDLERS)
+    (binding,) = re.findall(rf"with_order_token\({target.name}, [^,]*\),\s*\(with_buffers<(\d+), (\d+)>", HANDLERS)
     assert binding == (str(len(target.operands)), str(len(target.results)))
 
 
@@ -52,7 +52,7 @@ def test_all_targets_are_declared():
 
 @pytest.mark.parametrize("target", targets.SPLIT, ids=lambda target: target.name)
 def test_a_start_keeps_what_its_done_takes(target):
-    """A start keeps addresses of its operands but for axis_index, and of the ticket; the done compares them."""
+    """A start keeps addresses of its operands but for axis_index, and of `pending`; the done compares them."""
     body = re.search(rf"^ffi::Error {target.name}_start\(.*?^\}}", HANDLERS, re.DOTALL | re.MULTILINE)[0]
     kept = re.search(r"addresses\((.*?)\)", body, re.DOTALL)[1]
     assert re.split(r",\s*", kept) == [operand.name for operand in target.done.operands]

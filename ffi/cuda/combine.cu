@@ -60,9 +60,12 @@ auto kernel_of(Variant variant) {
 
 }  // namespace
 
-cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& best,
+LaunchPlan adapt_combine_plan(const Peers& peers, const CombineArgs& args, const LaunchPlan& plan) {
+  return kHasNetwork ? over_network(plan, goes_by_node(peers, args)) : plan;
+}
+
+cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream) {
-  const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
   return with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.variant);
     const int32_t scratch = plan.block_warps() * ring_bytes(plan.variant);

@@ -26,7 +26,10 @@ struct CombineArgs : Call {
   float* topk_weights;  // [T, K] or null
 };
 
-// Enqueues one kernel. `type` is the element type of y.
+// The plan for a launch of this module's kernels, from the plan that plan_combine() gives: over a network, it differs.
+LaunchPlan adapt_combine_plan(const Peers& peers, const CombineArgs& args, const LaunchPlan& plan);
+
+// Enqueues one kernel. `type` is the element type of y. `plan` is adapted.
 cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream);
 cudaError_t load_combine();

@@ -96,11 +96,13 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Variant variant)
 
 }  // namespace
 
-cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& best,
+LaunchPlan adapt_dispatch_plan(const Peers& peers, const DispatchArgs& args, const LaunchPlan& plan) {
+  return kHasNetwork ? over_network(plan, goes_by_node(peers, args)) : plan;
+}
+
+cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,
                             cudaStream_t stream) {
-  const LaunchPlan plan = kHasNetwork ? over_network(best, goes_by_node(peers, args)) : best;
-  // Control::begun is for launches that take an epoch.
-  if (args.phase == Phase::kDone && is_low_latency(plan.variant)) return cudaErrorInvalidValue;
+  if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.variant);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.variant);

@@ -67,7 +67,10 @@ constexpr int64_t dispatch_scratch_bytes(int32_t num_ranks, int32_t experts_per_
   return align_up(4 * std::max(num_experts + num_ranks, num_experts + 3 * experts_per_rank), 16);
 }
 
-// Enqueues one kernel.
+// The plan for a launch of this module's kernels, from the plan that plan_dispatch() gives: over a network, it differs.
+LaunchPlan adapt_dispatch_plan(const Peers& peers, const DispatchArgs& args, const LaunchPlan& plan);
+
+// Enqueues one kernel. `plan` is adapted.
 cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,
                             cudaStream_t stream);
 

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "ffi/buffers.h"
 #include "ffi/cuda/call_order.h"
 #include "ffi/cuda/combine.h"
 #include "ffi/cuda/dispatch.h"
@@ -15,22 +16,12 @@
 #include "ffi/cuda/runtime.h"
 #include "ffi/cuda/split_phase.h"
 #include "ffi/cuda/xla.h"
+#include "ffi/exceptions.h"
 
 namespace jax_ep {
 
-namespace ffi = xla::ffi;
-
 using Operand = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
-
-template <typename T>
-T* data(const ffi::AnyBuffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
-}
-template <typename T>
-T* data(Result buffer) {
-  return data<T>(*buffer);
-}
 
 // Kernels that only move bytes ignore the type.
 inline ElementType element_type(const ffi::AnyBuffer& buffer) {
@@ -42,15 +33,6 @@ inline ElementType element_type(const ffi::AnyBuffer& buffer) {
     default:
       return ElementType::kBFloat16;
   }
-}
-
-inline int64_t row_bytes(const ffi::AnyBuffer& buffer) {
-  return buffer.dimensions().back() * static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
-}
-
-inline int64_t num_rows(const ffi::AnyBuffer& buffer) {
-  return buffer.dimensions().back() == 0 ? 0
-                                         : static_cast<int64_t>(buffer.element_count()) / buffer.dimensions().back();
 }
 
 // Why the group takes no calls, or "".
@@ -80,30 +62,17 @@ inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, 
   return member;
 }
 
-// The same, and checks that the call fits in the group's arena.
-inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, int32_t ordinal, const Call& call,
-                                              int64_t payload) {
-  const auto member = member_for(op, group_id, ordinal);
-  if (member.has_error()) return member;
-  const ArenaLayout& layout = (*member)->peers.layout;
-  const bool is_all_to_all = call.op == OpKind::kAllToAll || call.op == OpKind::kAllToAllBack;
-  const int32_t top_k = is_all_to_all ? 1 : layout.top_k;  // Peers::by_top_k and the rows' headers rely on it
-  std::string misfit;
-  if (call.top_k != top_k) {
-    misfit = "top_k is " + std::to_string(call.top_k) + "; it must be the group's " + std::to_string(top_k);
-  } else if (call.num_tokens > layout.max_tokens || payload > layout.max_payload || payload % 16 != 0) {
-    misfit = std::to_string(call.num_tokens) + " rows of " + std::to_string(payload) +
-             " bytes do not fit in the group's " + std::to_string(layout.max_tokens) + " rows of " +
-             std::to_string(layout.max_payload) + " bytes";
+// Returns an error if the call does not fit in the group's arena.
+inline ffi::Error check_fits(const char* op, const Member& member, const Call& call, int64_t payload) {
+  const ArenaLayout& layout = member.peers.layout;
+  if (call.num_tokens <= layout.max_tokens && payload <= layout.max_payload && payload % kUnitBytes == 0) {
+    return ffi::Error::Success();
   }
-  if (misfit.empty()) return member;
-  return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(op) + ": " + misfit));
+  return ffi::Error::InvalidArgument(std::string(op) + ": " + std::to_string(call.num_tokens) + " rows of " +
+                                     std::to_string(payload) + " bytes do not fit in the group's " +
+                                     std::to_string(layout.max_tokens) + " rows of " +
+                                     std::to_string(layout.max_payload) + " bytes");
 }
-
-// The call would wait until the time-out.
-struct OrderError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 // Fails the group: the rank of `member` runs `op` in another order than `other_device` does.
 inline void fail_for_order(const Group& group, const Member& member, uint32_t op, int32_t other_device,
@@ -125,7 +94,7 @@ struct OrderedCall {
 };
 
 // Notes the call. If devices run it and another group's operations in different order, both groups fail, so that
-// kernels that wait already end at once, and it throws OrderError.
+// kernels that wait already end at once, and it throws PreconditionError.
 inline void check_order(const OrderedCall& call, const Member& member, cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
@@ -142,7 +111,7 @@ inline void check_order(const OrderedCall& call, const Member& member, cudaStrea
     const auto after = [&](uint64_t count, int32_t device) {
       return "after " + std::to_string(count) + " operations of the other group on device " + std::to_string(device);
     };
-    throw OrderError(
+    throw PreconditionError(
         "devices run operations of two groups in different order, so that each waits for the other: operation " +
         std::to_string(conflict.number) + " of " + group.name() + " comes " + after(there, conflict.other_device) +
         ", and " + after(here, member.ordinal) + "; the other group is " + other.name() +
@@ -152,29 +121,35 @@ inline void check_order(const OrderedCall& call, const Member& member, cudaStrea
   }
 }
 
-// Notes and enqueues one call at a time on each device. Turns exceptions into XLA's errors.
-template <typename Enqueue>
-ffi::Error enqueued(const char* op, const Member& member, Enqueue enqueue) {
-  const auto what = [=](const std::exception& error) { return std::string(op) + ": " + error.what(); };
-  try {
-    const auto lock = call_order().lock(member.ordinal);
-    enqueue();
-  } catch (const OrderError& error) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, what(error));
-  } catch (const std::invalid_argument& error) {
-    return ffi::Error::InvalidArgument(what(error));
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(what(error));
-  } catch (...) {
-    return ffi::Error::Internal(std::string(op) + ": an exception of unknown type");
+// Runs a handler's body, and returns its error. Turns every exception into an error.
+template <typename Body>
+ffi::Error without_exceptions(const char* op, Body body) {
+  ffi::Error error;
+  const std::optional<Caught> caught = catch_all([&] { error = body(); });
+  if (!caught) return error;
+  std::string what = std::string(op) + ": " + caught->message;
+  switch (caught->kind) {
+    case Caught::Kind::kPrecondition:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::move(what));
+    case Caught::Kind::kInvalidArgument:
+      return ffi::Error::InvalidArgument(std::move(what));
+    default:
+      return ffi::Error::Internal(std::move(what));
   }
+}
+
+// Notes and enqueues one call at a time on each device.
+template <typename Enqueue>
+ffi::Error enqueued(const Member& member, Enqueue enqueue) {
+  const auto lock = call_order().lock(member.ordinal);
+  enqueue();
   return ffi::Error::Success();
 }
 
 // Launches a whole operation, or starts a split-phase call, which needs `buffers`.
-inline ffi::Error begin(const char* op, int64_t group, const Member& member, const Call& call, const Buffers& buffers,
+inline ffi::Error begin(int64_t group, const Member& member, const Call& call, const Buffers& buffers,
                         cudaStream_t stream, const SplitPhaseCalls::Body& body) {
-  return enqueued(op, member, [&] {
+  return enqueued(member, [&] {
     if (call.phase == Phase::kWhole) {
       check_order({group, call.op, body.num_blocks}, member, stream);
       check(body.launch(stream), "the kernel was not launched");
@@ -190,36 +165,39 @@ inline int32_t num_sms(int64_t group, Phase phase, int32_t device_sms) {
   return phase == Phase::kWhole ? chosen : usable_sms_beside_others(chosen, device_sms);
 }
 
-inline ffi::Error enqueue_dispatch(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group,
+inline ffi::Error enqueue_dispatch(const char* op, cudaStream_t stream, const Member& member, int64_t group,
                                    ElementType type, const DispatchArgs& args, const Buffers& buffers = {}) {
   // An fp8 row and its scales take less than the same channels in 16 bits.
   const int64_t payload = args.num_scales > 0 ? args.num_scales * kChannelsPerScale : args.row_bytes;
-  const auto member = member_for(op, group, ordinal, args, payload);
-  if (member.has_error()) return member.error();
-  const Peers& peers = (*member)->peers;
-  const int32_t device_sms = (*member)->num_sms;
-  const LaunchPlan plan =
+  ffi::Error error = check_fits(op, member, args, payload);
+  if (error.failure()) return error;
+  const Peers& peers = member.peers;
+  const Kernels kernels = find_group(group)->kernels();
+  const LaunchPlan plan = kernels.adapt_dispatch_plan(
+      peers, args,
       plan_dispatch(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
-                    num_sms(group, args.phase, device_sms), device_sms, args.arrival == Arrival::kCombineBack);
-  const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
+                    num_sms(group, args.phase, member.num_sms), member.num_sms, args.arrival == Arrival::kCombineBack));
+  const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
     return kernels.launch_dispatch(peers, args, type, plan, on);
   };
-  return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
+  return begin(group, member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
-inline ffi::Error enqueue_combine(const char* op, cudaStream_t stream, int32_t ordinal, int64_t group, ElementType type,
-                                  const CombineArgs& args, const Buffers& buffers = {}) {
-  const auto member = member_for(op, group, ordinal, args, args.row_bytes);
-  if (member.has_error()) return member.error();
-  const Peers& peers = (*member)->peers;
-  const int32_t device_sms = (*member)->num_sms;
-  const LaunchPlan plan = plan_combine(args.num_tokens, peers.num_ranks, args.recv_row ? args.top_k : 0,
-                                       num_chunks(static_cast<int32_t>(args.row_bytes)),
-                                       num_sms(group, args.phase, device_sms), device_sms);
-  const auto launch = [&peers, args, type, plan, kernels = find_group(group)->kernels()](cudaStream_t on) {
+inline ffi::Error enqueue_combine(const char* op, cudaStream_t stream, const Member& member, int64_t group,
+                                  ElementType type, const CombineArgs& args, const Buffers& buffers = {}) {
+  ffi::Error error = check_fits(op, member, args, args.row_bytes);
+  if (error.failure()) return error;
+  const Peers& peers = member.peers;
+  const Kernels kernels = find_group(group)->kernels();
+  const LaunchPlan plan =
+      kernels.adapt_combine_plan(peers, args,
+                                 plan_combine(args.num_tokens, peers.num_ranks, args.recv_row ? args.top_k : 0,
+                                              num_chunks(static_cast<int32_t>(args.row_bytes)),
+                                              num_sms(group, args.phase, member.num_sms), member.num_sms));
+  const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
     return kernels.launch_combine(peers, args, type, plan, on);
   };
-  return begin(op, group, **member, args, buffers, stream, {launch, plan.num_blocks});
+  return begin(group, member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
 // The handler of jax_ep_room. XLA has allocated the results, which a start will need; there is nothing to do.
@@ -230,7 +208,7 @@ Buffers addresses(const Buffer&... buffers) {
   return {data<const void>(buffers)...};
 }
 
-// The operands are the operands of the start without axis_index, then the ticket. The results alias some of them.
+// The operands are the operands of the start without axis_index, then `pending`. The results alias some of them.
 inline ffi::Error done(const char* op, OpKind kind, cudaStream_t stream, int32_t ordinal, int64_t group,
                        ffi::RemainingArgs operands) {
   const auto member = member_for(op, group, ordinal);
@@ -240,7 +218,7 @@ inline ffi::Error done(const char* op, OpKind kind, cudaStream_t stream, int32_t
   // The call counts here and not at its start: a start waits for no peer, and from the done on, the stream waits for
   // the operation.
   const int32_t most_sms = num_sms(group, Phase::kDone, (*member)->num_sms);
-  return enqueued(op, **member, [&] {
+  return enqueued(**member, [&] {
     check_order({group, kind, most_sms}, **member, stream);
     (*member)->split_phase->done(buffers, stream);
   });

@@ -48,7 +48,8 @@ std::string summary(const FailureRecord& failure) {
       return "Error: " + op + ": the program runs rank " + std::to_string(failure.seen) +
              " on the device that group.mesh has as rank " + rank;
     case FailureReason::kSlotTaken:
-      return "Error: " + op + ": rank " + rank + " has no room for another operation while older halves are under way";
+      return "Error: " + op + ": rank " + rank +
+             " has no room for another operation while older split-phase calls are in flight";
     case FailureReason::kElsewhere:
       return "PeerTimeoutError: " + op + ": rank " + peer + " gave up, and rank " + rank + " with it";
     case FailureReason::kOtherOrder:
@@ -98,7 +99,7 @@ void Group::open() {
     }
   }
   check_supported_pairs();
-  records_.push_back({HostMemory::allocate(members_.size() * sizeof(FailureRecord)), members_.size()});
+  records_.push_back({HostMemory::allocate(Records::bytes(members_.size())), members_.size()});
   if (config_.network) check_room();
   for (Member& member : members_) open_member(member);
 
@@ -108,8 +109,8 @@ void Group::open() {
     others = config_.exchange(handle());
   }
   for (const ProcessHandle& other : others) {
-    const size_t count = other.ranks.size();
-    records_.push_back({HostMemory::map(other.descriptors.at(0), count * sizeof(FailureRecord)), count});
+    const size_t num_ranks = other.ranks.size();
+    records_.push_back({HostMemory::map(other.descriptors.at(0), Records::bytes(num_ranks)), num_ranks});
   }
   for (Member& member : members_) {
     const OnDevice device(member.ordinal);
@@ -146,8 +147,8 @@ void Group::open_member(Member& member) {
   peers.by_top_k = Divisor(config_.top_k);
   peers.layout = layout_;
   peers.timeout_ns = static_cast<uint64_t>(std::min(config_.timeout_seconds, kLongestTimeoutSeconds) * 1e9);
-  const size_t index = &member - members_.data();
-  peers.failure = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal)) + index;
+  auto* const records = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal));
+  peers.failure = records + records_[0].of_kernels(index_of(member));
 
   const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.experts_per_rank), alignof(NetworkTable));
   const int64_t lasting_bytes = table_offset + sizeof(NetworkTable);
@@ -236,7 +237,7 @@ PeerTable Group::map_peers(Member& member, const std::vector<ProcessHandle>& oth
   return table;
 }
 
-// The pointers to local ranks, and the PEs of far ones.
+// The pointers to local ranks, and the PEs of remote ranks.
 NetworkTable Group::find_peers(const Member& member) const {
   const Network& network = *config_.network;
   const std::vector<int32_t>& pes = config_.pes.at(member.ep_group);
@@ -279,12 +280,17 @@ void Group::close() {
 }
 
 void Group::fail(const Member& member, const FailureRecord& why) const {
-  auto* const record = static_cast<FailureRecord*>(records_[0].memory.data()) + (&member - members_.data());
-  if (load_acquire_on_host(&record->valid)) return;
-  FailureRecord written = why;
-  written.valid = 0;
-  *record = written;
-  store_release_on_host(&record->valid, 1);
+  auto* const records = static_cast<FailureRecord*>(records_[0].memory.data());
+  const size_t index = index_of(member);
+  {
+    const std::lock_guard<std::mutex> lock(host_records_mutex_);
+    FailureRecord& record = records[Records::of_host(index)];
+    if (load_acquire_on_host(&records[records_[0].of_kernels(index)].valid) || record.valid) return;
+    FailureRecord written = why;
+    written.valid = 0;
+    record = written;
+    store_release_on_host(&record.valid, 1);
+  }
 
   const OnDevice device(member.ordinal);
   // A copy on the default stream could wait for the kernels that it shall end.
@@ -333,7 +339,7 @@ std::optional<FailureRecord> Group::failure() const {
   std::optional<FailureRecord> elsewhere;
   for (const Records& records : records_) {
     const auto* first = static_cast<const FailureRecord*>(records.memory.data());
-    for (const FailureRecord* record = first; record != first + records.count; ++record) {
+    for (const FailureRecord* record = first; record != first + 2 * records.num_ranks; ++record) {
       if (!load_acquire_on_host(&record->valid)) continue;  // the record was written before `valid`
       if (static_cast<FailureReason>(record->reason) != FailureReason::kElsewhere) return *record;
       elsewhere = *record;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -79,6 +80,8 @@ struct Member {
   std::vector<DeviceMemory> peer_controls;  // the same
   NetworkTable table = {};                  // the host's copy
   std::unique_ptr<SplitPhaseCalls> split_phase;
+
+  bool is_over_network() const { return symmetric_arena != nullptr; }
 };
 
 class Group {
@@ -94,8 +97,8 @@ class Group {
   void close();
   void free_arenas();
 
-  // Makes all ranks of the member's EP group give up, as a failing kernel does (Waiting::fail in wait.cuh). Waits for
-  // no kernel.
+  // Makes all ranks of the member's EP group give up, as a failing kernel does (Waiting::fail in wait.cuh). Records
+  // `why`, unless the rank has failed before. Waits for no kernel.
   void fail(const Member& member, const FailureRecord& why) const;
 
   bool closed() const { return closed_; }
@@ -111,12 +114,21 @@ class Group {
   Traffic traffic() const;  // the sum over this process's ranks; only over a network
 
  private:
-  // The failure records of a process's ranks.
+  // The failure records of a process's ranks. Each rank has one that its kernels write and one that its host writes.
+  // The host and a kernel cannot claim a record from each other, because a GPU's atomics on host memory are atomic only
+  // among GPUs.
   struct Records {
     HostMemory memory;
-    size_t count;
+    size_t num_ranks;
+
+    static size_t bytes(size_t num_ranks) { return 2 * num_ranks * sizeof(FailureRecord); }
+    // The host's records come first, so that failure() finds them first. No host record appears once a kernel's record
+    // is seen (fail()), but the reverse can happen.
+    static size_t of_host(size_t index) { return index; }
+    size_t of_kernels(size_t index) const { return num_ranks + index; }
   };
 
+  size_t index_of(const Member& member) const { return &member - members_.data(); }
   void open();
   void check_supported_pairs() const;
   void open_member(Member& member);
@@ -133,11 +145,13 @@ class Group {
   ArenaLayout layout_;
   std::vector<Member> members_;
   std::vector<Records> records_;  // of this process, then of the others
+  mutable std::mutex host_records_mutex_;
   std::atomic<bool> closed_ = false;
 };
 
 // Groups have ids, which compiled programs contain. A group's id is the same in all processes. A closed group keeps its
-// id until an equal group is opened: programs of the closed group then call the new group.
+// id until an equal group is opened: programs of the closed group then call the new group. The exception is a program
+// that XLA replays from a CUDA graph: the graph contains the closed group's pointers, so the program returns poison.
 void open_group(int64_t id, GroupConfig config);
 void close_group(int64_t id);   // does nothing if there is no such group, because opening it has failed
 Group* find_group(int64_t id);  // null if this process has made no such group

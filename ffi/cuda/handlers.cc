@@ -7,6 +7,7 @@
 // the order of calls, which ignores groups with calls in CUDA graphs.
 #include "ffi/cuda/handlers.h"
 
+#include "ffi/cuda/checks.h"
 #include "ffi/cuda/enqueue.h"
 
 namespace jax_ep {
@@ -53,12 +54,6 @@ void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const Operand&
   args.num_scales = is_fp8 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
 }
 
-// The kernels cast rows of bfloat16 only, to fp8 and back.
-ffi::Error check_bfloat16(const char* op, const char* name, const ffi::AnyBuffer& buffer, bool is_cast) {
-  if (!is_cast || buffer.element_type() == ffi::BF16) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(std::string(op) + ": the kernel casts " + name + ", which must be bfloat16");
-}
-
 DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x, Operand x_scales, Operand topk_idx,
                        Operand topk_weights) {
   DispatchArgs args = {};
@@ -95,30 +90,37 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
                     Operand x_scales, Operand topk_idx, Operand topk_weights, Result out, Result out_scales,
                     Result weights, Result counts, Result group_sizes, Result num_dropped, Result send_slot,
                     Result recv_row, Result num_recv_per_rank) {
-  ffi::Error error = check_bfloat16("dispatch", "x", x, attrs.cast != 0);
-  if (error.success()) error = check_bfloat16("dispatch", "out", *out, attrs.dequantize);
+  const auto member = member_for("dispatch", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const ffi::Error error =
+      check_dispatch("dispatch", **member, attrs, axis_index, x, x_scales, topk_idx, topk_weights, *out, *out_scales,
+                     *weights, *counts, *group_sizes, *num_dropped, *send_slot, *recv_row, *num_recv_per_rank);
   if (error.failure()) return error;
   DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, *out, *out_scales, *weights, *counts, *group_sizes, *num_dropped, *send_slot, *recv_row,
               *num_recv_per_rank);
-  return enqueue_dispatch("dispatch", stream, ordinal, attrs.group, element_type(x), args);
+  return enqueue_dispatch("dispatch", stream, **member, attrs.group, element_type(x), args);
 }
 
 ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
                           Operand x_scales, Operand topk_idx, Operand topk_weights, Operand out, Operand out_scales,
                           Operand weights, Operand counts, Operand group_sizes, Operand num_dropped, Operand send_slot,
-                          Operand recv_row, Operand num_recv_per_rank, Result ticket) {
-  ffi::Error error = check_bfloat16("dispatch_start", "x", x, attrs.cast != 0);
-  if (error.success()) error = check_bfloat16("dispatch_start", "out", out, attrs.dequantize);
+                          Operand recv_row, Operand num_recv_per_rank, Result pending) {
+  const auto member = member_for("dispatch_start", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const ffi::Error error = first_error(
+      {check_dispatch("dispatch_start", **member, attrs, axis_index, x, x_scales, topk_idx, topk_weights, out,
+                      out_scales, weights, counts, group_sizes, num_dropped, send_slot, recv_row, num_recv_per_rank),
+       check_pending("dispatch_start", *pending)});
   if (error.failure()) return error;
   DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
   set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, send_slot, recv_row,
               num_recv_per_rank);
   args.phase = Phase::kDone;
-  args.pending = data<PendingCall>(ticket);
-  return enqueue_dispatch("dispatch_start", stream, ordinal, attrs.group, element_type(x), args,
+  args.pending = data<PendingCall>(pending);
+  return enqueue_dispatch("dispatch_start", stream, **member, attrs.group, element_type(x), args,
                           addresses(x, x_scales, topk_idx, topk_weights, out, out_scales, weights, counts, group_sizes,
-                                    num_dropped, send_slot, recv_row, num_recv_per_rank, ticket));
+                                    num_dropped, send_slot, recv_row, num_recv_per_rank, pending));
 }
 
 ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
@@ -151,30 +153,71 @@ DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis
 ffi::Error dispatch_like(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand x,
                          Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Operand counts,
                          Operand group_sizes, Result out) {
+  const auto member = member_for("dispatch_like", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const Sizes sizes(**member);
+  const int64_t num_tokens = size(x, 0), channels = last_size(x);
+  const ffi::Error error = first_error(
+      {check_axis_index("dispatch_like", axis_index),
+       check_layout("dispatch_like", attrs.layout, attrs.capacity, attrs.alignment),
+       check_buffers("dispatch_like",
+                     {{"x", x, Types::any(), {num_tokens, channels}},
+                      {"out", *out, x.element_type(), sizes.rows(attrs.layout, attrs.capacity).then(channels)}}),
+       check_route("dispatch_like", sizes, num_tokens, send_slot, recv_row, num_recv_per_rank),
+       check_counts("dispatch_like", sizes, counts, group_sizes)});
+  if (error.failure()) return error;
   DispatchArgs args = along_route(OpKind::kDispatchLike, attrs, axis_index, x, send_slot, recv_row, num_recv_per_rank,
                                   counts, group_sizes, out);
   args.arrival = Arrival::kCopy;
-  return enqueue_dispatch("dispatch_like", stream, ordinal, attrs.group, element_type(x), args);
+  return enqueue_dispatch("dispatch_like", stream, **member, attrs.group, element_type(x), args);
 }
 
 ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand g,
                         Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Operand counts,
                         Operand group_sizes, Operand y, Operand row_weights, Result y_cotangent,
                         Result weights_cotangent) {
+  const char* const op = name_of(OpKind::kCombineBack);
+  const auto member = member_for(op, attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const Sizes sizes(**member);
+  const int64_t num_tokens = size(g, 0), channels = last_size(g);
+  const Dims rows = sizes.rows(attrs.layout, attrs.capacity);
+  const bool lacks_y = !has_elements(y);
+  const ffi::Error error =
+      first_error({check_axis_index(op, axis_index), check_layout(op, attrs.layout, attrs.capacity, attrs.alignment),
+                   check_buffers(op, {{"g", g, Types::floats(), {num_tokens, channels}},
+                                      {"y", y, g.element_type(), rows.then(channels), true},
+                                      {"row_weights", row_weights, ffi::F32, rows},
+                                      {"y_cotangent", *y_cotangent, g.element_type(), rows.then(channels)},
+                                      lacks_y ? none("weights_cotangent", *weights_cotangent)
+                                              : Expected{"weights_cotangent", *weights_cotangent, ffi::F32, rows}}),
+                   check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank),
+                   check_counts(op, sizes, counts, group_sizes)});
+  if (error.failure()) return error;
   DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, send_slot, recv_row, num_recv_per_rank,
                                   counts, group_sizes, y_cotangent);
   args.arrival = Arrival::kCombineBack;
   args.row_weights = data<float>(row_weights);
   args.y = data<void>(y);
   args.weights_cotangent = data<float>(weights_cotangent);
-  return enqueue_dispatch("combine (backward)", stream, ordinal, attrs.group, element_type(g), args);
+  return enqueue_dispatch(op, stream, **member, attrs.group, element_type(g), args);
 }
 
 ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
                       Operand x_scales, Operand splits, Operand send_slot, Result out, Result out_scales,
                       Result out_splits) {
-  ffi::Error error = check_bfloat16("all_to_all", "x", x, attrs.cast != 0);
-  if (error.success()) error = check_bfloat16("all_to_all", "out", *out, attrs.dequantize);
+  const auto member = member_for("all_to_all", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const Sizes sizes(**member);
+  const int64_t num_sent = size(x, 0);
+  const ffi::Error error =
+      first_error({check_axis_index("all_to_all", axis_index),
+                   check_wire("all_to_all", attrs.cast, attrs.dequantize, x, x_scales, {sizes.num_ranks, num_sent},
+                              *out, *out_scales),
+                   check_buffers("all_to_all",
+                                 {{"splits", splits, ffi::S32, {sizes.num_ranks * sizes.experts_per_rank}},
+                                  {"send_slot", send_slot, ffi::S32, {num_sent, sizes.num_ranks}},
+                                  {"out_splits", *out_splits, ffi::S32, {sizes.num_ranks, sizes.experts_per_rank}}})});
   if (error.failure()) return error;
   DispatchArgs args = {};
   args.op = OpKind::kAllToAll;
@@ -192,7 +235,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   set_out(args, *out);
   args.out_scales = data<float>(out_scales);
   args.counts = data<int32_t>(out_splits);
-  return enqueue_dispatch("all_to_all", stream, ordinal, attrs.group, element_type(x), args);
+  return enqueue_dispatch("all_to_all", stream, **member, attrs.group, element_type(x), args);
 }
 
 CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, Operand row_weights, Operand send_slot,
@@ -216,19 +259,30 @@ CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, 
 
 ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                    Operand row_weights, Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Result out) {
+  const auto member = member_for("combine", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const ffi::Error error =
+      check_combine("combine", **member, axis_index, y, row_weights, send_slot, recv_row, num_recv_per_rank, *out);
+  if (error.failure()) return error;
   const CombineArgs args =
       weighted_sum(attrs, axis_index, y, row_weights, send_slot, recv_row, num_recv_per_rank, *out);
-  return enqueue_combine("combine", stream, ordinal, attrs.group, element_type(y), args);
+  return enqueue_combine("combine", stream, **member, attrs.group, element_type(y), args);
 }
 
 ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                          Operand row_weights, Operand send_slot, Operand recv_row, Operand num_recv_per_rank,
-                         Operand out, Result ticket) {
+                         Operand out, Result pending) {
+  const auto member = member_for("combine_start", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const ffi::Error error = first_error({check_combine("combine_start", **member, axis_index, y, row_weights, send_slot,
+                                                      recv_row, num_recv_per_rank, out),
+                                        check_pending("combine_start", *pending)});
+  if (error.failure()) return error;
   CombineArgs args = weighted_sum(attrs, axis_index, y, row_weights, send_slot, recv_row, num_recv_per_rank, out);
   args.phase = Phase::kDone;
-  args.pending = data<PendingCall>(ticket);
-  return enqueue_combine("combine_start", stream, ordinal, attrs.group, element_type(y), args,
-                         addresses(y, row_weights, send_slot, recv_row, num_recv_per_rank, out, ticket));
+  args.pending = data<PendingCall>(pending);
+  return enqueue_combine("combine_start", stream, **member, attrs.group, element_type(y), args,
+                         addresses(y, row_weights, send_slot, recv_row, num_recv_per_rank, out, pending));
 }
 
 ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
@@ -239,6 +293,21 @@ ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi
 ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                          Operand weights, Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Result out,
                          Result topk_weights) {
+  const char* const op = name_of(OpKind::kDispatchBack);
+  const auto member = member_for(op, attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const Sizes sizes(**member);
+  const int64_t num_tokens = size(recv_row, 1), channels = last_size(y);
+  const bool lacks_y = !has_elements(y), lacks_weights = !has_elements(weights);
+  const int64_t num_rows = lacks_weights ? size(y, 0) : static_cast<int64_t>(weights.element_count());
+  const ffi::Error error = first_error(
+      {check_axis_index(op, axis_index), check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank),
+       check_buffers(op, {{"y", y, Types::floats(), {num_rows, channels}, true},
+                          {"weights", weights, ffi::F32, Dims(weights), true},
+                          lacks_y ? none("out", *out) : Expected{"out", *out, Types::floats(), {num_tokens, channels}},
+                          lacks_weights ? none("topk_weights", *topk_weights)
+                                        : Expected{"topk_weights", *topk_weights, ffi::F32, sizes.topk(num_tokens)}})});
+  if (error.failure()) return error;
   CombineArgs args = {};
   args.op = OpKind::kDispatchBack;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -254,11 +323,22 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, 
   args.out = data<void>(out);
   args.out_type = element_type(*out);
   args.topk_weights = data<float>(topk_weights);
-  return enqueue_combine("dispatch (backward)", stream, ordinal, attrs.group, element_type(y), args);
+  return enqueue_combine(op, stream, **member, attrs.group, element_type(y), args);
 }
 
 ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                            Operand num_sent, Operand send_slot, Result out) {
+  const auto member = member_for("all_to_all_back", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const Sizes sizes(**member);
+  const int64_t num_rows = size(y, 1), channels = last_size(y);
+  const ffi::Error error =
+      first_error({check_axis_index("all_to_all_back", axis_index),
+                   check_buffers("all_to_all_back", {{"y", y, Types::floats(), {sizes.num_ranks, num_rows, channels}},
+                                                     {"num_sent", num_sent, ffi::S32, {sizes.num_ranks}},
+                                                     {"send_slot", send_slot, ffi::S32, {num_rows, sizes.num_ranks}},
+                                                     {"out", *out, y.element_type(), {num_rows, channels}}})});
+  if (error.failure()) return error;
   CombineArgs args = {};
   args.op = OpKind::kAllToAllBack;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -271,15 +351,15 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
   args.send_slot = data<int32_t>(send_slot);
   args.out = data<void>(out);
   args.out_type = element_type(*out);
-  return enqueue_combine("all_to_all_back", stream, ordinal, attrs.group, element_type(y), args);
+  return enqueue_combine("all_to_all_back", stream, **member, attrs.group, element_type(y), args);
 }
 
 // Wraps a handler. XLA passes one more operand and one more result, the order token (jax_ep/_ordered_calls.py). The
-// handler neither reads nor writes it.
+// handler neither reads nor writes it. An exception of the handler becomes an error.
 template <typename Attrs, typename... Buffers>
-auto with_order_token(ffi::Error (*handler)(cudaStream_t, int32_t, Attrs, Buffers...)) {
-  return [handler](cudaStream_t stream, int32_t ordinal, Attrs attrs, Operand, Result, Buffers... buffers) {
-    return handler(stream, ordinal, attrs, buffers...);
+auto with_order_token(ffi::Error (*handler)(cudaStream_t, int32_t, Attrs, Buffers...), const char* op) {
+  return [op, handler](cudaStream_t stream, int32_t ordinal, Attrs attrs, Operand, Result, Buffers... buffers) {
+    return without_exceptions(op, [&] { return handler(stream, ordinal, attrs, buffers...); });
   };
 }
 
@@ -316,26 +396,29 @@ auto bind_done() {
 }
 
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
-JAX_EP_DEFINE_HANDLER(kDispatch, with_order_token(dispatch), (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kDispatchLike, with_order_token(dispatch_like), (with_buffers<7, 1>(bind_call<RouteAttrs>())),
+JAX_EP_DEFINE_HANDLER(kDispatch, with_order_token(dispatch, "dispatch"),
+                      (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatchLike, with_order_token(dispatch_like, "dispatch_like"),
+                      (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back, name_of(OpKind::kCombineBack)),
+                      (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all, "all_to_all"),
+                      (with_buffers<5, 3>(bind_call<AllToAllAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine, "combine"), (with_buffers<6, 1>(bind_call<CallAttrs>())),
                       kTraits);
-JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back), (with_buffers<9, 2>(bind_call<RouteAttrs>())),
-                      kTraits);
-JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all), (with_buffers<5, 3>(bind_call<AllToAllAttrs>())),
-                      kTraits);
-JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine), (with_buffers<6, 1>(bind_call<CallAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back), (with_buffers<6, 2>(bind_call<CallAttrs>())),
-                      kTraits);
-JAX_EP_DEFINE_HANDLER(kAllToAllBack, with_order_token(all_to_all_back), (with_buffers<4, 1>(bind_call<CallAttrs>())),
-                      kTraits);
+JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back, name_of(OpKind::kDispatchBack)),
+                      (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kAllToAllBack, with_order_token(all_to_all_back, "all_to_all_back"),
+                      (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
 
 // XLA does not record split-phase calls in CUDA graphs, and calls their handlers each time.
 XLA_FFI_DEFINE_HANDLER(kRoom, room, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
-JAX_EP_DEFINE_HANDLER(kDispatchStart, with_order_token(dispatch_start),
+JAX_EP_DEFINE_HANDLER(kDispatchStart, with_order_token(dispatch_start, "dispatch_start"),
                       (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
-JAX_EP_DEFINE_HANDLER(kDispatchDone, with_order_token(dispatch_done), bind_done());
-JAX_EP_DEFINE_HANDLER(kCombineStart, with_order_token(combine_start), (with_buffers<7, 1>(bind_call<CallAttrs>())));
-JAX_EP_DEFINE_HANDLER(kCombineDone, with_order_token(combine_done), bind_done());
+JAX_EP_DEFINE_HANDLER(kDispatchDone, with_order_token(dispatch_done, "dispatch_done"), bind_done());
+JAX_EP_DEFINE_HANDLER(kCombineStart, with_order_token(combine_start, "combine_start"),
+                      (with_buffers<7, 1>(bind_call<CallAttrs>())));
+JAX_EP_DEFINE_HANDLER(kCombineDone, with_order_token(combine_done, "combine_done"), bind_done());
 
 }  // namespace
 

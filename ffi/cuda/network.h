@@ -55,6 +55,8 @@ struct NetworkLayout {
 
 // The kernels of a module. _nvshmem has kernels for remote ranks; _cuda has kernels without them.
 struct Kernels {
+  decltype(&jax_ep::adapt_dispatch_plan) adapt_dispatch_plan;
+  decltype(&jax_ep::adapt_combine_plan) adapt_combine_plan;
   decltype(&jax_ep::launch_dispatch) launch_dispatch;
   decltype(&jax_ep::launch_combine) launch_combine;
   decltype(&jax_ep::launch_start) launch_start;
@@ -64,7 +66,8 @@ struct Kernels {
   decltype(&jax_ep::load_start) load_start;
 };
 inline Kernels kernels_of_this_module() {
-  return {launch_dispatch, launch_combine, launch_start, launch_hold, load_dispatch, load_combine, load_start};
+  return {adapt_dispatch_plan, adapt_combine_plan, launch_dispatch, launch_combine, launch_start,
+          launch_hold,         load_dispatch,      load_combine,    load_start};
 }
 
 // The functions that _nvshmem gives to _cuda. Each process has one GPU; emulated GPUs are all in one process.

@@ -43,8 +43,8 @@ void SplitPhaseCalls::start(Call call, Buffers buffers, Body body, cudaStream_t 
   started_.erase(buffers.back());
   if (started_.empty())
     check(launch_hold_(peers_, call.pending, body.num_blocks, stream), "the kernel was not launched");
-  const void* const ticket = buffers.back();
-  started_.insert_or_assign(ticket, Started{std::move(epoch_taken), std::move(buffers), std::move(body)});
+  const void* const pending = buffers.back();
+  started_.insert_or_assign(pending, Started{std::move(epoch_taken), std::move(buffers), std::move(body)});
 }
 
 void SplitPhaseCalls::done(const Buffers& buffers, cudaStream_t stream) {

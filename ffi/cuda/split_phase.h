@@ -19,8 +19,8 @@
 
 namespace jax_ep {
 
-// The addresses of all buffers that an operation reads or writes. The last one is the address of its ticket
-// (PendingCall).
+// The addresses of all buffers that an operation reads or writes. The last one is the address of its
+// PendingCall.
 using Buffers = std::vector<const void*>;
 
 // The split-phase calls of one group on one device. XLA may call the functions from any thread, in the order in which
@@ -65,7 +65,8 @@ class SplitPhaseCalls {
   const LaunchHold launch_hold_;
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
-  // Indexed by the address of the ticket. A start replaces an older start with the same ticket, which was never done.
+  // Indexed by the address of the PendingCall. A start replaces an older start with the same address, which was never
+  // done.
   std::map<const void*, Started> started_;
 };
 

@@ -29,7 +29,7 @@ class _Started(NamedTuple):
     """What a start leaves for its done."""
 
     memory: tuple[jax.Array | None, ...]  # for the results; None for NONE
-    ticket: jax.Array
+    pending: jax.Array  # struct PendingCall in ffi/cuda/call.h
     quantized: _SentRows | None = None  # the rows that the start sends in place of its operand x
 
 
@@ -270,7 +270,7 @@ class _CudaOperations(Backend):
         results: Mapping[str, Result],
         **settings: Any,
     ) -> _Started:
-        """Starts `target`. Returns the memory that its done will return as the results, and the ticket.
+        """Starts `target`. Returns the memory that its done will return as the results, and the pending call.
 
         A separate, pure call allocates the memory. jax.checkpoint may run this call again in a backward pass, as it
         does with barriers after a start. The second call then gets other memory, and XLA need not copy.
@@ -280,12 +280,12 @@ class _CudaOperations(Backend):
         room = lax.optimization_barrier(allocate(*arrays))
         memory = dict(zip(results, room, strict=True))
         start = target.start
-        ticket = self._call(
+        pending = self._call(
             start, {**operands, **memory}, start.result_types({}, {}, {}), has_side_effect=True, **settings
-        )["ticket"]
+        )["pending"]
         # None instead of an array without elements: XLA of jax 0.11 fails if a program or a shard_map has such an
         # argument.
-        return _Started(tuple(None if results[name] is NONE else array for name, array in memory.items()), ticket)
+        return _Started(tuple(None if results[name] is NONE else array for name, array in memory.items()), pending)
 
     def _done(
         self, target: Target, operands: Mapping[str, jax.Array | None], started: _Started
@@ -297,7 +297,7 @@ class _CudaOperations(Backend):
         given = {result.name: array for result, array in zip(target.results, started.memory, strict=True)}
         results = {name: NONE if array is None else Result(array.shape, array.dtype) for name, array in given.items()}
         aliases = {len(operands) + i: i for i in range(len(results))}
-        operands = {**operands, **given, "ticket": started.ticket}
+        operands = {**operands, **given, "pending": started.pending}
         return self._call(target.done, operands, results, agreed=None, aliases=aliases, has_side_effect=True)
 
     def _arrays(self, operands: Collection[jax.Array | None]) -> tuple[jax.Array, ...]:

@@ -26,8 +26,8 @@ def error_of(reason: str, op: str, rank: int, peer: int, expected: int, seen: in
         )
     if reason == FailureReason.SLOT_TAKEN.words:
         return Error(
-            f"{op}: rank {rank} has no room for another operation while older halves are under way; end each start "
-            "before the group's second (if its arena is small, fourth) operation after it"
+            f"{op}: rank {rank} has no room for another operation while older split-phase calls are in flight; end "
+            "each start before the group's second (if its arena is small, fourth) operation after it"
         )
     if reason == FailureReason.ELSEWHERE.words:
         why = "Group.check of its process says why"

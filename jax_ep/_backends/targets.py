@@ -39,7 +39,7 @@ class Result(NamedTuple):
 NONE = Result((0,), jnp.float32)
 _INT, _FLOAT = jnp.int32, jnp.float32
 _AXIS_INDEX = Array("axis_index", "", _INT)  # the rank that XLA runs; kernels compare it with the group's mesh
-_TICKET = Array("ticket", "2", _INT)  # struct PendingCall in ffi/cuda/call.h
+_PENDING = Array("pending", "2", _INT)  # struct PendingCall in ffi/cuda/call.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Target:
     @cached_property
     def start(self) -> Target:
         """The start of a split-phase call. It takes the memory of the results as operands."""
-        return Target(f"{self.name}_start", (*self.operands, *self.results), (_TICKET,), self.attributes)
+        return Target(f"{self.name}_start", (*self.operands, *self.results), (_PENDING,), self.attributes)
 
     @cached_property
     def done(self) -> Target:
@@ -67,7 +67,7 @@ class Target:
         Its results are in the memory that the start got for them.
         """
         operands = [operand for operand in self.operands if operand != _AXIS_INDEX]
-        return Target(f"{self.name}_done", (*operands, *self.results, _TICKET), self.results)
+        return Target(f"{self.name}_done", (*operands, *self.results, _PENDING), self.results)
 
     def in_order(self, operands: Mapping[str, jax.Array | None]) -> tuple[jax.Array | None, ...]:
         """Returns the operands, given by name, in the order of the handler."""

@@ -28,7 +28,7 @@ namespace {
 // A row is more than two pieces of y in shared memory (combine.cu), and the last one is not whole.
 constexpr int32_t kHidden = 1152, kAlignment = 4;
 constexpr int64_t kRowBytes = kHidden * sizeof(float);
-constexpr int32_t kStreams = 4, kTickets = 3;
+constexpr int32_t kStreams = 4, kPending = 3;
 // Of every rank, as the program chooses them.
 int32_t experts_per_rank = 3, num_tokens = 12, top_k = 4;
 
@@ -123,7 +123,7 @@ struct Rank {
       send_slot{size_t(2) * num_tokens * ranks},  // half of it without a network
       recv_row{size_t(ranks) * num_tokens * top_k}, num_recv_per_rank{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
-  Array<PendingCall> dispatch_tickets{kTickets}, combine_tickets{kTickets};
+  Array<PendingCall> pending_dispatches{kPending}, pending_combines{kPending};
   Array<uint16_t> x_bfloat16{size_t(num_tokens) * kHidden};  // x, for operations that cast to fp8
   Activations recv{size_t(num_rows) * kHidden};
   Array<float> x{size_t(num_tokens) * kHidden}, topk_weights{size_t(num_tokens) * top_k}, weights{size_t(num_rows)},
@@ -181,9 +181,9 @@ struct Rank {
     args.num_recv_per_rank = num_recv_per_rank.device;
     return args;
   }
-  DispatchArgs dispatch_split(int32_t cast, int32_t ticket = 0) {
+  DispatchArgs dispatch_split(int32_t cast, int32_t pending = 0) {
     DispatchArgs args = dispatch(cast);
-    args.phase = Phase::kDone, args.pending = dispatch_tickets.device + ticket;
+    args.phase = Phase::kDone, args.pending = pending_dispatches.device + pending;
     return args;
   }
   DispatchArgs along_route(OpKind op, Array<float>& result) {
@@ -216,9 +216,9 @@ struct Rank {
     args.row_weights = weights.device;
     return args;
   }
-  CombineArgs combine_split(int32_t ticket = 0) {
+  CombineArgs combine_split(int32_t pending = 0) {
     CombineArgs args = combine();
-    args.phase = Phase::kDone, args.pending = combine_tickets.device + ticket;
+    args.phase = Phase::kDone, args.pending = pending_combines.device + pending;
     return args;
   }
   CombineArgs dispatch_back() {
@@ -521,17 +521,19 @@ class Session {
     const int32_t num_sms = is_done ? usable_sms_beside_others(blocks_.number, member.num_sms) : blocks_.number;
     const auto adjust = [&](const LaunchPlan& plan) { return is_done ? plan : blocks_.adjust(plan); };
     if constexpr (std::is_same_v<Args, DispatchArgs>) {
-      const LaunchPlan plan = adjust(plan_dispatch(call.num_tokens, num_ranks_, call.top_k,
+      const LaunchPlan best = adjust(plan_dispatch(call.num_tokens, num_ranks_, call.top_k,
                                                    num_chunks(call.num_scales ? kHidden : kRowBytes), num_sms,
                                                    member.num_sms, call.arrival == Arrival::kCombineBack));
+      const LaunchPlan plan = kernels.adapt_dispatch_plan(peers, call, best);
       const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
         return kernels.launch_dispatch(peers, call, type, plan, stream);
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan plan =
+      const LaunchPlan best =
           adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
                               num_chunks(static_cast<int32_t>(call.row_bytes)), num_sms, member.num_sms));
+      const LaunchPlan plan = kernels.adapt_combine_plan(peers, call, best);
       const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
         return kernels.launch_combine(peers, call, type, plan, stream);
       };

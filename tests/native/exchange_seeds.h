@@ -178,6 +178,40 @@ void run_late_twice(int32_t cast, Blocks blocks) {
   session.wait();
 }
 
+// The host fails the group while a kernel writes its own failure record, or after that. The record that the host reads
+// is one of the two, and no mixture.
+void run_host_fails(uint64_t seed) {
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  emulator::set_num_sms(2);
+  Session session(2, 0, {2, Variant::kBalanced}, kTimeout);
+  session.randomize(random);
+  session.whole([](Rank& rank) {
+    DispatchArgs args = rank.dispatch(0);
+    args.hash += rank.axis_index.host[0];  // ranks in different calls: one of them fails
+    return args;
+  });
+  constexpr uint64_t kStepNs = 10;
+  const std::vector<Member>& members = session.group().members();
+  const uint32_t& failed = members[0].peers.control->failed;
+  while (failed == 0) emulator::run_for(kStepNs);
+  const auto rank = static_cast<int32_t>(failed) - 1;
+  const Member& member = members[rank];
+  emulator::run_for(kStepNs * (random() % 20));
+  FailureRecord why = {};
+  why.reason = static_cast<uint32_t>(FailureReason::kOtherOrder);
+  why.op = static_cast<uint32_t>(OpKind::kCombine);
+  why.rank = rank, why.peer = 1 - rank, why.expected = 7, why.seen = 9;
+  session.group().fail(member, why);
+  session.wait();
+  const FailureRecord seen = session.group().failure().value();
+  const bool is_of_host = static_cast<FailureReason>(seen.reason) == FailureReason::kOtherOrder;
+  EXPECT_EQ(is_of_host || static_cast<FailureReason>(seen.reason) == FailureReason::kOtherOp, true);
+  EXPECT_EQ(seen.op, is_of_host ? why.op : static_cast<uint32_t>(OpKind::kDispatch));
+  EXPECT_EQ(seen.peer, static_cast<uint32_t>(1 - rank));
+  EXPECT_EQ(seen.epoch, is_of_host ? 0u : 1u);
+  EXPECT_EQ(seen.expected == why.expected && seen.seen == why.seen, is_of_host);
+}
+
 // A start that is never done keeps its slot, which another operation then waits for.
 void run_never_done(Session& session) {
   session.start([&](Rank& rank) { return rank.dispatch_split(session.cast()); });
@@ -217,34 +251,34 @@ void launch_any(Session& session, std::mt19937& random) {
 void run_far_ahead(Session& session, std::mt19937& random) {
   struct Started {
     bool is_dispatch;
-    int32_t ticket, number;  // of the operation
+    int32_t pending, number;  // of the operation
   };
   std::vector<Started> under_way;
   const auto done = [&](size_t index) {
     const Started started = under_way[index];
     under_way.erase(under_way.begin() + static_cast<std::ptrdiff_t>(index));
     if (started.is_dispatch) {
-      session.done([&](Rank& rank) { return rank.dispatch_split(session.cast(), started.ticket); });
+      session.done([&](Rank& rank) { return rank.dispatch_split(session.cast(), started.pending); });
     } else {
-      session.done([&](Rank& rank) { return rank.combine_split(started.ticket); });
+      session.done([&](Rank& rank) { return rank.combine_split(started.pending); });
     }
   };
   const auto start = [&](int32_t number) {
     const bool is_dispatch = random() % 2;
-    const auto has = [&](int32_t ticket) {
+    const auto has = [&](int32_t pending) {
       return std::any_of(under_way.begin(), under_way.end(), [&](const Started& started) {
-        return started.is_dispatch == is_dispatch && started.ticket == ticket;
+        return started.is_dispatch == is_dispatch && started.pending == pending;
       });
     };
-    int32_t ticket = 0;
-    while (ticket < kTickets && has(ticket)) ++ticket;
-    if (ticket == kTickets) return false;
+    int32_t pending = 0;
+    while (pending < kPending && has(pending)) ++pending;
+    if (pending == kPending) return false;
     if (is_dispatch) {
-      session.start([&](Rank& rank) { return rank.dispatch_split(session.cast(), ticket); });
+      session.start([&](Rank& rank) { return rank.dispatch_split(session.cast(), pending); });
     } else {
-      session.start([&](Rank& rank) { return rank.combine_split(ticket); });
+      session.start([&](Rank& rank) { return rank.combine_split(pending); });
     }
-    under_way.push_back({is_dispatch, ticket, number});
+    under_way.push_back({is_dispatch, pending, number});
     return true;
   };
   if (random() % 2) session.open_group();
@@ -700,6 +734,10 @@ std::string run_seed(uint64_t seed) {
   if (check::failures == 0) what += run_rare_orders(seed);
   std::mt19937 random(static_cast<uint32_t>(seed));
   if (check::failures == 0) run_group_arrays_of(random, 1 + random() % 40);
+  if (check::failures == 0 && seed % 4 == 0) {
+    what += ", then a failure by the host";
+    run_host_fails(seed);
+  }
   return what;
 }
 

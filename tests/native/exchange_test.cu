@@ -117,7 +117,7 @@ void unlike_split_phase() {
   for (int32_t round = 0; round < 3; ++round) {
     EXPECT_EQ(is_refused(buffers), true);
     start();
-    EXPECT_EQ(is_refused({call.x, call.out, rank.combine_tickets.device}), true);
+    EXPECT_EQ(is_refused({call.x, call.out, rank.pending_combines.device}), true);
     EXPECT_EQ(is_refused({call.out, call.out, call.pending}), true);
     EXPECT_EQ(is_refused(buffers), false);
   }

@@ -39,12 +39,16 @@ void expect_sound(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
   EXPECT_EQ(plan.block_threads() <= most_threads(plan.variant), true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
-  // In those variants a receiver's control warp notes where rows go in the memory in which a sender's others count.
-  if (has_control_warp(plan.variant)) EXPECT_EQ(plan.first_receiver >= plan.num_senders, true);
+  EXPECT_EQ(plan.is_possible(), true);
   std::set<int32_t> senders, receivers;
   for (int32_t block = 0; block < plan.num_senders; ++block) senders.insert(plan.row_sender(block));
   for (int32_t block = plan.first_receiver; block < plan.num_blocks; ++block) {
     receivers.insert(plan.row_receiver(block));
+  }
+  // A block that moves no rows computes its warp groups, too.
+  for (int32_t block = plan.first_receiver; block < plan.num_blocks; ++block) {
+    const WarpGroup warp_group = WarpGroup::of_receivers(plan, block, 0);
+    EXPECT_EQ(warp_group.index >= 0, plan.row_receiver(block) >= 0);
   }
   for (int32_t i = 0; i < plan.row_senders(); ++i) EXPECT_EQ(senders.count(i), size_t{1});
   for (int32_t i = 0; i < plan.row_receivers(); ++i) EXPECT_EQ(receivers.count(i), size_t{1});
@@ -75,6 +79,18 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
       }
     }
   }
+}
+
+// One block has both roles, unless it has a control warp.
+void test_plans_of_one_block() {
+  LaunchPlan plan = plan_dispatch(4096, 2, 8, 28, 1, false);
+  EXPECT_EQ(plan.num_blocks, 1);
+  EXPECT_EQ(plan.is_possible(), true);
+  plan.variant = Variant::kLowLatency;
+  EXPECT_EQ(plan.is_possible(), false);
+  const LaunchPlan few_tokens = plan_dispatch(8, 2, 8, 28, 0, false);
+  EXPECT_EQ(few_tokens.is_possible(), true);
+  EXPECT_EQ(few_tokens.is_possible(Phase::kDone), false);
 }
 
 // On the few SMs of an emulated device, for every number of ranks and experts per token.
@@ -364,6 +380,7 @@ void test_divisor() {
 int main() {
   test_plans(kDeviceSms, {0, 1, 2, 3, 5, 24, 132, 1000});
   for (int32_t device_sms : {1, 2, 4, 78, 114, 148}) test_plans(device_sms, {0, 1000});
+  test_plans_of_one_block();
   test_plans_on_few_sms();
   test_num_sms_is_at_most_the_devices();
   test_sms_beside_others();

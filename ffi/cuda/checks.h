@@ -1,0 +1,128 @@
+// What the buffers of a call must be: their types, and their shapes in a group. The handlers check all buffers before
+// they enqueue a kernel. jax_ep/_backends/targets.py declares the same shapes.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "ffi/buffers.h"
+#include "ffi/cuda/call.h"
+#include "ffi/cuda/enqueue.h"
+#include "ffi/cuda/group.h"
+
+namespace jax_ep {
+
+// The sizes of the buffers of a group's calls.
+struct Sizes {
+  int64_t num_ranks, experts_per_rank, top_k;
+  bool has_network;
+
+  explicit Sizes(const Member& member)
+      : num_ranks(member.peers.num_ranks),
+        experts_per_rank(member.peers.experts_per_rank),
+        top_k(member.peers.layout.top_k),
+        has_network(member.is_over_network()) {}
+
+  Dims topk(int64_t num_tokens) const { return {num_tokens, top_k}; }
+  Dims send_slot(int64_t num_tokens) const { return {has_network ? 2 * num_tokens : num_tokens, num_ranks}; }
+  Dims recv_row(int64_t num_tokens) const { return {num_ranks, num_tokens, top_k}; }
+  // The leading dimensions of received rows.
+  Dims rows(int64_t layout, int64_t capacity) const {
+    return static_cast<Layout>(layout) == Layout::kExpert ? Dims{experts_per_rank, capacity} : Dims{capacity};
+  }
+};
+
+inline ffi::Error check_axis_index(const char* op, const Operand& axis_index) {
+  return check_buffers(op, {{"axis_index", axis_index, ffi::S32, {}}});
+}
+
+inline ffi::Error check_route(const char* op, const Sizes& sizes, int64_t num_tokens, const Operand& send_slot,
+                              const Operand& recv_row, const Operand& num_recv_per_rank) {
+  return check_buffers(op, {{"send_slot", send_slot, ffi::S32, sizes.send_slot(num_tokens)},
+                            {"recv_row", recv_row, ffi::S32, sizes.recv_row(num_tokens)},
+                            {"num_recv_per_rank", num_recv_per_rank, ffi::S32, {sizes.num_ranks}}});
+}
+
+inline ffi::Error check_counts(const char* op, const Sizes& sizes, const Operand& counts, const Operand& group_sizes) {
+  return check_buffers(op, {{"counts", counts, ffi::S32, {sizes.experts_per_rank}},
+                            {"group_sizes", group_sizes, ffi::S32, {sizes.experts_per_rank}}});
+}
+
+inline ffi::Error check_layout(const char* op, int64_t layout, int64_t capacity, int64_t alignment) {
+  const bool is_layout =
+      layout == static_cast<int64_t>(Layout::kExpert) || layout == static_cast<int64_t>(Layout::kRagged);
+  if (is_layout && capacity >= 0 && alignment >= 1) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(op) + ": layout is " + std::to_string(layout) + ", capacity is " +
+                                     std::to_string(capacity) + " and alignment is " + std::to_string(alignment) +
+                                     "; they must be a number of Layout, at least 0, and at least 1");
+}
+
+// Checks the rows that are sent, and the rows that arrive in `rows` of the result. The kernels cast rows of bfloat16
+// only, to fp8 and back. Rows that are fp8 already have scales.
+inline ffi::Error check_wire(const char* op, int64_t cast, bool dequantize, const Operand& x, const Operand& x_scales,
+                             const Dims& rows, const Operand& out, const Operand& out_scales) {
+  const int64_t num_tokens = size(x, 0), channels = last_size(x), num_scales = channels / kChannelsPerScale;
+  const bool is_quantized = x.element_type() == ffi::F8E4M3FN, is_cast = cast != 0, is_fp8 = is_quantized || is_cast;
+  if (is_fp8 && channels % kChannelsPerScale != 0) {
+    return ffi::Error::InvalidArgument(std::string(op) + ": x has rows of " + std::to_string(channels) +
+                                       " channels; rows that travel in fp8 must have a multiple of " +
+                                       std::to_string(kChannelsPerScale));
+  }
+  const bool returns_fp8 = is_fp8 && !dequantize;
+  const Types x_types = is_cast ? Types(ffi::BF16) : is_quantized ? Types(ffi::F8E4M3FN) : Types::floats();
+  const Types out_types = returns_fp8 ? Types(ffi::F8E4M3FN) : is_fp8 ? Types(ffi::BF16) : Types(x.element_type());
+  return check_buffers(op, {{"x", x, x_types, {num_tokens, channels}},
+                            is_quantized ? Expected{"x_scales", x_scales, ffi::F32, {num_tokens, num_scales}}
+                                         : none("x_scales", x_scales),
+                            {"out", out, out_types, rows.then(channels)},
+                            returns_fp8 ? Expected{"out_scales", out_scales, ffi::F32, rows.then(num_scales)}
+                                        : none("out_scales", out_scales)});
+}
+
+// The first error of several checks.
+inline ffi::Error first_error(std::initializer_list<ffi::Error> errors) {
+  for (const ffi::Error& error : errors) {
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Attrs>
+ffi::Error check_dispatch(const char* op, const Member& member, const Attrs& attrs, const Operand& axis_index,
+                          const Operand& x, const Operand& x_scales, const Operand& topk_idx,
+                          const Operand& topk_weights, const Operand& out, const Operand& out_scales,
+                          const Operand& weights, const Operand& counts, const Operand& group_sizes,
+                          const Operand& num_dropped, const Operand& send_slot, const Operand& recv_row,
+                          const Operand& num_recv_per_rank) {
+  const Sizes sizes(member);
+  const int64_t num_tokens = size(x, 0);
+  const Dims rows = sizes.rows(attrs.layout, attrs.capacity);
+  return first_error({check_axis_index(op, axis_index), check_layout(op, attrs.layout, attrs.capacity, attrs.alignment),
+                      check_wire(op, attrs.cast, attrs.dequantize, x, x_scales, rows, out, out_scales),
+                      check_buffers(op, {{"topk_idx", topk_idx, ffi::S32, sizes.topk(num_tokens)},
+                                         {"topk_weights", topk_weights, ffi::F32, sizes.topk(num_tokens), true},
+                                         {"weights", weights, ffi::F32, rows},
+                                         {"num_dropped", num_dropped, ffi::S32, {}}}),
+                      check_counts(op, sizes, counts, group_sizes),
+                      check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank)});
+}
+
+inline ffi::Error check_pending(const char* op, const Operand& pending) {
+  static_assert(sizeof(PendingCall) == 2 * sizeof(int32_t));
+  return check_buffers(op, {{"pending", pending, ffi::S32, {2}}});
+}
+
+inline ffi::Error check_combine(const char* op, const Member& member, const Operand& axis_index, const Operand& y,
+                                const Operand& row_weights, const Operand& send_slot, const Operand& recv_row,
+                                const Operand& num_recv_per_rank, const Operand& out) {
+  const int64_t num_tokens = size(recv_row, 1), channels = last_size(y);
+  const Dims rows = Dims::of_rows(y);
+  return first_error({check_axis_index(op, axis_index),
+                      check_buffers(op, {{"y", y, Types::floats(), rows.then(channels)},
+                                         {"row_weights", row_weights, ffi::F32, rows}}),
+                      check_route(op, Sizes(member), num_tokens, send_slot, recv_row, num_recv_per_rank),
+                      check_buffers(op, {{"out", out, Types::floats(), {num_tokens, channels}}})});
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,124 @@
+"""The handlers of the CUDA backend refuse buffers of another type or shape than their kernels expect.
+
+The public functions refuse them while tracing. So these tests call the FFI targets directly.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import open_group, spmd, wait_for_all_devices
+from jax_ep._backends import targets
+from jax_ep._backends.targets import NONE, Result
+from jax_ep._constants import CHANNELS_PER_SCALE, Layout
+from shapes import SMALL
+
+CAPACITY = 64
+ABSENT = ("x_scales", "out_scales")  # rows travel in bfloat16
+GIVES_SIZES = ("x", "g", "y", "weights")  # a handler compares the other buffers with these
+ATTRIBUTES = {
+    "layout": Layout.RAGGED,
+    "capacity": CAPACITY,
+    "alignment": 1,
+    "cast": 0,
+    "dequantize": False,
+    "zero_pad": False,
+}
+OPS = {"combine_back": "combine (backward)", "dispatch_back": "dispatch (backward)"}  # in messages
+
+
+@pytest.fixture
+def group(kernel_backend, mesh):
+    with open_group(mesh, SMALL, backend=kernel_backend) as group:
+        yield group
+
+
+def buffers(group, declared):
+    """The type of each buffer, by name, in a call that a handler takes."""
+    num_tokens = SMALL.tokens
+    sizes = {
+        "T": (num_tokens,),
+        "M": (num_tokens,),
+        "P": (num_tokens * (2 if group._impl._has_network else 1),),
+        "K": (group.top_k,),
+        "H": (group.hidden,),
+        "S": (group.hidden // CHANNELS_PER_SCALE,),
+        "R": (group.num_ranks,),
+        "E": (group.experts_per_rank,),
+        "R*E": (group.num_experts,),
+        "N": (CAPACITY,),
+        "*rows": (CAPACITY,),
+        "2": (2,),
+    }
+    return {
+        array.name: NONE
+        if array.name in ABSENT
+        else Result(sum((sizes[dim] for dim in array.dims.split()), ()), array.dtype or group.dtype)
+        for array in declared
+    }
+
+
+def call(group, target, changed=None, **attributes):
+    """Calls a target with zeros, and with the type that `changed` has for one operand or result."""
+    operands = buffers(group, target.operands)
+    results = buffers(group, target.results)
+    for name, result in (changed or {}).items():
+        (operands if name in operands else results)[name] = result
+    attributes = {name: value for name, value in (ATTRIBUTES | attributes).items() if name in target.attributes}
+
+    del operands["axis_index"]  # which _call adds
+
+    def on_device(x):
+        given = {name: jnp.zeros(shape, dtype) + x.astype(dtype) for name, (shape, dtype) in operands.items()}
+        got = group._impl._call(target, given, results, **attributes)
+        return jnp.stack([jnp.sum(array).astype(jnp.float32) for array in got.values()])
+
+    return jax.jit(spmd(on_device, group.mesh))(np.zeros(group.num_ranks, np.float32))
+
+
+def variants(result):
+    """The same type with one more row, and with another element type."""
+    if result is not NONE:
+        yield Result((*((result.shape[0] + 1,) if result.shape else (1,)), *result.shape[1:]), result.dtype)
+        yield Result(result.shape, jnp.int16)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [*targets.TARGETS, *(target.start for target in targets.SPLIT)],
+    ids=lambda target: target.name,
+)
+def test_buffers_of_other_types_and_shapes(group, target):
+    op = OPS.get(target.name, target.name)
+    for array in (*target.operands, *target.results):
+        if array.name == "axis_index":
+            continue
+        for changed in variants(buffers(group, [array])[array.name]):
+            with pytest.raises(jax.errors.JaxRuntimeError) as error:
+                wait_for_all_devices(out := call(group, target, {array.name: changed}))
+                jax.block_until_ready(out)
+            name = r"\w+" if array.name in GIVES_SIZES else array.name
+            shape = r"\[[\d, ]*\]"
+            assert error.match(f"{re.escape(op)}: {name} is .* {shape}; it must be .* {shape}")
+    group.check()
+
+
+def test_a_message_in_full(group):
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.block_until_ready(call(group, targets.COMBINE, {"row_weights": Result((CAPACITY, 2), jnp.int32)}))
+    message = f"combine: row_weights is int32 [{CAPACITY}, 2]; it must be float32 [{CAPACITY}]"
+    assert message in str(error.value)
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.block_until_ready(call(group, targets.COMBINE, {"y": Result((CAPACITY, SMALL.hidden), jnp.int8)}))
+    assert f"combine: y is int8 [{CAPACITY}, {SMALL.hidden}]; it must be float32, float16 or bfloat16 [" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"layout": 7}, {"alignment": 0}, {"capacity": -1}], ids=str)
+def test_attributes_that_no_layout_has(group, wrong):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="dispatch: layout is .* capacity is .* and alignment is"):
+        jax.block_until_ready(call(group, targets.DISPATCH, **wrong))
