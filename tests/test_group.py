@@ -191,7 +191,7 @@ def test_check_raises_what_devices_wrote(monkeypatch, mesh, reason, kind, messag
 def test_a_group_loads_the_grouped_gemm_on_its_devices(mesh, monkeypatch):
     loaded = []
     monkeypatch.setattr(_native, "grouped_matmul", SimpleNamespace(load=loaded.append))
-    settings = dict(num_experts=8, top_k=2, hidden=64, max_tokens_per_rank=4, backend="emulated")
+    settings = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 4, "backend": "emulated"}
     with ep.Group(mesh, **settings) as group:
         assert not group._impl.has_grouped_gemm and not loaded  # CPUs have no compute capability
     monkeypatch.setattr(_native, "grouped_matmul_reason", lambda devices: None)

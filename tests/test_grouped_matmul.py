@@ -120,7 +120,9 @@ def test_rows_beyond_the_groups_contribute_nothing(implementation, layout):
 def test_grouped_with_more_groups_than_a_block_has_threads(dtype):
     sizes = [(7 * g) % 4 for g in range(2500)]
     rows, w, group_sizes, dy, valid = arrays(sizes, "ragged", dtype, num_beyond=70)
-    for found, expected in zip(run(rows, w, group_sizes, dy, "grouped"), oracle(rows, w, dy, valid, sizes), strict=True):
+    for found, expected in zip(
+        run(rows, w, group_sizes, dy, "grouped"), oracle(rows, w, dy, valid, sizes), strict=True
+    ):
         at = valid if found.shape == dy.shape else ...
         expect_close(found[at], expected[at], TOLERANCES[dtype])
 

@@ -157,6 +157,7 @@ class NativeGroup:
         devices = [device for device in self._ep_groups.flat if device.process_index == jax.process_index()]
         if _native.grouped_matmul_reason(devices) is not None:
             return False
+        assert _native.grouped_matmul is not None
         for device in devices:
             _native.grouped_matmul.load(self._ordinal(device))
         return True

@@ -17,7 +17,7 @@ from jax_ep._combine import combine
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch
 from jax_ep._group import Group, check_usable
-from jax_ep.moe._grouped_matmul import grouped_matmul, no_grouped_reason
+from jax_ep.moe._grouped_matmul import Implementation, grouped_matmul, no_grouped_reason
 
 Experts: TypeAlias = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
 EXPERTS: tuple[Experts, ...] = get_args(Experts)
@@ -27,7 +27,7 @@ EXPERTS: tuple[Experts, ...] = get_args(Experts)
 # Below that, padding costs no time, and one batched matmul for all experts reads the weights once.
 FEW_ROWS = 64
 
-# mlp sets these arguments of dispatch: `group` is its own argument, the layout follows from `experts`, and the plan from
+# mlp sets these arguments of dispatch: `group` is its own argument, the layout follows from `experts`, the plan from
 # `balance`.
 _DECIDED = ("group", "layout", "plan")
 _DISPATCH_ARGUMENTS = tuple(
@@ -124,16 +124,16 @@ def mlp(
     _check_dispatch_arguments(op, dispatch_arguments)
 
     channels = group.hidden, 2 * inner, inner
-    if experts == "grouped":
-        if reason := no_grouped_reason(group.dtype, channels, _devices_of(group)):
-            raise ValueError(f"{op}: experts is 'grouped', but {reason}; use experts='auto'")
-    if experts == "auto":
-        experts = _choose_experts(group, len(tokens[0]), dispatch_arguments, channels)
-    layout: Literal["expert", "ragged"] = "expert" if experts == "einsum" else "ragged"
+    if experts == "grouped" and (reason := no_grouped_reason(group.dtype, channels, _devices_of(group))):
+        raise ValueError(f"{op}: experts is 'grouped', but {reason}; use experts='auto'")
+    implementation = experts
+    if implementation == "auto":
+        implementation = _choose_experts(group, len(tokens[0]), dispatch_arguments, channels)
+    layout: Literal["expert", "ragged"] = "expert" if implementation == "einsum" else "ragged"
     recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
     rows, w_gate_up, w_down = _compat.vary((dequantize(recv), w_gate_up, w_down), [])
-    matmul = partial(grouped_matmul, group_sizes=recv.group_sizes, implementation=experts)
+    matmul = partial(grouped_matmul, group_sizes=recv.group_sizes, implementation=implementation)
 
     gate_up = checkpoint_name(matmul(rows, w_gate_up), "jax_ep_moe_gate_up")
     gate, up = gate_up[..., :inner], gate_up[..., inner:]
@@ -156,7 +156,7 @@ def _devices_of(group: Group) -> list[Any]:
 
 def _choose_experts(
     group: Group, num_tokens: int, dispatch_arguments: dict[str, Any], channels: tuple[int, ...]
-) -> Experts:
+) -> Implementation:
     """What "auto" is. All ranks must choose alike, because results differ in their last bits."""
     if _pads_at_no_cost(group, num_tokens, dispatch_arguments):
         return "einsum"
