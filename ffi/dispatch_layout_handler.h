@@ -9,6 +9,7 @@
 
 #include "ffi/buffers.h"
 #include "ffi/dispatch_layout.h"
+#include "ffi/handler_error.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {

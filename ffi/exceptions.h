@@ -1,4 +1,5 @@
-// Exceptions of handlers, as errors. An exception must not cross XLA's C interface. This file does not depend on XLA.
+// Catches the exceptions of handlers: an exception must not cross XLA's C interface. This file does not depend on XLA.
+// ffi/handler_error.h makes XLA's errors of them.
 #pragma once
 
 #include <exception>

@@ -106,6 +106,38 @@ def test_rows_are_shared_as_in_python(num_ranks):
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("share_rows", {"need": [3, -1], "room": 2, "start": 0}, "need is -1, but must be at least 0"),
+        ("share_rows", {"need": [2**31 - 1, 1], "room": 2, "start": 0}, "need has the sum 2147483648, but must fit"),
+        ("share_rows", {"need": [3, 1], "room": -2, "start": 0}, "room is -2, but must be at least 0"),
+        ("share_rows", {"need": [3, 1], "room": 2, "start": -1}, "start is -1, but must be at least 0"),
+        ("share_rows", {"need": [3, 1], "room": 2, "start": 2}, "start is 2, but must be below the 2 ranks of need"),
+        ("share_rows", {"need": [], "room": 2, "start": 0}, "start is 0, but must be below the 0 ranks of need"),
+        ("place_groups", {"need": [-1], "layout": "ragged", "capacity": 8, "alignment": 1}, "need is -1"),
+        ("place_groups", {"need": [1], "layout": "ragged", "capacity": -8, "alignment": 1}, "capacity is -8"),
+        ("place_groups", {"need": [1], "layout": "ragged", "capacity": 8, "alignment": 0}, "alignment is 0"),
+        ("group_bytes", {"num_ranks": 0}, "num_ranks is 0, but must be at least 1"),
+        ("group_bytes", {"num_ranks": 4, "num_experts": 2}, "num_experts is 2, but must be at least 4"),
+        ("group_bytes", {"top_k": 0}, "top_k is 0, but must be at least 1"),
+        ("default_capacity", {"alignment": 0}, "alignment is 0, but must be at least 1"),
+        ("default_capacity", {"num_tokens": -1}, "num_tokens is -1, but must be at least 0"),
+    ],
+)
+def test_numbers_without_meaning_are_refused(function, arguments, message):
+    usual = {
+        "group_bytes": {"num_ranks": 2, "num_experts": 8, "top_k": 2, "max_tokens": 4, "max_payload": 256},
+        "default_capacity": {
+            **{"layout": "ragged", "num_ranks": 2, "num_tokens": 4, "top_k": 2, "experts_per_rank": 4},
+            "alignment": 1,
+        },
+    }
+    with pytest.raises(ValueError, match=message):
+        getattr(_native.cpu, function)(**usual.get(function, {}) | arguments)
+
+
+@needs_native
 def test_unknown_layout_is_named():
     with pytest.raises(ValueError, match="layout is 'jagged', but must be 'expert' or 'ragged'"):
         _native.cpu.place_groups([1], layout="jagged", capacity=8, alignment=1)

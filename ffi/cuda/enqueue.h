@@ -16,7 +16,7 @@
 #include "ffi/cuda/runtime.h"
 #include "ffi/cuda/split_phase.h"
 #include "ffi/cuda/xla.h"
-#include "ffi/exceptions.h"
+#include "ffi/handler_error.h"
 
 namespace jax_ep {
 
@@ -118,23 +118,6 @@ inline void check_order(const OrderedCall& call, const Member& member, cudaStrea
         ". Run the operations of both groups in the same order on all devices: in one program, or in programs that " +
         "one host thread calls" +
         (conflict.is_one_stream ? "" : "; or give both groups fewer SMs with num_sms, so that both fit on a device"));
-  }
-}
-
-// Runs a handler's body, and returns its error. Turns every exception into an error.
-template <typename Body>
-ffi::Error without_exceptions(const char* op, Body body) {
-  ffi::Error error;
-  const std::optional<Caught> caught = catch_all([&] { error = body(); });
-  if (!caught) return error;
-  std::string what = std::string(op) + ": " + caught->message;
-  switch (caught->kind) {
-    case Caught::Kind::kPrecondition:
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::move(what));
-    case Caught::Kind::kInvalidArgument:
-      return ffi::Error::InvalidArgument(std::move(what));
-    default:
-      return ffi::Error::Internal(std::move(what));
   }
 }
 

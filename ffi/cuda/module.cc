@@ -29,18 +29,18 @@ namespace ffi = xla::ffi;
 ffi::Error dispatch_layout(cudaStream_t stream, TopkIdx topk_idx, DispatchLayoutAttrs attrs,
                            ffi::Result<Counts> num_tokens_per_rank, ffi::Result<Counts> num_tokens_per_node,
                            ffi::Result<Counts> num_tokens_per_expert, ffi::Result<Membership> is_token_in_rank) {
-  const auto args = checked_dispatch_layout(topk_idx, attrs, num_tokens_per_rank, num_tokens_per_node,
-                                            num_tokens_per_expert, is_token_in_rank);
-  if (args.has_error()) return args.error();
-  const int32_t experts_per_rank = attrs.num_experts / attrs.num_ranks;
-  if (experts_per_rank > kMaxExpertsPerRank) {
-    return invalid_dispatch_layout("num_experts / num_ranks = " + std::to_string(experts_per_rank) +
-                                   " must be at most " + std::to_string(kMaxExpertsPerRank) + " on CUDA");
-  }
-  const cudaError_t status = dispatch_layout_on_device(args.value(), stream);
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("dispatch_layout: the kernel was not launched: ") +
-                              cudaGetErrorString(status));
+  return without_exceptions("dispatch_layout", [&]() -> ffi::Error {
+    const auto args = checked_dispatch_layout(topk_idx, attrs, num_tokens_per_rank, num_tokens_per_node,
+                                              num_tokens_per_expert, is_token_in_rank);
+    if (args.has_error()) return args.error();
+    const int32_t experts_per_rank = attrs.num_experts / attrs.num_ranks;
+    if (experts_per_rank > kMaxExpertsPerRank) {
+      return invalid_dispatch_layout("num_experts / num_ranks = " + std::to_string(experts_per_rank) +
+                                     " must be at most " + std::to_string(kMaxExpertsPerRank) + " on CUDA");
+    }
+    check(dispatch_layout_on_device(args.value(), stream), "the kernel was not launched");
+    return ffi::Error::Success();
+  });
 }
 
 JAX_EP_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
