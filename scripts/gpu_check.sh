@@ -24,8 +24,8 @@
 #
 # Settings: GPUS_PER_HOST is how many GPUs count as one host in the parts over NVSHMEM (half of them). PYTEST_ARGS goes to
 # pytest: "-m gpu" leaves out tests that need no GPU. If only one part of tests has the tests that PYTEST_ARGS selects,
-# name that part. tests-3 takes no PYTEST_ARGS and runs all its tests. BENCH_ARGS goes to the bench. A part may take
-# STEP_TIMEOUT (540) seconds. Logs stay in GPU_CHECK_LOGS (build/gpu_check).
+# name that part. tests-3 takes no PYTEST_ARGS and runs all its tests. BENCH_ARGS goes to bench and to matmul-1. A part may
+# take STEP_TIMEOUT (540) seconds. Logs stay in GPU_CHECK_LOGS (build/gpu_check).
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -138,9 +138,11 @@ bench 7-grad --tokens 128,4096 --wire none --grad
 bench 8-lax --tokens 8,128 --wire none,fp8 --lax
 # On one GPU: the experts' matrix products, and a layer beside its parts. Without CUTLASS's headers at the time of build,
 # there is no grouped GEMM, and the second part fails.
-step matmul-1-experts env CUDA_VISIBLE_DEVICES=0 $installed -m jax_ep.bench experts \
-  --groups uniform,lognormal,one-hot --json "$logs/matmul-1-experts.json"
-step matmul-2-parts env CUDA_VISIBLE_DEVICES=0 "$python" benchmarks/mlp_parts.py --json "$logs/matmul-2-parts.json"
+first_gpu=${CUDA_VISIBLE_DEVICES:-0}
+first_gpu=${first_gpu%%,*}
+step matmul-1-experts env CUDA_VISIBLE_DEVICES="$first_gpu" $installed -m jax_ep.bench experts \
+  --groups uniform,lognormal,one-hot --json "$logs/matmul-1-experts.json" ${BENCH_ARGS:-}
+step matmul-2-parts env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --json "$logs/matmul-2-parts.json"
 step layer "$python" benchmarks/moe_step.py --json "$logs/layer.json"
 overlap() {  # overlap NAME ARGUMENT...
   step "overlap-$1" "$python" benchmarks/overlap.py --json "$logs/overlap-$1.json" "${@:2}"

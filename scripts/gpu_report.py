@@ -46,7 +46,7 @@ def package_root() -> Path:
 
 def filter_of(step: str, environment: dict[str, str]) -> str:
     """Returns the options of pytest or of the bench with which the environment selected a part of a step."""
-    names = ("BENCH_ARGS",) if "bench" in step else ("PYTEST_ARGS", "PYTEST_ADDOPTS")
+    names = ("BENCH_ARGS",) if "bench" in step or step == "matmul-1-experts" else ("PYTEST_ARGS", "PYTEST_ADDOPTS")
     given = " ".join(environment[name] for name in names if name in environment)
     return " ".join(NOT_A_FILTER.sub("", given).split())
 
