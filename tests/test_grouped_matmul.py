@@ -173,6 +173,7 @@ def test_grouped_waits_for_its_operands_in_cuda_graphs(layout):
     expect_close(first[valid], expected[valid], 4 * TOLERANCES["bfloat16"])
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("layout", ["ragged", "expert"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_weights_may_be_replicated_in_shard_map(check_vma, layout):

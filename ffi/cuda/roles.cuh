@@ -51,7 +51,7 @@ struct Roles : Waiting {
     __syncthreads();  // begin_sending() is done, and the block's memory is free again
     if (state.roles_to_take == 0) return kNoRole;
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == blockDim.x - 32) {  // of the control warp, which has written the former role, too
       --state.roles_to_take;
       state.role = next_given_role(state);
     }

@@ -94,7 +94,8 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
 void unlike_split_phase() {
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
-  const LaunchPlan plan = plan_dispatch(num_tokens, 1, top_k, num_chunks(kRowBytes), 0, member.num_sms, false);
+  const LaunchPlan plan = plan_dispatch(num_tokens, 1, top_k, num_chunks(kRowBytes),
+                                        usable_sms_beside_others(0, member.num_sms), member.num_sms, false);
   Rank rank(1, 0);
   std::mt19937 random(0);
   rank.randomize(random);

@@ -71,7 +71,7 @@ __device__ void write_group(const GroupedMatmulArgs& args, const GroupArrays& ar
       arrays.b_stride[g] = n;
       arrays.d_stride[g] = k;
       break;
-    case GroupedProduct::kWeightsGradient:
+    default:
       // A TMA descriptor cannot describe a matrix without elements: an empty group gets a product without rows.
       arrays.shapes[g] = {group.size > 0 ? k : 0, n, group.size};
       arrays.a[g] = at(args.lhs, group.first_row * k);
