@@ -29,12 +29,12 @@ class MoE(eqx.Module):
     """SwiGLU experts spread over a group's devices: [tokens, hidden] -> [tokens, hidden], split along the tokens."""
 
     router: eqx.nn.Linear
-    gate_up: jax.Array  # [E, H, 2F]
-    down: jax.Array  # [E, F, H]
+    gate_up: jax.Array  # [E, H, 2I]
+    down: jax.Array  # [E, I, H]
     group: ep.Group = eqx.field(static=True)
 
     def __init__(self, group: ep.Group, expert_hidden: int, *, key: jax.Array) -> None:
-        E, H, F = group.num_experts, group.hidden, expert_hidden
+        E, H, I = group.num_experts, group.hidden, expert_hidden
         by_expert = NamedSharding(group.mesh, P(group.axis_name))
 
         @partial(jax.jit, static_argnums=1, out_shardings=by_expert)  # no device ever holds the weights of all experts
@@ -43,8 +43,8 @@ class MoE(eqx.Module):
 
         router_key, gate_up_key, down_key = jax.random.split(key, 3)
         self.router = eqx.nn.Linear(H, E, use_bias=False, key=router_key)
-        self.gate_up = initial(gate_up_key, (E, H, 2 * F))
-        self.down = initial(down_key, (E, F, H))
+        self.gate_up = initial(gate_up_key, (E, H, 2 * I))
+        self.down = initial(down_key, (E, I, H))
         self.group = group
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -30,11 +30,11 @@ class MoE(nnx.Module):
     """SwiGLU experts, split over a group's devices: [..., hidden] -> [..., hidden], split along the leading axis."""
 
     def __init__(self, group: ep.Group, expert_hidden: int, *, rngs: nnx.Rngs) -> None:
-        E, H, F = group.num_experts, group.hidden, expert_hidden
+        E, H, I = group.num_experts, group.hidden, expert_hidden
         self.group = group
         self.router = nnx.Linear(H, E, use_bias=False, rngs=rngs)
-        self.gate_up = nnx.Param(self._initial(rngs.params(), (E, H, 2 * F)))
-        self.down = nnx.Param(self._initial(rngs.params(), (E, F, H)))
+        self.gate_up = nnx.Param(self._initial(rngs.params(), (E, H, 2 * I)))
+        self.down = nnx.Param(self._initial(rngs.params(), (E, I, H)))
 
     def _initial(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Each device computes the weights of its own experts: no device ever holds all of them."""

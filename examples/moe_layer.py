@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep as ep
 
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
-T, H, F, E, K = 64 * mesh.size, 128, 256, 4 * mesh.size, 2  # tokens, hidden, expert hidden, experts, top_k
+T, H, I, E, K = 64 * mesh.size, 128, 256, 4 * mesh.size, 2  # tokens, hidden, inner channels, experts, top_k
 group = ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=64, dtype=jnp.float32)
 specs = P("ep"), P(), P("ep"), P("ep")  # tokens and experts are split over the devices
 
@@ -34,7 +34,7 @@ def dense_layer(x, w_router, w_gate_up, w_down):
 
 
 keys = jax.random.split(jax.random.key(0), 4)
-shapes = (T, H), (H, E), (E, H, 2 * F), (E, F, H)
+shapes = (T, H), (H, E), (E, H, 2 * I), (E, I, H)
 arrays = [0.1 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
 out, dense = moe_layer(*sharded), dense_layer(*arrays)

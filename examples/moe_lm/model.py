@@ -39,7 +39,7 @@ def init(key: jax.Array, cfg: Config) -> dict:
     def normal(*shape):
         return jax.random.normal(next(keys), shape) / math.sqrt(shape[-2])
 
-    L, H, E, F = cfg.layers, cfg.hidden, cfg.experts, cfg.expert_hidden
+    L, H, E, I = cfg.layers, cfg.hidden, cfg.experts, cfg.expert_hidden
     return {
         "embedding": jax.random.normal(next(keys), (BYTES, H)),
         "layers": {
@@ -49,8 +49,8 @@ def init(key: jax.Array, cfg: Config) -> dict:
             "moe_norm": jnp.ones((L, H)),
             "router": normal(L, H, E),
             "experts": {
-                "gate_up": normal(L, E, H, 2 * F),
-                "down": normal(L, E, F, H) / math.sqrt(2 * L),
+                "gate_up": normal(L, E, H, 2 * I),
+                "down": normal(L, E, I, H) / math.sqrt(2 * L),
             },
         },
         "final_norm": jnp.ones(H),
