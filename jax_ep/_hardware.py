@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, NamedTuple
 
+from jax_ep._constants import MAX_RANKS
+
 
 class Hardware(NamedTuple):
     """One kind of hardware."""
 
     name: str
-    backend: Literal["cuda", "collectives", "reference", "none"]
+    backend: Literal["cuda", "collectives", "reference"]
     """What `Group(backend="auto")` takes."""
     state: Literal["tried", "untried"]
     """Whether jax_ep's tests have passed on such hardware."""
@@ -18,8 +20,7 @@ class Hardware(NamedTuple):
 
     def __str__(self) -> str:
         """The line of the doctor."""
-        backend = "no backend" if self.backend == "none" else f"backend {self.backend}"
-        return f"{self.name}: {backend}, {self.state}; {self.reason}"
+        return f"{self.name}: backend {self.backend}, {self.state}; {self.reason}"
 
 
 HARDWARE: dict[str, Hardware] = {
@@ -67,11 +68,18 @@ HARDWARE: dict[str, Hardware] = {
         "the kernels store into the memory of the peer",
     ),
     "mig": Hardware(
-        "MIG instances",
-        "none",
+        "two or more MIG instances",
+        "collectives",
         "untried",
-        "two instances have no peer access, and NCCL refuses them as well "
+        "instances have no peer access. Operations between instances fail, because NCCL refuses several instances "
         "(https://github.com/NVIDIA/nccl/issues/1716). A group of one instance takes the backend of its GPU",
+    ),
+    "many_ranks": Hardware(
+        f"more than {MAX_RANKS} GPUs along `axis_name`",
+        "collectives",
+        "untried",
+        f"a group on the kernels has at most {MAX_RANKS} ranks. Each index along the other mesh axes is a group of its "
+        "own",
     ),
     "other": Hardware(
         "other accelerators: AMD GPUs, TPUs", "collectives", "untried", "the kernels are CUDA; the backend is plain JAX"
@@ -81,7 +89,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find(device: Any) -> Hardware:
-    """The row of a device of JAX. The rows about two GPUs belong to links, not to devices."""
+    """The row of a device of JAX. The rows about links and about the number of GPUs belong to no device."""
     if device.platform == "cpu":
         return HARDWARE["cpu"]
     capability = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD's are no numbers
@@ -102,6 +110,5 @@ def table() -> str:
     """The rows in Markdown."""
     lines = ['| hardware | `backend="auto"` takes | state | why |', "| --- | --- | --- | --- |"]
     for row in HARDWARE.values():
-        backend = "nothing" if row.backend == "none" else f'`"{row.backend}"`'
-        lines.append(f"| {row.name} | {backend} | {row.state} | {row.reason} |")
+        lines.append(f'| {row.name} | `"{row.backend}"` | {row.state} | {row.reason} |')
     return "\n".join(lines)
