@@ -27,8 +27,8 @@ EXPERTS: tuple[Experts, ...] = get_args(Experts)
 # Below that, padding costs no time, and one batched matmul for all experts reads the weights once.
 FEW_ROWS = 64
 
-# What mlp decides itself: the layout follows from `experts`, the plan from `balance`.
-_DECIDED = ("group", "layout", "plan")
+# mlp sets these arguments of dispatch: `group` is its own argument, and the layout follows from `experts`.
+_DECIDED = ("group", "layout")
 _DISPATCH_ARGUMENTS = tuple(
     parameter.name
     for parameter in inspect.signature(dispatch).parameters.values()
