@@ -77,7 +77,7 @@ def dispatch(
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
-        TypeError: a call that returns fp8 rows is differentiated.
+        TypeError: a call that returns fp8 rows is differentiated, or a call is differentiated in a quantised x.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
