@@ -22,6 +22,10 @@ enum class Layout : int32_t {
   // [capacity]: one expert after the other, each rounded up to `alignment` rows
   kRagged = 1,
 };
+inline constexpr const char* kLayoutNames[] = {
+    "expert",
+    "ragged",
+};
 
 // How the sender casts rows to fp8. jax_ep/_wires.py defines the formats; the kernels give the same bits.
 enum class Cast : int32_t {

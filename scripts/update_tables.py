@@ -168,7 +168,7 @@ def rivals(machine: Machine) -> str:
         cells.append([str(tokens), *ours, us(lax["lax_pair_us"]), us(lax.get("lax_ragged_pair_us"))])
     chain = rows[0]["chain"]
     text = (
-        f"Microseconds of the host's clock per dispatch and combine, in chains of {chain} pairs for all. "
+        f"Microseconds of the host's clock per dispatch and combine, in chains of {chain} pairs, in every column. "
         "Hidden 7168, top-8 of 256 experts. lax sends rows in bfloat16."
     )
     headings = [

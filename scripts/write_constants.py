@@ -16,7 +16,7 @@ SOURCE = ROOT / "jax_ep" / "_constants.py"
 HEADER = ROOT / "ffi" / "constants.h"
 
 TYPES = {"CHANNELS_PER_SCALE": "int64_t", "FailureReason": "uint32_t"}  # in C++; all others are int32_t
-NAMED = ("FailureReason",)  # C++ needs the names of these enums, and returns them to Python
+NAMED = ("FailureReason", "Layout")  # C++ needs the names of these enums, and exchanges them with Python
 
 _LINE = re.compile(
     r"""(?P<constant>[A-Z_]+)\ =\ (?P<value>-?\d+)(\ \ \#\ (?P<comment>.*))?

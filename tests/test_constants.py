@@ -35,6 +35,12 @@ def test_failure_reasons_have_their_words_in_the_header():
     assert [word.strip(' \n"') for word in words.split(",")][:-1] == [each.words for each in _constants.FailureReason]
 
 
+def test_layouts_have_their_names_in_the_header():
+    _, _, names = WRITER.HEADER.read_text().partition("kLayoutNames[] = {")
+    names, _, _ = names.partition("}")
+    assert tuple(name.strip(' \n"') for name in names.split(","))[:-1] == tuple(_layouts.LAYOUTS)
+
+
 def test_layouts_and_wires_are_numbered():
     assert [layout.upper() for layout in _layouts.LAYOUTS] == [each.name for each in _constants.Layout]
     casts = [_constants.Cast.NONE, *(wire.cast for wire in _wires.WIRES.values())]

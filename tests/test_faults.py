@@ -74,20 +74,13 @@ def assert_poison(*arrays):
     assert all(np.isnan(a.astype(np.float32)).all() for a in arrays)
 
 
-def run_to_the_end(program, *inputs):
-    """Runs a program. Returns its result, or raises its error, when it has ended on every device."""
-    out = program(*inputs)
-    wait_for_all_devices(out)
-    return to_numpy(out)
-
-
 def poison_or_refusal(program, inputs, expect_poison=assert_poison, reason="its group has failed before"):
     """Runs a program of a failed group. XLA asks a handler, which refuses, or replays a CUDA graph, which gives poison.
 
     True if a handler has refused.
     """
     try:
-        out = run_to_the_end(program, *inputs)
+        out = to_numpy(program(*inputs))
     except jax.errors.JaxRuntimeError as error:
         assert reason in str(error)
         return True
@@ -437,9 +430,30 @@ def test_a_group_is_closed_while_a_program_runs(make_group, mesh, inputs):
     except jax.errors.JaxRuntimeError as error:
         assert "group is closed" in str(error)
     assert time.monotonic() - begun < (PATIENCE_S - 2 if is_emulated(group) else 4)
-    wait_for_all_devices(out)
     with make_group(mesh) as successor:
         assert_same_bits(run_spmd(partial(chain, successor), mesh, *inputs), expected)
+
+
+def test_a_program_that_still_runs_does_not_reach_the_next_group(make_group, mesh, inputs):
+    """An equal group has the same name in programs. So the next group waits for programs of the closed one."""
+    is_slow = np.ones(mesh.size, bool)
+    (steps,) = place([(0.7 * steps_per_second(mesh, is_slow) * is_slow).astype(np.int32)], mesh)
+
+    def with_pause(group, steps, x, topk_idx, topk_weights):
+        x = chain(group, x, topk_idx, topk_weights, layers=1)
+        pause = spin(steps + (x[0, 0] > 1e30).astype(jnp.int32))
+        return chain(group, x + pause.astype(x.dtype), topk_idx, topk_weights, layers=2)
+
+    with make_group(mesh, timeout=20.0) as group:
+        expected = run_spmd(partial(chain, group), mesh, *inputs)
+        program = compiled(partial(with_pause, group), mesh, steps, *inputs)
+        out = program(steps, *inputs)
+        time.sleep(0.3)  # the program is in its pause
+    with make_group(mesh, timeout=5.0) as successor, emulated_patience(0.5):
+        assert_same_bits(run_spmd(partial(chain, successor), mesh, *inputs), expected)
+        wait_for_all_devices(out)
+        successor.check()
+        assert (successor.stats().operations["dispatch"] == 3).all()
 
 
 @with_and_without_graphs
@@ -452,7 +466,7 @@ def test_a_program_outlives_its_group(make_group, mesh, inputs, options):
     reasons = ["group is closed", "", ""]
     for reason in reasons:
         try:
-            out = run_to_the_end(program, *inputs)
+            out = to_numpy(program(*inputs))
         except jax.errors.JaxRuntimeError as error:
             assert reason in str(error)
         else:
@@ -470,7 +484,7 @@ def test_an_old_route_outlives_its_group(make_group, mesh, inputs):
         expected = to_numpy(program(x, recv))
     for _ in range(3):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            assert_poison(run_to_the_end(program, x, recv))
+            assert_poison(to_numpy(program(x, recv)))
     with make_group(mesh) as successor:
         recv = run_spmd(partial(ep.dispatch, group=successor, layout="ragged"), mesh, *inputs)
         assert_same_bits(run_spmd(ep.dispatch_like, mesh, x, recv), expected)
@@ -560,8 +574,7 @@ def test_the_host_raises_between_start_and_done(make_group, mesh, inputs):
         pytest.raises(KeyError, match="nothing to do with jax_ep"),
         make_group(mesh) as group,
     ):
-        started = jax.jit(spmd(partial(start, group), mesh))(*inputs)
+        _started = jax.jit(spmd(partial(start, group), mesh))(*inputs)
         raise KeyError("nothing to do with jax_ep")
-    wait_for_all_devices(started)
     with make_group(mesh) as successor:
         assert_trees_same_bits(run_spmd(partial(start_and_done, successor), mesh, *inputs), expected)

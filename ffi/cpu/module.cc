@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -36,9 +38,11 @@ ffi::Error dispatch_layout(TopkIdx topk_idx, DispatchLayoutAttrs attrs, ffi::Res
 XLA_FFI_DEFINE_HANDLER(kDispatchLayout, dispatch_layout);
 
 Layout parse_layout(const std::string& name) {
-  if (name == "expert") return Layout::kExpert;
-  if (name == "ragged") return Layout::kRagged;
-  throw std::invalid_argument("layout is '" + name + "', but must be 'expert' or 'ragged'");
+  const auto* const found = std::find(std::begin(kLayoutNames), std::end(kLayoutNames), name);
+  if (found != std::end(kLayoutNames)) return static_cast<Layout>(found - std::begin(kLayoutNames));
+  std::string names;
+  for (const char* each : kLayoutNames) names += (names.empty() ? "'" : " or '") + std::string(each) + "'";
+  throw std::invalid_argument("layout is '" + name + "', but must be " + names);
 }
 
 void check_at_least(const char* name, int64_t value, int64_t least) {

@@ -184,7 +184,8 @@ void Group::check_room() const {
   size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
   if (static_cast<int64_t>(free) < align_up(bytes_per_device(), kGranularity)) {
-    throw_full(bytes_per_device(), members_[0].ordinal, "NVSHMEM takes 512 MiB at a time");
+    throw_full(bytes_per_device(), members_[0].ordinal,
+               "NVSHMEM takes " + std::to_string(kGranularity >> 20) + " MiB at a time");
   }
   config_.exchange({});
 }

@@ -152,6 +152,7 @@ class Group {
 // Groups have ids, which compiled programs contain. A group's id is the same in all processes. A closed group keeps its
 // id until an equal group is opened: programs of the closed group then call the new group. The exception is a program
 // that XLA replays from a CUDA graph: the graph contains the closed group's pointers, so the program returns poison.
+// jax_ep/_backends/native_group.py waits for programs that still run before it opens an equal group.
 void open_group(int64_t id, GroupConfig config);
 void close_group(int64_t id);   // does nothing if there is no such group, because opening it has failed
 Group* find_group(int64_t id);  // null if this process has made no such group

@@ -16,6 +16,7 @@ function(emulate target)
             "${ffi_dir}/emulator/adversary.cc"
             "${ffi_dir}/emulator/fiber.cc"
             "${ffi_dir}/emulator/machine.cc"
+            "${ffi_dir}/emulator/memory.cc"
             "${ffi_dir}/emulator/network.cc"
             "${ffi_dir}/emulator/runtime.cc"
             "${ffi_dir}/emulator/scheduler.cc"

@@ -64,7 +64,7 @@ std::pair<Symmetric*, int64_t> find(const void* address, int ordinal) {
   stop("an address that is not in this device's symmetric memory");
 }
 
-// Whether no put is under way that must arrive before this one.
+// Whether no put is in flight that must arrive before this one.
 bool may_arrive(const Put& put) {
   const auto& [from, to, fences] = put.channel;
   return num_under_way.lower_bound({from, to, 0})->first == put.channel;

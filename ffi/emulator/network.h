@@ -1,7 +1,7 @@
 // The emulated NVSHMEM: symmetric memory of all devices, and puts from one device to another. Each device is a
 // processing element (PE), whose number is the device's.
 //
-// Without an adversary a put arrives at once. Under an adversary it is under way for a while: its data arrives in
+// Without an adversary a put arrives at once. Under an adversary it is in flight for a while: its data arrives in
 // pieces of 8 bytes, in any order, and its word arrives behind the data. Puts overtake one another. No put overtakes a
 // put that its device has sent to the same PE before a fence.
 #pragma once
@@ -13,7 +13,7 @@ namespace emulator {
 // Zeros on this device. The next allocations of as many bytes on other devices belong to the same symmetric memory.
 // Null if there is no room.
 uint8_t* allocate_symmetric(int64_t bytes);
-// Delivers all puts that are under way first.
+// Delivers all puts that are in flight first.
 void free_symmetric(uint8_t* memory);
 // The same byte in a PE's memory; null if that PE has not allocated this memory.
 uint8_t* symmetric_address(const void* address, int pe);
@@ -34,7 +34,7 @@ void fence_puts();
 
 // --- what the scheduler calls --------------------------------------------------------------------------------------
 
-bool has_puts();  // under way
+bool has_puts();  // in flight
 // Delivers a part of about `share` of the puts that are not held. Returns whether there was one.
 bool deliver_some(double share);
 // Delivers parts of about half of all puts, also of those that are held. Returns whether there was one.

@@ -1,10 +1,7 @@
-// The functions of CUDA's runtime and driver that ffi/cuda calls.
+// The functions of CUDA's runtime and driver that ffi/cuda calls, except those for memory (memory.cc).
 #include "ffi/emulator/runtime.h"
 
 #include <cuda.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -85,11 +82,11 @@ void run_until(Predicate is_done) {
 thread_local int ordinal_here = 0;
 thread_local cudaError_t newest_error = cudaSuccess;
 
-cudaError_t failed(cudaError_t status) { return newest_error = status; }
-
 Stream& stream_or_default(cudaStream_t stream) { return stream ? *stream : *stream_of_device(ordinal_here); }
 
 }  // namespace
+
+cudaError_t failed(cudaError_t status) { return newest_error = status; }
 
 Lock::Lock() {
   ++host().waiting;
@@ -275,129 +272,6 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   return cudaSuccess;
 }
 
-// --- memory: of the host, whose devices reach all of it ------------------------------------------------------------
-
-namespace {
-
-constexpr size_t kMemoryBytes = size_t{64} << 30;  // of a device
-constexpr size_t kGranuleBytes = size_t{2} << 20;  // Allocations of whole granules are files, which CUDA IPC shares.
-
-struct MappedFile {
-  int file;  // -1 for memory of another process
-  size_t bytes;
-};
-// By address.
-std::map<void*, MappedFile>& files_of_granules() {
-  static auto* files = new std::map<void*, MappedFile>;
-  return *files;
-}
-
-int create_file(size_t bytes) {
-  const int file = memfd_create("jax_ep_emulated", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
-  close(file);
-  return -1;
-}
-
-// Null if there is no room.
-void* map_file(int file, size_t bytes, bool is_own) {
-  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  if (memory == MAP_FAILED) return nullptr;
-  const Lock lock;
-  files_of_granules()[memory] = {is_own ? file : -1, bytes};
-  return memory;
-}
-
-// Whether the memory was a mapped file.
-bool unmap_file(void* memory) {
-  const Lock lock;
-  const auto found = files_of_granules().find(memory);
-  if (found == files_of_granules().end()) return false;
-  munmap(memory, found->second.bytes);
-  if (found->second.file >= 0) close(found->second.file);
-  files_of_granules().erase(found);
-  return true;
-}
-
-// What a cudaIpcMemHandle_t holds.
-struct SharedFile {
-  pid_t process;
-  int file;
-  size_t bytes;
-};
-static_assert(sizeof(SharedFile) <= sizeof(cudaIpcMemHandle_t));
-
-}  // namespace
-
-cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  *memory = nullptr;
-  if (bytes > kMemoryBytes) return failed(cudaErrorMemoryAllocation);
-  if (bytes > 0 && bytes % kGranuleBytes == 0) {
-    const int file = create_file(bytes);
-    if (file >= 0) *memory = map_file(file, bytes, true);
-    if (file >= 0 && *memory == nullptr) close(file);
-  } else {
-    *memory = std::aligned_alloc(256, (bytes + 511) / 256 * 256);
-  }
-  return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
-}
-
-cudaError_t cudaFree(void* memory) {
-  if (memory == nullptr) return cudaSuccess;
-  cudaDeviceSynchronize();
-  if (!unmap_file(memory)) std::free(memory);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  *total = kMemoryBytes;
-  *free = *total;
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  const Lock lock;
-  std::memcpy(to, from, bytes);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
-  const Lock lock;
-  std::memset(memory, value, bytes);
-  return cudaSuccess;
-}
-
-cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
-cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
-cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
-  *device = host;
-  return cudaSuccess;
-}
-
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
-  const Lock lock;
-  const auto found = files_of_granules().find(memory);
-  if (found == files_of_granules().end()) return failed(cudaErrorNotSupported);
-  const SharedFile shared = {getpid(), found->second.file, found->second.bytes};
-  std::memcpy(handle, &shared, sizeof(shared));
-  return cudaSuccess;
-}
-
-cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned) {
-  SharedFile shared;
-  std::memcpy(&shared, &handle, sizeof(shared));
-  const std::string path = "/proc/" + std::to_string(shared.process) + "/fd/" + std::to_string(shared.file);
-  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) return failed(cudaErrorInvalidValue);
-  *memory = map_file(file, shared.bytes, false);
-  close(file);
-  return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
-}
-
-cudaError_t cudaIpcCloseMemHandle(void* memory) {
-  return unmap_file(memory) ? cudaSuccess : failed(cudaErrorInvalidValue);
-}
-
 // --- streams and events --------------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
@@ -497,93 +371,6 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
 
 CUresult cuCtxSetCurrent(CUcontext context) {
   if (context != nullptr) ordinal_here = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1;
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
-  *bytes = kGranuleBytes;
-  return CUDA_SUCCESS;
-}
-
-// A handle is a file descriptor and one.
-CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
-                     unsigned long long) {
-  if (bytes > kMemoryBytes) return CUDA_ERROR_OUT_OF_MEMORY;
-  const int file = create_file(bytes);
-  if (file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
-  *handle = file + 1;
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-  close(static_cast<int>(handle) - 1);
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
-  void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-  *address = reinterpret_cast<CUdeviceptr>(memory);
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
-  munmap(reinterpret_cast<void*>(address), bytes);
-  return CUDA_SUCCESS;
-}
-
-namespace {
-// The files behind mapped memory, for cuMemRetainAllocationHandle.
-std::map<CUdeviceptr, int>& mapped_files() {
-  static auto* files = new std::map<CUdeviceptr, int>;
-  return *files;
-}
-}  // namespace
-
-CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
-  const Lock lock;
-  const int file = static_cast<int>(handle) - 1;
-  void* const memory = reinterpret_cast<void*>(address);
-  if (mmap(memory, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
-  mapped_files()[address] = dup(file);
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
-  const Lock lock;
-  const auto found = mapped_files().find(address);
-  if (found == mapped_files().end()) return CUDA_ERROR_INVALID_VALUE;
-  close(found->second);
-  mapped_files().erase(found);
-  mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
-       0);
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc*, size_t) {
-  const bool is_fine = mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE) == 0;
-  return is_fine ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
-  const Lock lock;
-  const auto found = mapped_files().find(reinterpret_cast<CUdeviceptr>(address));
-  if (found == mapped_files().end()) return CUDA_ERROR_INVALID_VALUE;
-  *handle = dup(found->second) + 1;
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType,
-                                      unsigned long long) {
-  *static_cast<int*>(shareable) = dup(static_cast<int>(handle) - 1);
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* shareable,
-                                        CUmemAllocationHandleType) {
-  const int file = dup(static_cast<int>(reinterpret_cast<intptr_t>(shareable)));
-  if (file < 0) return CUDA_ERROR_INVALID_VALUE;
-  *handle = file + 1;
   return CUDA_SUCCESS;
 }
 

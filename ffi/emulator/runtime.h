@@ -18,6 +18,9 @@ class Lock {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
+// Notes the error for cudaGetLastError, and returns it.
+cudaError_t failed(cudaError_t status);
+
 // How many SMs each device has, if it runs no kernel, and those that are made from here on: few, so that plans are
 // small.
 void set_num_sms(int num_sms);

@@ -42,7 +42,7 @@ struct Work {
 };
 struct Stream {
   Device* device = nullptr;
-  std::deque<Work> work;  // the first is under way
+  std::deque<Work> work;  // the first runs
   bool is_closed = false;
 };
 struct Event {
@@ -99,7 +99,7 @@ class Scheduler {
   std::vector<std::unique_ptr<Stream>> streams_;
   std::deque<Warp*> ready_, polling_;
   std::vector<std::pair<Warp*, std::deque<Warp*>*>> stalled_;  // and where they are to go
-  std::vector<Block*> blocks_, copying_, ended_;               // on a device; with copies under way; to be freed
+  std::vector<Block*> blocks_, copying_, ended_;               // on a device; with copies in flight; to be freed
   size_t turns_without_progress_ = 0;
   uint64_t progress_ = 0, progress_at_skip_ = 0;
   uint32_t turn_ = 0;

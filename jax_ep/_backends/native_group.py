@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -79,6 +80,8 @@ class GroupId:
 class NativeGroup:
     """A group's memory on this process's devices. The native module keeps it under an id, which programs contain."""
 
+    _closed_ids: ClassVar[set[int]] = set()  # ids that groups of this process have had
+
     def __init__(self, group: GroupSettings, native: ModuleType) -> None:
         """`native` is the extension module whose kernels run: `_cuda`, or `_emulated`."""
         self.group = group
@@ -126,6 +129,8 @@ class NativeGroup:
         self._id = self._group_id.id(has_network=self._has_network)
         self._sharing = choose_sharing(self._ep_groups, self._native) if network is None else "none"
         self._frees_together = self._has_network
+        if self._id in self._closed_ids:
+            _wait_for_results(cast(jax.sharding.Mesh, group.mesh).local_devices)
         try:
             self._native.open_group(
                 self._id,
@@ -210,6 +215,7 @@ class NativeGroup:
             # An equal group may take this id next. So the last counters and the failure are read now.
             self._last_stats = self._native.group_stats(self._id)
             self._last_failure = self._native.group_failure(self._id)
+            self._closed_ids.add(self._id)
             self._group_id.give_back()
 
     def _close_with_others(self) -> None:
@@ -285,6 +291,23 @@ def choose_sharing(devices: np.ndarray, native: ModuleType) -> str:
 def _local_ordinals(devices: np.ndarray) -> list[int]:
     me = jax.process_index()
     return [device.local_hardware_id for device in devices.flat if device.process_index == me]
+
+
+def _wait_for_results(devices: Sequence[jax.Device]) -> None:
+    """Waits until the programs that compute arrays on `devices` of this process have ended, with an error or without.
+
+    A program names its group by id only. If a program of a closed group still ran when an equal group took the id, its
+    remaining operations would run in that group.
+    """
+    for array in jax.live_arrays(devices[0].platform):
+        try:
+            shards = [] if array.is_ready() else array.addressable_shards
+        except RuntimeError:  # another thread has deleted the array
+            continue
+        for shard in shards:
+            if shard.device in devices:
+                with contextlib.suppress(RuntimeError):  # the program's error
+                    shard.data.block_until_ready()
 
 
 def _digest(value: Any) -> str:

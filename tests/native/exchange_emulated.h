@@ -1,0 +1,63 @@
+// What the scenarios between emulated GPUs share: their limits, and settings of the emulator's adversary.
+#pragma once
+
+#include <random>
+#include <vector>
+
+#include "exchange.h"
+#include "ffi/emulator/adversary.h"
+#include "ffi/emulator/runtime.h"
+
+namespace {
+
+constexpr int32_t kMostBlocks = 12;  // of a launch here
+
+template <typename T>
+T pick(std::mt19937& random, const std::vector<T>& from) {
+  return from[random() % from.size()];
+}
+
+constexpr double kTimeout = 60.0;  // seconds
+
+// As many blocks of a device's as one scenario needs at once, if the seed limits them.
+class ResidentBlocks {
+ public:
+  explicit ResidentBlocks(int needed) : former_(emulator::adversary.resident_blocks) {
+    if (former_ != 0) emulator::adversary.resident_blocks = needed;
+  }
+  ~ResidentBlocks() { emulator::adversary.resident_blocks = former_; }
+
+ private:
+  int former_;
+};
+constexpr int kAllBlocks = 0;
+// The bodies of two split-phase calls, and a block of a whole operation: plan.h leaves SMs for as many.
+constexpr int kBlocksOfSplitPhase = 2 * kMostBlocks + 1;
+
+// A setting of the emulator's adversary that one scenario needs, in place of the seed's choice.
+class Settings {
+ public:
+  Settings() : former_(emulator::adversary) {}
+  Settings(const Settings&) = delete;
+  ~Settings() {
+    former_.random = emulator::adversary.random;
+    emulator::adversary = former_;
+  }
+
+ private:
+  emulator::Adversary former_;
+};
+
+// Launches a whole operation that needs no other results than those of run_whole().
+void launch_any(Session& session, std::mt19937& random) {
+  const auto choice = random() % 3;
+  if (choice == 0) {
+    session.whole([](Rank& rank) { return rank.dispatch_back(); });
+  } else if (choice == 1) {
+    session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+  } else {
+    session.whole([](Rank& rank) { return rank.combine_back(); });
+  }
+}
+
+}  // namespace

@@ -1,0 +1,233 @@
+// Operations between emulated GPUs that fail: each failure has its record, and no result is handed out.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "exchange_emulated.h"
+#include "ffi/emulator/machine.h"
+
+namespace {
+
+// Within which all ranks hear of a failure, in nanoseconds. (A block waits for others for a second at most.)
+constexpr uint64_t kSoonNs = 30'000'000'000;
+
+bool all_nan(const std::vector<float>& values) {
+  return std::all_of(values.begin(), values.end(), [](float value) { return std::isnan(value); });
+}
+
+// An operation that is to fail. Its results are garbage before.
+struct Failing {
+  bool goes_back;
+
+  explicit Failing(Session& session, std::mt19937& random) : goes_back(random() % 2) {
+    for (auto& rank : session.ranks()) {
+      must(cudaMemset(rank->recv.device, goes_back ? 0 : 1, rank->recv.host.size() * sizeof(float)));
+      must(cudaMemset(rank->out.device, 1, rank->out.host.size() * sizeof(float)));
+    }
+  }
+  // adjust() gets a rank and its call.
+  template <typename Adjust>
+  void launch(Session& session, int32_t missing_rank, Adjust adjust) const {
+    const auto adjusted = [&](Rank& rank, auto args) {
+      adjust(rank, args);
+      return args;
+    };
+    if (goes_back) {
+      session.whole([&](Rank& rank) { return adjusted(rank, rank.combine()); }, missing_rank);
+    } else {
+      session.whole([&](Rank& rank) { return adjusted(rank, rank.dispatch(0)); }, missing_rank);
+    }
+  }
+  // No result is handed out.
+  void check(Rank& rank) const {
+    if (goes_back) {
+      EXPECT_EQ(all_nan(rank.out.download()), true);
+      return;
+    }
+    EXPECT_EQ(all_nan(rank.recv.download()), true);
+    EXPECT_EQ(all_nan(rank.weights.download()), true);
+    EXPECT_EQ(rank.num_dropped.download()[0], -1);
+    const std::vector<int32_t>& rows = rank.recv_row.download();
+    EXPECT_EQ(std::all_of(rows.begin(), rows.end(), [](int32_t row) { return row == -1; }), true);
+  }
+};
+
+// A group that has failed, for this reason, fails all that follows, at once.
+void check_failed(Session& session, FailureReason reason, int32_t peer = -1) {
+  const std::optional<FailureRecord> failure = session.group().failure();
+  EXPECT_EQ(failure.has_value(), true);
+  if (!failure) return;
+  EXPECT_EQ(static_cast<int32_t>(failure->reason), static_cast<int32_t>(reason));
+  if (peer >= 0) EXPECT_EQ(static_cast<int32_t>(failure->peer), peer);
+  const uint64_t begun = emulator::now_ns();
+  session.whole([](Rank& rank) { return rank.combine(); });
+  session.wait();
+  EXPECT_EQ(emulator::now_ns() - begun < kSoonNs, true);
+  for (auto& rank : session.ranks()) EXPECT_EQ(all_nan(rank->out.download()), true);
+}
+
+// A rank that never comes: all others say so, and none hands out a result.
+void run_without_rank(Session& session, std::mt19937& random) {
+  if (session.num_ranks() == 1) return;
+  const auto missing = static_cast<int32_t>(random() % session.num_ranks());
+  const Failing operation(session, random);
+  operation.launch(session, missing, [](auto&&...) {});
+  session.wait();
+  for (int32_t r = 0; r < session.num_ranks(); ++r) {
+    if (r != missing) operation.check(*session.ranks()[r]);
+  }
+  check_failed(session, FailureReason::kTimeout, missing);
+}
+
+// The ranks see the failure at once, and not when their time is up. As soon as the host sees a record, it is complete.
+void run_until_failure(Session& session, const Failing& operation, FailureReason reason, int32_t peer) {
+  const uint64_t begun = emulator::now_ns();
+  std::optional<FailureRecord> first;
+  while (!first && emulator::now_ns() - begun < kSoonNs) {
+    emulator::run_for(200);
+    first = session.group().failure();
+    // A rank that has heard of the failure may write its own record before the host sees the record that says why.
+    if (first && static_cast<FailureReason>(first->reason) == FailureReason::kElsewhere) first.reset();
+  }
+  EXPECT_EQ(first.has_value(), true);
+  session.wait();
+  EXPECT_EQ(emulator::now_ns() - begun < kSoonNs, true);
+  if (first) {
+    EXPECT_EQ(static_cast<int32_t>(first->reason), static_cast<int32_t>(reason));
+    EXPECT_EQ(first->epoch != 0, true);
+    EXPECT_EQ(first->expected != first->seen, true);
+  }
+  for (auto& rank : session.ranks()) operation.check(*rank);
+  check_failed(session, reason, peer);
+}
+
+// Ranks in different operations: an error by name.
+void run_other_operation(Session& session, std::mt19937& random) {
+  if (session.num_ranks() == 1) return;
+  const Rank* const other = session.ranks()[random() % session.num_ranks()].get();
+  const Failing operation(session, random);
+  operation.launch(session, -1, [&](Rank& rank, auto& args) { args.hash += &rank == other; });
+  run_until_failure(session, operation, FailureReason::kOtherOp, -1);
+}
+
+// A rank that the mesh has at another place.
+void run_wrong_rank(Session& session, std::mt19937& random) {
+  const auto wrong = static_cast<int32_t>(random() % session.num_ranks());
+  Array<int32_t>& axis_index = session.ranks()[wrong]->axis_index;
+  ++axis_index.host[0];
+  axis_index.upload();
+  const Failing operation(session, random);
+  operation.launch(session, -1, [](auto&&...) {});
+  run_until_failure(session, operation, FailureReason::kWrongRank, wrong);
+}
+
+// Two launches of one group at the same time on each device: an error by name. If two devices begin with different
+// launches, a rank may also find that a peer is in another operation. (Over a network, a rank may first hear of it when
+// its time is up.)
+void run_overlap(Session& session, std::mt19937& random) {
+  if (session.num_ranks() == 1 || !session.are_local(0, session.num_ranks() - 1)) return;
+  const auto missing = static_cast<int32_t>(random() % session.num_ranks());
+  const Failing operation(session, random);
+  session.wait();
+  emulator::set_num_sms(2 * kMostBlocks);                // room for both launches
+  operation.launch(session, missing, [](auto&&...) {});  // waits for the missing rank
+  session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); }, missing, 1);
+  session.wait();
+  const std::optional<FailureRecord> failure = session.group().failure();
+  const auto reason = failure ? static_cast<FailureReason>(failure->reason) : FailureReason::kTimeout;
+  EXPECT_EQ(reason == FailureReason::kOverlap || (reason == FailureReason::kOtherOp && session.num_ranks() > 2), true);
+  check_failed(session, reason);
+}
+
+// A peer that is late, and late again: the operation still ends within one time-out. The host plays the peer: it says
+// that rows come, which never do.
+void run_late_twice(int32_t cast, Blocks blocks) {
+  constexpr double kShortTimeout = 10.0;
+  Session session(2, cast, blocks, kShortTimeout);
+  std::mt19937 random(0);
+  session.randomize(random);
+  session.whole([&](Rank& rank) { return rank.dispatch(cast); }, 1);
+  emulator::run_for(static_cast<uint64_t>(0.7e9 * kShortTimeout));
+  const Peers& peers = session.group().members()[0].peers;
+  const auto tagged = [](uint32_t value) { return uint64_t{1} << 32 | value; };  // of the first operation
+  Control& control = *peers.control;
+  constexpr int32_t kSlot = 1, kPeer = 1, kRows = 1;
+  control.op[kSlot][kPeer] = tagged(static_cast<uint32_t>(OpKind::kDispatch));
+  for (auto& words : control.num_rows[kSlot]) words[kPeer] = tagged(kRows);
+  auto* const counts = reinterpret_cast<uint64_t*>(reinterpret_cast<uint8_t*>(&control) +
+                                                   counts_offset(kSlot, kPeer, 2, experts_per_rank));
+  for (int32_t expert = 0; expert < experts_per_rank; ++expert) counts[expert] = tagged(expert == 0 ? kRows : 0);
+  EXPECT_EQ(session.group().failure().has_value(), false);
+  emulator::run_for(static_cast<uint64_t>(0.6e9 * kShortTimeout));
+  EXPECT_EQ(session.group().failure().has_value(), true);
+  session.wait();
+}
+
+// The host fails the group while a kernel writes its own failure record, or after that. The record that the host reads
+// is one of the two, and no mixture.
+void run_host_fails(uint64_t seed) {
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  emulator::set_num_sms(2);
+  Session session(2, 0, {2, Variant::kBalanced}, kTimeout);
+  session.randomize(random);
+  session.whole([](Rank& rank) {
+    DispatchArgs args = rank.dispatch(0);
+    args.hash += rank.axis_index.host[0];  // ranks in different calls: one of them fails
+    return args;
+  });
+  constexpr uint64_t kStepNs = 10;
+  const std::vector<Member>& members = session.group().members();
+  const uint32_t& failed = members[0].peers.control->failed;
+  while (failed == 0) emulator::run_for(kStepNs);
+  const auto rank = static_cast<int32_t>(failed) - 1;
+  const Member& member = members[rank];
+  emulator::run_for(kStepNs * (random() % 20));
+  FailureRecord why = {};
+  why.reason = static_cast<uint32_t>(FailureReason::kOtherOrder);
+  why.op = static_cast<uint32_t>(OpKind::kCombine);
+  why.rank = rank, why.peer = 1 - rank, why.expected = 7, why.seen = 9;
+  session.group().fail(member, why);
+  session.wait();
+  const FailureRecord seen = session.group().failure().value();
+  const bool is_of_host = static_cast<FailureReason>(seen.reason) == FailureReason::kOtherOrder;
+  EXPECT_EQ(is_of_host || static_cast<FailureReason>(seen.reason) == FailureReason::kOtherOp, true);
+  EXPECT_EQ(seen.op, is_of_host ? why.op : static_cast<uint32_t>(OpKind::kDispatch));
+  EXPECT_EQ(seen.peer, static_cast<uint32_t>(1 - rank));
+  EXPECT_EQ(seen.epoch, is_of_host ? 0u : 1u);
+  EXPECT_EQ(seen.expected == why.expected && seen.seen == why.seen, is_of_host);
+}
+
+// A start that is never done keeps its slot, which another operation then waits for.
+void run_never_done(Session& session) {
+  session.start([&](Rank& rank) { return rank.dispatch_split(session.cast()); });
+  for (int32_t i = 0; i < session.num_slots(); ++i) {
+    session.whole([](Rank& rank) { return rank.combine(); });
+  }
+  session.wait();
+  check_failed(session, FailureReason::kSlotTaken);
+}
+
+void run_failure(Session& session, std::mt19937& random, Blocks blocks, uint32_t scenario) {
+  switch (scenario) {
+    case 0:
+      return run_without_rank(session, random);
+    case 1: {
+      const ResidentBlocks enough(kAllBlocks);  // of both launches
+      return run_overlap(session, random);
+    }
+    case 2:
+      return run_late_twice(session.cast(), blocks);
+    case 3:
+      return run_never_done(session);
+    case 4:
+      return run_other_operation(session, random);
+    default:
+      return run_wrong_rank(session, random);
+  }
+}
+constexpr uint32_t kFailures = 6;
+
+}  // namespace
