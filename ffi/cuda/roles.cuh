@@ -51,9 +51,10 @@ struct Roles : Waiting {
     __syncthreads();  // begin_sending() is done, and the block's memory is free again
     if (state.roles_to_take == 0) return kNoRole;
     __syncthreads();
-    if (threadIdx.x == blockDim.x - 32) {  // of the control warp, which has written the former role, too
-      --state.roles_to_take;
-      state.role = next_given_role(state);
+    if (threadIdx.x >= blockDim.x - 32) {  // the control warp
+      const int32_t role = __shfl_sync(kAllLanes, lane_id() == 0 ? next_given_role(state) : 0, 0);
+      if (lane_id() == 0) --state.roles_to_take, state.role = role;
+      __syncwarp();
     }
     __syncthreads();
     return state.role;
