@@ -266,12 +266,17 @@ def steps_per_second(mesh: Mesh, spinning: np.ndarray) -> float:
 def wait_for_all_devices(out) -> None:
     """Waits until a program has ended on every device, with an error or without."""
     for leaf in jax.tree.leaves(out):
-        for shard in leaf.addressable_shards:
+        for shard in getattr(leaf, "addressable_shards", ()):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 shard.data.block_until_ready()
 
 
 def to_numpy(tree):
+    """NumPy arrays of a program's results. An error of a device comes when the program has ended on all devices.
+
+    What a failed program still does on other devices would reach the next equal group, as nobody keeps its results.
+    """
+    wait_for_all_devices(tree)
     return jax.tree.map(_whole, tree)
 
 
