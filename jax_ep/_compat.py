@@ -17,6 +17,7 @@ from jax._src import core, distributed
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import partial_eval
 from jax.extend import core as jex_core
+from jax.sharding import AxisType
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,6 +50,24 @@ def vary(operands: T, axes: Iterable[str]) -> T:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(cast, operands)
+
+
+def over_explicit_axes(function: F) -> F:
+    """Returns `function` for a shard_map that leaves explicit axes out, if JAX has no sharding rule for what it calls.
+
+    Every device along these axes computes the same. The operands must not be sharded over them: see `vary`.
+    """
+
+    @wraps(function)
+    def call(*operands: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        explicit = {name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == AxisType.Explicit}
+        if not explicit:
+            return function(*operands)
+        whole = jax.sharding.PartitionSpec()
+        return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=explicit)(*operands)
+
+    return cast(F, call)
 
 
 def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:

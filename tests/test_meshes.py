@@ -70,6 +70,12 @@ def dense(x, topk_idx, topk_weights, w):
     return jnp.einsum("th,ehi,tke,tk->ti", x, w, of_expert, topk_weights, precision="highest")
 
 
+def dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down):
+    gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, w_gate_up), 2, axis=-1)
+    y = jnp.einsum("tei,eih->teh", jax.nn.silu(gate) * up, w_down)
+    return jnp.einsum("teh,tke,tk->th", y, jax.nn.one_hot(topk_idx, len(w_down)), topk_weights)
+
+
 def value_and_gradients(layer, x, topk_idx, topk_weights, w):
     def loss(x, topk_weights, w):
         return jnp.sum(jnp.sin(layer(x, topk_idx, topk_weights, w)))
@@ -205,7 +211,7 @@ def test_other_axes_are_left_out(make_group, order, axis_type):
 
 @pytest.mark.parametrize(
     ("experts", "axis_type"),
-    [("einsum", AxisType.Auto), ("einsum", AxisType.Explicit), ("ragged_dot", AxisType.Auto)],
+    [(experts, axis_type) for experts in ("einsum", "ragged_dot") for axis_type in (AxisType.Auto, AxisType.Explicit)],
     ids=str,
 )
 def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, axis_type):
@@ -218,11 +224,6 @@ def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, axis_t
 
     def layer_of(mlp):
         return lambda x, topk_idx, topk_weights, w: mlp(x, topk_idx, topk_weights, w["gate_up"], w["down"])
-
-    def dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down):
-        gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, w_gate_up), 2, axis=-1)
-        y = jnp.einsum("tei,eih->teh", jax.nn.silu(gate) * up, w_down)
-        return jnp.einsum("teh,tke,tk->th", y, jax.nn.one_hot(topk_idx, len(w_down)), topk_weights)
 
     mlp = partial(ep.moe.mlp, group=group, experts=experts)
     mapped = jax.shard_map(mlp, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes))
@@ -514,6 +515,30 @@ def test_vmap_of_a_layer(make_group, place):
         batched = jax.shard_map(of_batch, mesh=mesh, in_specs=specs, out_specs=specs[0])
     args = *stacked, w
     assert_close(value_and_gradients(batched, *args), value_and_gradients(jax.vmap(dense, axes), *args))
+
+
+@pytest.mark.parametrize("experts", ["ragged_dot", "einsum"])
+@pytest.mark.parametrize("place", ["in shard_map", "of shard_map"])
+def test_vmap_of_a_moe_layer(make_group, place, experts):
+    """README's layer, whose elements share the experts' weights; with gradients."""
+    mesh = mesh_of(ep=4)
+    mlp = partial(ep.moe.mlp, group=make_group(mesh, SHAPE), experts=experts)
+    x, topk_idx, topk_weights = (
+        np.stack(arrays) for arrays in zip(*(arguments(4, i)[:3] for i in range(3)), strict=True)
+    )
+    w = arguments(4)[3], arguments(4, seed=1)[3][:, : SHAPE.hidden // 2]
+    axes = (0, 0, 0, None, None)
+    if place == "of shard_map":
+        batched = jax.vmap(jax.shard_map(mlp, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), axes)
+    else:
+        specs = (*[P(None, "ep")] * 3, P("ep"), P("ep"))
+        batched = jax.shard_map(jax.vmap(mlp, axes), mesh=mesh, in_specs=specs, out_specs=specs[0])
+
+    def layer_of(mlp):
+        return lambda x, topk_idx, topk_weights, w: mlp(x, topk_idx, topk_weights, *w)
+
+    expected = value_and_gradients(layer_of(jax.vmap(dense_mlp, axes)), x, topk_idx, topk_weights, w)
+    assert_close(value_and_gradients(layer_of(batched), x, topk_idx, topk_weights, w), expected)
 
 
 def test_disable_jit(make_group):

@@ -478,7 +478,7 @@ def test_the_grouped_gemm_is_taken_where_all_devices_can_run_it(reference_group,
         asked.append(arguments)
         return reason
 
-    monkeypatch.setattr(_layer, "grouped_matmul", take)
+    monkeypatch.setattr(_layer, "portable_matmul", take)
     monkeypatch.setattr(_layer, "no_grouped_reason", partial(answer, None))
     jax.eval_shape(mlp_on(mesh, group, experts="grouped"), *arrays)
     jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)

@@ -17,7 +17,8 @@ from jax_ep._combine import combine
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch
 from jax_ep._group import Group, check_usable
-from jax_ep.moe._grouped_matmul import grouped_matmul, no_grouped_reason
+from jax_ep.moe._grouped_matmul import no_grouped_reason
+from jax_ep.moe._portable_matmul import portable_matmul
 
 Experts: TypeAlias = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
 EXPERTS: tuple[Experts, ...] = get_args(Experts)
@@ -133,7 +134,7 @@ def mlp(
     recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
     rows, w_gate_up, w_down = _compat.vary((dequantize(recv), w_gate_up, w_down), [])
-    matmul = partial(grouped_matmul, group_sizes=recv.group_sizes, implementation=experts)
+    matmul = partial(portable_matmul, group_sizes=recv.group_sizes, implementation=experts)
 
     gate_up = checkpoint_name(matmul(rows, w_gate_up), "jax_ep_moe_gate_up")
     gate, up = gate_up[..., :inner], gate_up[..., inner:]
