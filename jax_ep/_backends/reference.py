@@ -152,7 +152,7 @@ class ReferenceBackend(Backend):
         first_expert = lax.axis_index(self.group.axis_name) * num_experts
         expert = topk_idx - first_expert
         is_here = (expert >= 0) & (expert < num_experts)
-        names = expert[..., None] == jnp.arange(num_experts, dtype=jnp.int32)  # [R, T, K, E_local]
+        names = expert[..., None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, None]  # [R, T, K, E_local]
         num_pairs = jnp.sum(names, axis=2, dtype=jnp.int32)  # of each (source rank, token, expert)
 
         route = call.route(None)
