@@ -385,6 +385,8 @@ def test_what_a_group_without_devices_refuses():
         group.open(ABSTRACT)
     with pytest.raises(ValueError, match=r"open: mesh is \{'ep': 4\}; it must have the group's axes \{'data': 2"):
         group.open(mesh_of(ep=4))
+    with pytest.raises(ValueError, match=r"open: mesh is \{'ep': 2, 'data': 2\}; .*, in their order: \{'data': 2, 'ep"):
+        group.open(mesh_of(ep=2, data=2))
     with pytest.raises(ValueError, match=r"mesh is None, and no mesh is set"):
         group.open()
     with pytest.raises(ValueError, match="backend is 'cuda', which cannot be used here: .* at most 32"):
