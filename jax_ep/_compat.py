@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -175,10 +175,10 @@ def differentiable(function: Callable[..., Any], forward: Callable[..., Any], ba
         with jax.disable_jit(False):  # under jax.disable_jit, all but the operations runs step by step
             return jitted(*arguments)
 
-    return lambda static, *operands: (rule if _is_tracing() else compiled)(static, *operands)
+    return lambda static, *operands: (rule if is_tracing() else compiled)(static, *operands)
 
 
-def _is_tracing() -> bool:
+def is_tracing() -> bool:
     """Returns True if JAX traces a function, and False if it runs each operation eagerly.
 
     vmap and grad occur in both cases, so this looks at the trace below them.
@@ -188,6 +188,18 @@ def _is_tracing() -> bool:
         if (trace := getattr(trace, "parent_trace", None)) is None:
             return False
     return True
+
+
+def refuse_second_derivative(primals: Any, tangents: Any, **_: Any) -> NoReturn:
+    """The forward-mode rule of what moves rows.
+
+    JAX uses the gradient rules of the public functions first. A second derivative reaches this rule. Without the error,
+    it would be zero for integers that stand for floating-point numbers.
+    """
+    raise TypeError(
+        "jax_ep: dispatch, combine and their like have first derivatives only, in reverse mode; use no jvp, hessian or "
+        "second grad through them"
+    )
 
 
 def values(operands: Any) -> Any:
