@@ -383,7 +383,9 @@ def test_what_a_group_without_devices_refuses():
         group.stats()
     with pytest.raises(TypeError, match="open: mesh is an AbstractMesh"):
         group.open(ABSTRACT)
-    with pytest.raises(ValueError, match=r"open: mesh is \{'ep': 4\}; it must have the group's axes \{'data': 2"):
+    with pytest.raises(
+        ValueError, match=r"open: mesh is \{'ep': 4\}; it must have the group's axes, in their order: \{'data'"
+    ):
         group.open(mesh_of(ep=4))
     with pytest.raises(ValueError, match=r"open: mesh is \{'ep': 2, 'data': 2\}; .*, in their order: \{'data': 2, 'ep"):
         group.open(mesh_of(ep=2, data=2))
