@@ -281,6 +281,27 @@ def test_explicit_arrays_outside_shard_map(make_group):
         assert_close(jax.jit(mapped)(*placed), dense(*args))
 
 
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "num_groups": 4, "topk_groups": 2}], ids=["", "groups"])
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((16, 8), P(("data", "ep"))), ((8, 4, 8), P("data", "ep")), ((8, 4, 8), P(None, "ep"))], ids=str
+)
+def test_route_of_explicit_arrays(shape, spec, options):
+    """The router of README's layer outside of shard_map, where flax_moe.py has it; with gradients."""
+    mesh = mesh_of(AxisType.Explicit, data=2, ep=4)
+    logits = np.random.default_rng(0).standard_normal(shape, np.float32)
+
+    def loss(logits):
+        routing = ep.moe.route(logits, top_k=2, **options)
+        return jnp.sum(jnp.sin(routing.topk_weights)) + routing.aux_loss + routing.z_loss, routing
+
+    results = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    expected = results(logits)
+    with jax.set_mesh(mesh):
+        actual = results(put_one(mesh, logits, spec))
+    assert_close(actual, expected)
+    assert jax.typeof(actual[0][1].topk_idx).sharding.spec == P(*spec, *[None] * (len(shape) - len(spec)))
+
+
 def test_parts_of_a_mesh(make_group):
     """A group on some devices, another one on the others, and one on all; all at once."""
     whole = mesh_of(ep=4)

@@ -122,11 +122,14 @@ def route(
         topk_weights = jnp.take_along_axis(scores, topk_idx, axis=-1)
     topk_weights = topk_weights * scale
 
+    # Sums over all leading axes, without a reshape: JAX cannot reshape axes that are sharded over explicit mesh axes.
+    *leading, _ = range(logits.ndim)
     # A sum of comparisons, since XLA adds to a histogram with atomics on GPUs.
-    is_chosen = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)[None]
-    load = is_chosen.sum(axis=0, dtype=jnp.int32).astype(jnp.float32) / max(topk_idx.size, 1)
+    experts = lax.expand_dims(jnp.arange(num_experts, dtype=jnp.int32), range(logits.ndim))
+    num_chosen = (topk_idx[..., None] == experts).sum(axis=(*leading, -2), dtype=jnp.int32)
+    load = num_chosen.astype(jnp.float32) / max(topk_idx.size, 1)
     num_tokens = max(logits.size // num_experts, 1)
-    mean_shares = jax.nn.softmax(log_scores).reshape(-1, num_experts).sum(axis=0) / num_tokens
+    mean_shares = jax.nn.softmax(log_scores).sum(axis=tuple(leading)) / num_tokens
     z_loss = jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum() / num_tokens
     return Routing(topk_idx, topk_weights, num_experts * jnp.sum(load * mean_shares), z_loss, load)
 
