@@ -70,6 +70,10 @@ def dense(x, topk_idx, topk_weights, w):
     return jnp.einsum("th,ehi,tke,tk->ti", x, w, of_expert, topk_weights, precision="highest")
 
 
+def mlp_of_group(group, *args):
+    return ep.moe.mlp(*args, group=group)
+
+
 def dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down):
     gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, w_gate_up), 2, axis=-1)
     y = jnp.einsum("tei,eih->teh", jax.nn.silu(gate) * up, w_down)
@@ -232,6 +236,22 @@ def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, axis_t
     placed = [*put(mesh, (x, topk_idx, topk_weights), [P(axes)] * 3), jax.tree.map(partial(put_one, mesh), w, specs)]
     expected = value_and_gradients(layer_of(dense_mlp), x, topk_idx, topk_weights, w)
     assert_close(value_and_gradients(layer_of(mapped), *placed), expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_moe_layer_of_sequences_beside_an_axis_left_out(make_group, axis_type):
+    """x [batch, sequence, H], whose sequences are sharded along the axis that shard_map leaves out; with gradients."""
+    mesh = mesh_of(axis_type, ep=4, other=2)
+    mapped = mapped_over(make_group(mesh, SHAPE), mesh=mesh, axis_names={"ep"}, layer=mlp_of_group)
+    *tokens, w_gate_up = arguments(4)
+    w = w_gate_up, arguments(4, seed=1)[3][:, : SHAPE.hidden // 2]
+    by_sequence = [a.reshape(8, SHAPE.tokens // 2, -1) for a in tokens]
+    placed = *put(mesh, by_sequence, [P("ep", "other")] * 3), put(mesh, w, [P("ep")] * 2)
+    loss, (dx, d_weights, _) = value_and_gradients(lambda *args: mapped(*args[:3], *args[3]), *placed)
+    expected = value_and_gradients(lambda *args: dense_mlp(*args[:3], *args[3]), *tokens, w)
+    assert_close(
+        (loss, (dx.reshape(-1, SHAPE.hidden), d_weights.reshape(tokens[2].shape))), (expected[0], expected[1][:2])
+    )
 
 
 def test_shard_map_in_shard_map(make_group):

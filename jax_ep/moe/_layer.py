@@ -180,6 +180,9 @@ def _check_tokens(op: str, group: Group, x: Any, topk_idx: Any, topk_weights: An
                 f"{tuple(x.shape[:-1])}"
             )
 
+    # JAX cannot reshape axes that are sharded over explicit mesh axes.
+    x, topk_idx, topk_weights = _compat.vary((x, topk_idx, topk_weights), ())
+
     def flat(value: Any) -> Any:
         return value.reshape(math.prod(value.shape[:-1]), value.shape[-1])
 
