@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import jax
 from jax.custom_batching import sequential_vmap
@@ -34,7 +35,7 @@ def _one_by_one(implementation: Implementation, rows: jax.Array, w: jax.Array, g
     return sequential_vmap(_matmul(implementation))(rows, w, group_sizes)
 
 
-_Residuals = tuple[jax.Array, jax.Array, jax.Array]
+_Residuals: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _forward(
