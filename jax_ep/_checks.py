@@ -31,13 +31,13 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     return int(value)
 
 
-def positive(name: str, value: Any) -> float:
-    """`value` is a positive, finite number, static."""
+def positive(name: str, value: Any) -> Any:
+    """`value` is a positive, finite number, static. It is returned as it is: a float32 has other digits as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} is {value!r}, {kind(value)}; it must be a number known when tracing")
     if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value}; it must be positive and finite")
-    return float(value)
+    return value
 
 
 def array(op: str, name: str, value: Any, dims: dict[str, int | None], dtype: Any, no_cast: str = "") -> None:

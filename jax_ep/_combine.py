@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_ep import _checks, _compat
 from jax_ep._group import check_usable
-from jax_ep._split_calls import Pending, check_pending
+from jax_ep._split_calls import Pending, check_compiled, check_pending
 from jax_ep._types import Dispatched, Route, route_of
 
 
@@ -75,6 +75,7 @@ def combine_start(
         >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
         True
     """
+    check_compiled("combine_start")
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
     operands = _compat.in_one_place(operands)
     # The gradient takes the way of the operands, which the done is given again.

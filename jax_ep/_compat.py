@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax._src import core, distributed
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import partial_eval
 from jax.extend import core as jex_core
+from jax.sharding import AxisType
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,6 +50,24 @@ def vary(operands: T, axes: Iterable[str]) -> T:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(cast, operands)
+
+
+def over_explicit_axes(function: F) -> F:
+    """Returns `function` for a shard_map that leaves explicit axes out, if JAX has no sharding rule for what it calls.
+
+    Every device along these axes computes the same. The operands must not be sharded over them: see `vary`.
+    """
+
+    @wraps(function)
+    def call(*operands: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        explicit = {name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == AxisType.Explicit}
+        if not explicit:
+            return function(*operands)
+        whole = jax.sharding.PartitionSpec()
+        return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=explicit)(*operands)
+
+    return cast(F, call)
 
 
 def result_type(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -156,10 +175,10 @@ def differentiable(function: Callable[..., Any], forward: Callable[..., Any], ba
         with jax.disable_jit(False):  # under jax.disable_jit, all but the operations runs step by step
             return jitted(*arguments)
 
-    return lambda static, *operands: (rule if _is_tracing() else compiled)(static, *operands)
+    return lambda static, *operands: (rule if is_tracing() else compiled)(static, *operands)
 
 
-def _is_tracing() -> bool:
+def is_tracing() -> bool:
     """Returns True if JAX traces a function, and False if it runs each operation eagerly.
 
     vmap and grad occur in both cases, so this looks at the trace below them.
@@ -169,6 +188,18 @@ def _is_tracing() -> bool:
         if (trace := getattr(trace, "parent_trace", None)) is None:
             return False
     return True
+
+
+def refuse_second_derivative(primals: Any, tangents: Any, **_: Any) -> NoReturn:
+    """The forward-mode rule of what moves rows.
+
+    JAX uses the gradient rules of the public functions first. A second derivative reaches this rule. Without the error,
+    it would be zero for integers that stand for floating-point numbers.
+    """
+    raise TypeError(
+        "jax_ep: dispatch, combine and their like have first derivatives only, in reverse mode; use no jvp, hessian or "
+        "second grad through them"
+    )
 
 
 def values(operands: Any) -> Any:

@@ -19,7 +19,7 @@ from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep._dispatch_options import DispatchOptions
 from jax_ep._group import Group, check_usable
 from jax_ep._layouts import LayoutName
-from jax_ep._split_calls import Pending, check_pending
+from jax_ep._split_calls import Pending, check_compiled, check_pending
 from jax_ep._types import DispatchCall, Dispatched, Route, route_of
 from jax_ep._wires import Wire
 
@@ -124,6 +124,7 @@ def dispatch_start(
         True
     """
     options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, dequantize, zero_pad)
+    check_compiled("dispatch_start")
     call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights)
     operands = _compat.in_one_place(operands)
     return Pending((*operands, _start(call, *operands)), "dispatch", group, call)

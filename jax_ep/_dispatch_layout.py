@@ -81,6 +81,7 @@ def _check_multiple(op: str, name: str, value: int, divisor_name: str, divisor: 
 
 @partial(jax.jit, static_argnames=("num_experts", "num_ranks", "num_nodes"))
 def _layout(topk_idx: jax.Array, **sizes: Any) -> DispatchLayout:
+    topk_idx = _compat.vary(topk_idx, ())  # an FFI call has no sharding rule for explicit axes
     modules = {"cpu": _native.cpu, "cuda": _native.cuda}
     native = {platform: partial(_native_layout, **sizes) for platform, module in modules.items() if module is not None}
     return jax.lax.platform_dependent(topk_idx, **native, default=partial(_pure_jax_layout, **sizes))

@@ -48,7 +48,9 @@ class PeerTimeoutError(Error):
 
 
 class SplitCallError(Error):
-    """A `*_done` has no `*_start` of its own, because another done has already ended the pending call.
+    """A split-phase call is not one start and one done in one compiled program.
+
+    For example: another done has already ended the pending call, or the start is outside of `jax.jit` or under vmap.
 
     Example:
         >>> def twice(x, topk_idx):

@@ -191,8 +191,10 @@ def _mesh_to_open(mesh: Any, group: Group) -> jax.sharding.Mesh:
     mesh = mesh_or_context(mesh)
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError("open: mesh is an AbstractMesh; it must be a jax.sharding.Mesh of devices")
-    if dict(mesh.shape) != dict(group.mesh.shape):
-        raise ValueError(f"open: mesh is {dict(mesh.shape)}; it must have the group's axes {dict(group.mesh.shape)}")
+    if list(mesh.shape.items()) != list(group.mesh.shape.items()):  # programs depend on the axes' order, too
+        raise ValueError(
+            f"open: mesh is {dict(mesh.shape)}; it must have the group's axes, in their order: {dict(group.mesh.shape)}"
+        )
     return mesh
 
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 LayoutName: TypeAlias = Literal["expert", "ragged"]  # Layout in _constants.py numbers them
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
@@ -69,22 +70,21 @@ def fill(need: jax.Array, room: jax.Array | int, start: jax.Array | int = 0) -> 
     The level is the highest that fits. What is left over goes one each to the entries that want more, beginning at
     entry `start` and going round. `room` and `start` have the leading axes of `need`, or are scalars.
     """
-    num = need.shape[-1]
+    num, index = need.shape[-1], lax.broadcasted_iota(jnp.int32, need.shape, need.ndim - 1)
     room = jnp.broadcast_to(jnp.asarray(room, jnp.int32), need.shape[:-1])[..., None]
     start = jnp.broadcast_to(jnp.asarray(start, jnp.int32), need.shape[:-1])[..., None]
     # If the i smallest needs are kept whole, the others share what is left. The sum of min(need, level) is the least of
     # these sums over all i, so that a level fits if it fits for any i.
     ascending = jnp.sort(need, axis=-1)
     below = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32) - ascending
-    level = jnp.max((room - below) // (num - jnp.arange(num, dtype=jnp.int32)), axis=-1, keepdims=True)
+    level = jnp.max((room - below) // (num - index), axis=-1, keepdims=True)
     kept = jnp.minimum(need, level)
     wants_more = (need > level).astype(jnp.int32)
     wanting = jnp.cumsum(wants_more, axis=-1, dtype=jnp.int32)  # entries that want more, through each one
-    index = jnp.arange(num, dtype=jnp.int32)
     before_start = jnp.sum(jnp.where(index < start, wants_more, 0), axis=-1, keepdims=True, dtype=jnp.int32)
     turn = wanting - 1 - before_start + jnp.where(index < start, wanting[..., -1:], 0)
     left_over = room - jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
-    return kept + wants_more * (turn < left_over)
+    return kept + jnp.where(turn < left_over, wants_more, 0)
 
 
 def place(

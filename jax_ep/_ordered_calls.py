@@ -32,7 +32,10 @@ from jax import lax
 from jax._src import dispatch, effects
 from jax._src.lib.mlir import ir
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
+
+from jax_ep import _compat
+from jax_ep._errors import SplitCallError
 
 
 @dataclasses.dataclass(frozen=True)  # jax.export compares effects
@@ -90,7 +93,17 @@ def _abstract_results(*_: Any, result_types: tuple[Any, ...], has_side_effect: b
 
 
 def _batch_by_loop(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """The rule for vmap: runs the call once per element, in order."""
+    """The rule for vmap: runs the call once per element, in order.
+
+    Refuses split-phase calls: all starts would run before the first done, and there is no room for that many.
+    """
+    if params["has_side_effect"]:
+        op = params["target"].removeprefix("jax_ep_")
+        whole, _, _ = op.rpartition("_")
+        raise SplitCallError(
+            f"{op}: split-phase calls do not run under vmap; call {whole} in place of {whole}_start and {whole}_done, "
+            "or replace vmap by jax.lax.map"
+        )
     mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
 
     def call(slices: list[Any]) -> Any:
@@ -130,5 +143,6 @@ def _lower(
 
 
 dispatch.simple_impl(_call_p)
+ad.primitive_jvps[_call_p] = _compat.refuse_second_derivative
 batching.primitive_batchers[_call_p] = _batch_by_loop
 mlir.register_lowering(_call_p, _lower, cacheable=False)

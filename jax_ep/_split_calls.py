@@ -43,6 +43,15 @@ class Pending:
         return self.operands
 
 
+def check_compiled(op: str) -> None:
+    """`op`, the start of a split-phase call, is in a program that JAX compiles: its done must be in the same one."""
+    if not _compat.is_tracing():
+        raise SplitCallError(
+            f"{op}: called outside of jax.jit, or under jax.disable_jit; a start and its done must be in one compiled "
+            f"program: compile the function that has both, or call {op.removesuffix('_start')}"
+        )
+
+
 def check_pending(op: str, value: Any) -> None:
     """`value` is what `op`_start returned."""
     if not isinstance(value, Pending) or value.op != op:

@@ -140,8 +140,8 @@ class Dispatched:
         weights: float32, one per row of x; 0 in rows that hold no token.
         scales: float32 [..., H/128], one per 128 channels of x, if rows arrive in fp8 and dequantize is False; else
             None.
-        num_dropped: [] int32, rows that this rank dropped because they did not fit. `jax.lax.psum(recv.num_dropped,
-            "ep")` sums them over the ranks.
+        num_dropped: [] int32, rows that this rank dropped because they did not fit. The number of all ranks is
+            `jax.lax.psum(recv.num_dropped, axes)`, with all axes over which the tokens are split.
         route: opaque; `combine` and `dispatch_like` use it.
 
     Example:

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep as ep
+from helpers import make_mesh
 from jax_ep import _dispatch_layout, _native
 
 NATIVE = _native.cuda if jax.default_backend() == "gpu" else _native.cpu
@@ -128,6 +129,17 @@ def test_shard_map(dispatch_layout, mesh, check_vma, replicated):
     parts = topk_idx[None] if replicated else topk_idx.reshape(num_devices, 5, 3)
     for rank, part in enumerate(parts):
         assert_layout(jax.tree.map(lambda field, at=rank: field[at], layouts), expected_layout(part, **sizes))
+
+
+def test_explicit_axes():
+    """Outside of shard_map, the ids may be sharded over explicit axes: the counts are those of all tokens."""
+    sizes, mesh = SIZES[1], make_mesh((4,))
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,))
+    topk_idx = random_idx(8, (20, 3))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(topk_idx, jax.sharding.NamedSharding(mesh, P("ep")))
+        layout = jax.jit(partial(ep.dispatch_layout, **sizes))(placed)
+    assert_layout(layout, expected_layout(topk_idx, **sizes))
 
 
 def test_inside_scan_and_grad(dispatch_layout):

@@ -55,6 +55,21 @@ def assert_close(actual, expected, tolerance):
         assert error <= tolerance * np.linalg.norm(b), f"gradient in {name}"
 
 
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd])
+def test_a_second_derivative_is_refused(make_group, mesh, layout, transform):
+    group = make_group(mesh, SHAPE)
+
+    def loss(x, topk_idx, topk_weights):
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout)
+        return jnp.sum(ep.combine(jnp.sin(recv.x), recv))
+
+    def second(x, *routing):
+        return transform(lambda x: jnp.sum(jax.grad(loss)(x, *routing)))(x)
+
+    with pytest.raises(TypeError, match="have first derivatives only"):
+        jax.eval_shape(spmd(second, mesh), *make_inputs(SHAPE, mesh.size))
+
+
 def check_against_dense(group, mesh, shape, case, *, check_vma=True, kept=True, **options):
     x, topk_idx, topk_weights, experts, cotangent = case
     layer = spmd(lambda *args: moe(*args, group=group, **options), mesh, check_vma=check_vma)

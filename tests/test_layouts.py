@@ -1,6 +1,7 @@
 """Which rows a rank keeps if there is too little room, and how much room a capacity factor gives."""
 
 import functools
+import types
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import oracle
 from jax_ep import _layouts
+from jax_ep._dispatch_options import DispatchOptions
 
 NUM_RANKS, NUM_EXPERTS, TOKENS, TOP_K = 8, 64, 4096, 8
 EXPERTS_PER_RANK = NUM_EXPERTS // NUM_RANKS
@@ -133,3 +135,10 @@ def test_experts_of_equal_need_lose_alike(layout, alignment, factor):
 def test_capacity_factor(layout, factor, alignment, capacity):
     sizes = {"num_tokens": 15, "top_k": 4, "experts_per_rank": 3, "alignment": alignment}
     assert _layouts.capacity_of_factor(layout, factor, **sizes) == capacity
+
+
+def test_capacity_factor_in_float32():
+    """It counts as the decimal number that it shows, not as 1.10000002384."""
+    options = DispatchOptions("ragged", None, np.float32(1.1), 1, None, True, None)
+    group = types.SimpleNamespace(top_k=4, experts_per_rank=3, num_ranks=8, hidden=128)
+    assert options.checked("dispatch", group, num_tokens=15).capacity == 66

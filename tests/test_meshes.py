@@ -70,6 +70,16 @@ def dense(x, topk_idx, topk_weights, w):
     return jnp.einsum("th,ehi,tke,tk->ti", x, w, of_expert, topk_weights, precision="highest")
 
 
+def mlp_of_group(group, *args):
+    return ep.moe.mlp(*args, group=group)
+
+
+def dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down):
+    gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, w_gate_up), 2, axis=-1)
+    y = jnp.einsum("tei,eih->teh", jax.nn.silu(gate) * up, w_down)
+    return jnp.einsum("teh,tke,tk->th", y, jax.nn.one_hot(topk_idx, len(w_down)), topk_weights)
+
+
 def value_and_gradients(layer, x, topk_idx, topk_weights, w):
     def loss(x, topk_weights, w):
         return jnp.sum(jnp.sin(layer(x, topk_idx, topk_weights, w)))
@@ -205,7 +215,7 @@ def test_other_axes_are_left_out(make_group, order, axis_type):
 
 @pytest.mark.parametrize(
     ("experts", "axis_type"),
-    [("einsum", AxisType.Auto), ("einsum", AxisType.Explicit), ("ragged_dot", AxisType.Auto)],
+    [(experts, axis_type) for experts in ("einsum", "ragged_dot") for axis_type in (AxisType.Auto, AxisType.Explicit)],
     ids=str,
 )
 def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, axis_type):
@@ -219,11 +229,6 @@ def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, axis_t
     def layer_of(mlp):
         return lambda x, topk_idx, topk_weights, w: mlp(x, topk_idx, topk_weights, w["gate_up"], w["down"])
 
-    def dense_mlp(x, topk_idx, topk_weights, w_gate_up, w_down):
-        gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, w_gate_up), 2, axis=-1)
-        y = jnp.einsum("tei,eih->teh", jax.nn.silu(gate) * up, w_down)
-        return jnp.einsum("teh,tke,tk->th", y, jax.nn.one_hot(topk_idx, len(w_down)), topk_weights)
-
     mlp = partial(ep.moe.mlp, group=group, experts=experts)
     mapped = jax.shard_map(mlp, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes))
     w = {"gate_up": w_gate_up, "down": w_down}
@@ -231,6 +236,22 @@ def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, axis_t
     placed = [*put(mesh, (x, topk_idx, topk_weights), [P(axes)] * 3), jax.tree.map(partial(put_one, mesh), w, specs)]
     expected = value_and_gradients(layer_of(dense_mlp), x, topk_idx, topk_weights, w)
     assert_close(value_and_gradients(layer_of(mapped), *placed), expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_moe_layer_of_sequences_beside_an_axis_left_out(make_group, axis_type):
+    """x [batch, sequence, H], whose sequences are sharded along the axis that shard_map leaves out; with gradients."""
+    mesh = mesh_of(axis_type, ep=4, other=2)
+    mapped = mapped_over(make_group(mesh, SHAPE), mesh=mesh, axis_names={"ep"}, layer=mlp_of_group)
+    *tokens, w_gate_up = arguments(4)
+    w = w_gate_up, arguments(4, seed=1)[3][:, : SHAPE.hidden // 2]
+    by_sequence = [a.reshape(8, SHAPE.tokens // 2, -1) for a in tokens]
+    placed = *put(mesh, by_sequence, [P("ep", "other")] * 3), put(mesh, w, [P("ep")] * 2)
+    loss, (dx, d_weights, _) = value_and_gradients(lambda *args: mapped(*args[:3], *args[3]), *placed)
+    expected = value_and_gradients(lambda *args: dense_mlp(*args[:3], *args[3]), *tokens, w)
+    assert_close(
+        (loss, (dx.reshape(-1, SHAPE.hidden), d_weights.reshape(tokens[2].shape))), (expected[0], expected[1][:2])
+    )
 
 
 def test_shard_map_in_shard_map(make_group):
@@ -278,6 +299,27 @@ def test_explicit_arrays_outside_shard_map(make_group):
         placed = put(mesh, args, (*[by_token] * 3, P("ep")))
         assert jax.typeof(jax.jit(mapped)(*placed)).sharding.spec == P(("data", "ep"), None)
         assert_close(jax.jit(mapped)(*placed), dense(*args))
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "num_groups": 4, "topk_groups": 2}], ids=["", "groups"])
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((16, 8), P(("data", "ep"))), ((8, 4, 8), P("data", "ep")), ((8, 4, 8), P(None, "ep"))], ids=str
+)
+def test_route_of_explicit_arrays(shape, spec, options):
+    """The router of README's layer outside of shard_map, where flax_moe.py has it; with gradients."""
+    mesh = mesh_of(AxisType.Explicit, data=2, ep=4)
+    logits = np.random.default_rng(0).standard_normal(shape, np.float32)
+
+    def loss(logits):
+        routing = ep.moe.route(logits, top_k=2, **options)
+        return jnp.sum(jnp.sin(routing.topk_weights)) + routing.aux_loss + routing.z_loss, routing
+
+    results = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    expected = results(logits)
+    with jax.set_mesh(mesh):
+        actual = results(put_one(mesh, logits, spec))
+    assert_close(actual, expected)
+    assert jax.typeof(actual[0][1].topk_idx).sharding.spec == P(*spec, *[None] * (len(shape) - len(spec)))
 
 
 def test_parts_of_a_mesh(make_group):
@@ -382,8 +424,12 @@ def test_what_a_group_without_devices_refuses():
         group.stats()
     with pytest.raises(TypeError, match="open: mesh is an AbstractMesh"):
         group.open(ABSTRACT)
-    with pytest.raises(ValueError, match=r"open: mesh is \{'ep': 4\}; it must have the group's axes \{'data': 2"):
+    with pytest.raises(
+        ValueError, match=r"open: mesh is \{'ep': 4\}; it must have the group's axes, in their order: \{'data'"
+    ):
         group.open(mesh_of(ep=4))
+    with pytest.raises(ValueError, match=r"open: mesh is \{'ep': 2, 'data': 2\}; .*, in their order: \{'data': 2, 'ep"):
+        group.open(mesh_of(ep=2, data=2))
     with pytest.raises(ValueError, match=r"mesh is None, and no mesh is set"):
         group.open()
     with pytest.raises(ValueError, match="backend is 'cuda', which cannot be used here: .* at most 32"):
@@ -514,6 +560,30 @@ def test_vmap_of_a_layer(make_group, place):
         batched = jax.shard_map(of_batch, mesh=mesh, in_specs=specs, out_specs=specs[0])
     args = *stacked, w
     assert_close(value_and_gradients(batched, *args), value_and_gradients(jax.vmap(dense, axes), *args))
+
+
+@pytest.mark.parametrize("experts", ["ragged_dot", "einsum"])
+@pytest.mark.parametrize("place", ["in shard_map", "of shard_map"])
+def test_vmap_of_a_moe_layer(make_group, place, experts):
+    """README's layer, whose elements share the experts' weights; with gradients."""
+    mesh = mesh_of(ep=4)
+    mlp = partial(ep.moe.mlp, group=make_group(mesh, SHAPE), experts=experts)
+    x, topk_idx, topk_weights = (
+        np.stack(arrays) for arrays in zip(*(arguments(4, i)[:3] for i in range(3)), strict=True)
+    )
+    w = arguments(4)[3], arguments(4, seed=1)[3][:, : SHAPE.hidden // 2]
+    axes = (0, 0, 0, None, None)
+    if place == "of shard_map":
+        batched = jax.vmap(jax.shard_map(mlp, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), axes)
+    else:
+        specs = (*[P(None, "ep")] * 3, P("ep"), P("ep"))
+        batched = jax.shard_map(jax.vmap(mlp, axes), mesh=mesh, in_specs=specs, out_specs=specs[0])
+
+    def layer_of(mlp):
+        return lambda x, topk_idx, topk_weights, w: mlp(x, topk_idx, topk_weights, *w)
+
+    expected = value_and_gradients(layer_of(jax.vmap(dense_mlp, axes)), x, topk_idx, topk_weights, w)
+    assert_close(value_and_gradients(layer_of(batched), x, topk_idx, topk_weights, w), expected)
 
 
 def test_disable_jit(make_group):

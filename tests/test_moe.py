@@ -261,6 +261,22 @@ def check_against_dense(group, mesh, shape, routing="uneven", *, kept=True, **op
 
 
 @pytest.mark.parametrize("experts", CPU_EXPERTS)
+def test_programs_that_forbid_promotion(reference_group, mesh, experts):
+    """The router and the layer, with gradients, traced under jax_numpy_dtype_promotion and jax_numpy_rank_promotion."""
+    x, _, _, *weights, _ = make_case(SHAPE, mesh.size)
+    w_router, bias = np.ones((SHAPE.hidden, SHAPE.num_experts), x.dtype), np.ones(SHAPE.num_experts, jnp.bfloat16)
+    mlp = partial(ep.moe.mlp, group=reference_group(mesh), experts=experts)
+
+    def loss(x, *weights):
+        options = {"score": "sigmoid", "num_groups": 4, "topk_groups": 2, "scale": 2.5}
+        routing = ep.moe.route(x @ w_router, top_k=SHAPE.top_k, bias=jnp.asarray(bias), **options)
+        return jnp.sum(mlp(x, routing.topk_idx, routing.topk_weights, *weights)) + routing.aux_loss
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(spmd(jax.grad(loss, (0, 1, 2)), mesh), x, *weights)
+
+
+@pytest.mark.parametrize("experts", CPU_EXPERTS)
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 8), (4, 8), (4, 4)])
 def test_the_layer_is_the_dense_one(reference_group, num_ranks, num_experts, experts):
     shape = dataclasses.replace(SHAPE, num_experts=num_experts, top_k=min(2, num_experts))
@@ -478,7 +494,7 @@ def test_the_grouped_gemm_is_taken_where_all_devices_can_run_it(reference_group,
         asked.append(arguments)
         return reason
 
-    monkeypatch.setattr(_layer, "grouped_matmul", take)
+    monkeypatch.setattr(_layer, "portable_matmul", take)
     monkeypatch.setattr(_layer, "no_grouped_reason", partial(answer, None))
     jax.eval_shape(mlp_on(mesh, group, experts="grouped"), *arrays)
     jax.eval_shape(mlp_on(mesh, group, capacity=64), *arrays)

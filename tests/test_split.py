@@ -169,6 +169,47 @@ def test_start_and_done_in_a_branch_of_cond(make_group, mesh, layout):
         assert_same_bits(run_spmd(scaled, mesh, scale, *inputs, replicated=(0,)), expected * scale)
 
 
+def test_vmap_is_refused(make_group, mesh, layout):
+    """Of starts that come before any done, there may be only a few. A backend without kernels has no starts."""
+    group = make_group(mesh, SHAPE)
+
+    def batch(x, topk_idx, topk_weights):
+        def element(scale):
+            pending = ep.dispatch_start(x * scale, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
+            return ep.dispatch_done(pending).x
+
+        return jax.vmap(element)(jnp.arange(3.0))
+
+    inputs = make_inputs(SHAPE, mesh.size)
+    if group.backend in PURE_JAX:
+        rows = run_spmd(batch, mesh, *inputs)
+        assert_same_bits(rows[:, 2], 2 * rows[:, 1])
+        return
+    with pytest.raises(
+        ep.SplitCallError, match="dispatch_start: .* vmap; call dispatch in place of dispatch_start and"
+    ):
+        jax.eval_shape(spmd(batch, mesh), *inputs)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+@pytest.mark.parametrize("form", ["eager", "disable_jit"])
+def test_a_start_outside_of_a_program_is_refused(make_group, mesh, layout, op, form):
+    group = make_group(mesh, SHAPE)
+
+    def halves(*inputs):
+        if op == "dispatch":
+            return ep.dispatch_done(ep.dispatch_start(*inputs, group=group, layout=layout)).counts
+        recv = ep.dispatch(*inputs, group=group, layout=layout)
+        return ep.combine_done(ep.combine_start(recv.x, recv))
+
+    program = spmd(halves, mesh)
+    with (
+        jax.disable_jit(form == "disable_jit"),
+        pytest.raises(ep.SplitCallError, match=f"{op}_start: called outside of jax.jit, or .*call {op}\\b"),
+    ):
+        (jax.jit(program) if form == "disable_jit" else program)(*make_inputs(SHAPE, mesh.size))
+
+
 def test_a_loop_may_not_end_what_it_closes_over(make_group, mesh, layout):
     """It is traced once and runs five times: five dones of one start."""
     group = make_group(mesh, SHAPE)

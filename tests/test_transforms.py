@@ -10,7 +10,16 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import assert_dispatched, assert_same_bits, assert_trees_same_bits, run_spmd, spmd, to_numpy
+from helpers import (
+    assert_dispatched,
+    assert_same_bits,
+    assert_trees_same_bits,
+    every_operation,
+    inputs_of_every_operation,
+    run_spmd,
+    spmd,
+    to_numpy,
+)
 from shapes import SMALL, make_inputs
 
 SHAPE = dataclasses.replace(SMALL, dtype="float32")
@@ -47,6 +56,18 @@ def assert_close(actual, expected):
 def test_eager_equals_jit(block, mesh, inputs, check_vma):
     eager = to_numpy(spmd(block, mesh, check_vma=check_vma)(*inputs))
     assert_close(eager, run_spmd(block, mesh, *inputs, check_vma=check_vma))
+
+
+STRICT = {"dtype": partial(jax.numpy_dtype_promotion, "strict"), "rank": partial(jax.numpy_rank_promotion, "raise")}
+
+
+@pytest.mark.parametrize("promotion", STRICT)
+def test_programs_that_forbid_promotion(make_group, mesh, promotion):
+    """Every operation, with gradients, traced under jax_numpy_dtype_promotion or jax_numpy_rank_promotion."""
+    shape = dataclasses.replace(SMALL, hidden=128)
+    program = spmd(partial(every_operation, make_group(mesh, shape)), mesh)
+    with STRICT[promotion]():
+        jax.eval_shape(program, *inputs_of_every_operation(shape, mesh.size))
 
 
 def test_check_vma_changes_nothing(group, layout, mesh, inputs):

@@ -71,11 +71,9 @@ class TokenMoves:
             layout="ragged",
             capacity=self.capacity,
         )
-        ends = jnp.cumsum(recv.group_sizes)
-        expert_of_row = jnp.searchsorted(ends, jnp.arange(len(recv.x)), side="right")
         routing = RouteOutput(
             group_sizes=recv.group_sizes,
-            selected_experts=jnp.minimum(expert_of_row, len(recv.group_sizes) - 1),
+            selected_experts=recv.row_expert,  # -1 in rows outside of all groups, which combine does not read
             sorted_selected_experts=jnp.zeros(experts.size, jnp.int32),
             weights=weights,
         )

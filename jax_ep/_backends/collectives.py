@@ -140,7 +140,7 @@ class CollectivesBackend(ReferenceBackend):
         k_of_layer = jnp.sort(jnp.where(is_row, k, top_k + k), axis=-1) % top_k  # of each (source rank, token)
         row_of_layer = jnp.take_along_axis(row, k_of_layer, axis=-1)
         num_rows = jnp.sum(is_row, axis=-1, dtype=jnp.int32)
-        slots = jnp.sort((top_k - num_rows) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32), axis=1)
+        slots = jnp.sort((top_k - num_rows) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)[None], axis=1)
         token, num_rows = slots % num_tokens, top_k - slots // num_tokens  # of each (source rank, slot)
         slot_row = jnp.moveaxis(jnp.take_along_axis(row_of_layer, token[..., None], axis=1), -1, 0)
         num_layers = jnp.max(by_round(num_rows, 0), axis=(1, 2))

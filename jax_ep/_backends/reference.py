@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _layouts, _wires
+from jax_ep import _compat, _layouts, _wires
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
@@ -152,7 +152,7 @@ class ReferenceBackend(Backend):
         first_expert = lax.axis_index(self.group.axis_name) * num_experts
         expert = topk_idx - first_expert
         is_here = (expert >= 0) & (expert < num_experts)
-        names = expert[..., None] == jnp.arange(num_experts, dtype=jnp.int32)  # [R, T, K, E_local]
+        names = expert[..., None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, None]  # [R, T, K, E_local]
         num_pairs = jnp.sum(names, axis=2, dtype=jnp.int32)  # of each (source rank, token, expert)
 
         route = call.route(None)
@@ -276,14 +276,7 @@ def _to_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
-@_to_bits.defjvp
-def _to_bits_jvp(primals: Any, tangents: Any) -> Any:
-    # JAX uses the gradient rules of the public functions first. A second derivative reaches this rule. Without the
-    # error, it would be zero.
-    raise TypeError(
-        "jax_ep: dispatch, combine and their like have first derivatives only, in reverse mode; use no jvp, hessian or "
-        "second grad through them"
-    )
+_to_bits.defjvp(_compat.refuse_second_derivative)
 
 
 def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:

@@ -17,7 +17,8 @@ from jax_ep._combine import combine
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch
 from jax_ep._group import Group, check_usable
-from jax_ep.moe._grouped_matmul import Implementation, grouped_matmul, no_grouped_reason
+from jax_ep.moe._grouped_matmul import Implementation, no_grouped_reason
+from jax_ep.moe._portable_matmul import portable_matmul
 
 Experts: TypeAlias = Literal["auto", "grouped", "einsum", "ragged_dot", "tokamax"]
 EXPERTS: tuple[Experts, ...] = get_args(Experts)
@@ -60,7 +61,8 @@ def mlp(
 
     Args:
         x: [..., H] in group.dtype.
-        topk_idx: [..., K] int32, as for `dispatch`. An id outside [0, num_experts) means no expert.
+        topk_idx: [..., K] int32, as for `dispatch`. An id outside [0, num_experts) means no expert: give padding tokens
+            the id -1. If tokens name an expert twice, the default capacity may drop rows.
         topk_weights: [..., K] float32, the router's weights; None means 1.
         w_gate_up: [E_local, H, 2I], the weights of this rank's experts: gate in the first I columns, up in the last I.
             Split the experts over group.axis_name: `PartitionSpec(group.axis_name)`.
@@ -133,7 +135,7 @@ def mlp(
     recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
     rows, w_gate_up, w_down = _compat.vary((dequantize(recv), w_gate_up, w_down), [])
-    matmul = partial(grouped_matmul, group_sizes=recv.group_sizes, implementation=implementation)
+    matmul = partial(portable_matmul, group_sizes=recv.group_sizes, implementation=implementation)
 
     gate_up = checkpoint_name(matmul(rows, w_gate_up), "jax_ep_moe_gate_up")
     gate, up = gate_up[..., :inner], gate_up[..., inner:]
@@ -187,6 +189,9 @@ def _check_tokens(op: str, group: Group, x: Any, topk_idx: Any, topk_weights: An
                 f"{op}: {name} has shape {tuple(value.shape)}; its leading dimensions must be those of x, "
                 f"{tuple(x.shape[:-1])}"
             )
+
+    # JAX cannot reshape axes that are sharded over explicit mesh axes.
+    x, topk_idx, topk_weights = _compat.vary((x, topk_idx, topk_weights), ())
 
     def flat(value: Any) -> Any:
         return value.reshape(math.prod(value.shape[:-1]), value.shape[-1])

@@ -110,7 +110,9 @@ def route(
     # A softmax of logarithms divides scores by their sum without underflow (softmax scores: up to a constant).
     log_scores = logits if score == "softmax" else jax.nn.log_sigmoid(logits)
 
-    choice = lax.stop_gradient(scores if bias is None else scores + bias.astype(jnp.float32))
+    choice = lax.stop_gradient(
+        scores if bias is None else scores + jnp.broadcast_to(bias.astype(jnp.float32), scores.shape)
+    )
     if num_groups is not None and topk_groups is not None:
         choice = _keep_best_groups(choice, num_groups, topk_groups)
     _, topk_idx = lax.top_k(choice, top_k)
@@ -122,11 +124,14 @@ def route(
         topk_weights = jnp.take_along_axis(scores, topk_idx, axis=-1)
     topk_weights = topk_weights * scale
 
+    # Sums over all leading axes, without a reshape: JAX cannot reshape axes that are sharded over explicit mesh axes.
+    *leading, _ = range(logits.ndim)
     # A sum of comparisons, since XLA adds to a histogram with atomics on GPUs.
-    is_chosen = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)
-    load = is_chosen.sum(axis=0, dtype=jnp.int32).astype(jnp.float32) / max(topk_idx.size, 1)
+    experts = lax.expand_dims(jnp.arange(num_experts, dtype=jnp.int32), range(logits.ndim))
+    num_chosen = (topk_idx[..., None] == experts).sum(axis=(*leading, -2), dtype=jnp.int32)
+    load = num_chosen.astype(jnp.float32) / max(topk_idx.size, 1)
     num_tokens = max(logits.size // num_experts, 1)
-    mean_shares = jax.nn.softmax(log_scores).reshape(-1, num_experts).sum(axis=0) / num_tokens
+    mean_shares = jax.nn.softmax(log_scores).sum(axis=tuple(leading)) / num_tokens
     z_loss = jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum() / num_tokens
     return Routing(topk_idx, topk_weights, num_experts * jnp.sum(load * mean_shares), z_loss, load)
 
@@ -136,7 +141,7 @@ def _keep_best_groups(choice: jax.Array, num_groups: int, topk_groups: int) -> j
     by_group = choice.reshape(*choice.shape[:-1], num_groups, -1)
     best_two, _ = lax.top_k(by_group, min(2, by_group.shape[-1]))
     _, best_groups = lax.top_k(best_two.sum(axis=-1), topk_groups)
-    is_best = jnp.any(best_groups[..., None] == jnp.arange(num_groups, dtype=jnp.int32), axis=-2)
+    is_best = jnp.any(jax.nn.one_hot(best_groups, num_groups, dtype=jnp.bool), axis=-2)
     return jnp.where(is_best[..., None], by_group, -jnp.inf).reshape(choice.shape)
 
 
