@@ -32,6 +32,27 @@ host's clock. In the JSON file:
     executable_bytes    what XLA allocates per rank for one execution: arguments, results and temporaries, by
                         compiled.memory_analysis()
     group_bytes         what the group holds per rank besides
+
+With --skew, the program times the layer of jax_ep alone, under skewed routing, in three ways to give it room:
+
+    python benchmarks/moe_step.py --skew 0 0.5 1 1.5 hot
+
+    balanced            moe.mlp(balance=--tolerance) with --replicas slots per rank, and the default room
+    dropping            moe.mlp(capacity_factor=--capacity-factor), which drops the rows that do not fit
+    worst_case          moe.mlp with the default room, which is enough for any routing
+
+A number is the sigma of lognormal popularity: token by token, experts are drawn in proportion to exp(sigma * z[e]),
+with z[e] normal. "hot" is uniform, but every token also names one and the same expert. All ranks draw from the same
+popularity. The layer gets ids and weights and has no router. The JSON file has, for each skew and variant, step_ms,
+executable_bytes and group_bytes as above, and:
+
+    busiest_rows        the rows that the busiest rank computes
+    mean_rows           the mean over the ranks
+    dropped_rows        the sum over the ranks
+    buffer_rows         the rows of a rank's buffer
+    copies              the copies of experts, over all ranks
+
+The values and gradients of balanced must be those of worst_case, and neither may drop rows.
 """
 
 from __future__ import annotations
@@ -42,9 +63,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +85,9 @@ from jax_ep.moe._grouped_matmul import grouped_matmul
 WARM_UPS = 2
 IN_A_ROW = 5
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-3}  # the last leaves room for TF32
+
+
+SKEWED_ROWS = ("busiest_rows", "mean_rows", "dropped_rows", "buffer_rows", "copies")
 
 
 class Operands(NamedTuple):
@@ -225,10 +249,9 @@ def executable_bytes(step: Any) -> int:
     )
 
 
-def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
-    """What the JSON file holds."""
-    case = Case(
-        ranks=mesh.size,
+def make_case(options: argparse.Namespace, num_ranks: int) -> Case:
+    return Case(
+        ranks=num_ranks,
         tokens=options.tokens,
         hidden=options.hidden,
         top_k=options.top_k,
@@ -238,6 +261,11 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         layout=LAYOUTS[options.compute],
         routing="router",
     )
+
+
+def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
+    """What the JSON file holds."""
+    case = make_case(options, mesh.size)
     operands = on_ranks(partial(make_operands, case, options.expert_hidden), mesh)()
     topk_idx, _ = on_ranks(partial(route, top_k=case.top_k), mesh)(operands.x, operands.router)
     needed = needed_capacity_factor(np.asarray(topk_idx).reshape(case.ranks, case.tokens, case.top_k), case)
@@ -278,6 +306,140 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     }
 
 
+class SkewedOperands(NamedTuple):
+    """What a step under skewed routing is differentiated in: x [T, H] and the weights of a rank's experts."""
+
+    x: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+
+
+def skewed_topk_idx(skew: float | Literal["hot"], case: Case) -> np.ndarray:
+    """Returns distinct experts for the tokens of all ranks: [R * T, K] int32."""
+    rng = np.random.default_rng(0)
+    popularity = rng.normal(size=case.experts) * (0 if skew == "hot" else skew)
+    if skew == "hot":
+        popularity[rng.integers(case.experts)] = np.inf
+    scores = popularity + rng.gumbel(size=(case.ranks * case.tokens, case.experts))
+    return np.argsort(-scores, axis=1)[:, : case.top_k].astype(np.int32)
+
+
+def make_skewed_layers(options: argparse.Namespace, plain: ep.Group, balanced: ep.Group) -> dict[str, dict[str, Any]]:
+    """The arguments of moe.mlp in each variant."""
+    return {
+        "balanced": {"group": balanced, "balance": options.tolerance},
+        "dropping": {"group": plain, "capacity_factor": options.capacity_factor},
+        "worst_case": {"group": plain},
+    }
+
+
+def compile_skewed_step(arguments: dict[str, Any], compute: str, mesh: Mesh, *operands: Any) -> Any:
+    """(operands, topk_idx) -> losses [R], gradients."""
+
+    def loss(operands: SkewedOperands, topk_idx: jax.Array) -> jax.Array:
+        x, gate_up, down = operands
+        weights = jnp.full(topk_idx.shape, 1 / topk_idx.shape[1], jnp.float32)
+        out = ep.moe.mlp(x, topk_idx, weights, gate_up, down, experts=compute, **arguments)
+        return 0.5 * jnp.square(out.astype(jnp.float32)).sum()
+
+    def step(operands: SkewedOperands, topk_idx: jax.Array) -> tuple[jax.Array, SkewedOperands]:
+        value, gradients = jax.value_and_grad(loss)(operands, topk_idx)
+        return value[None], gradients
+
+    return on_ranks(step, mesh).lower(*operands).compile()
+
+
+def skewed_rows(arguments: dict[str, Any], mesh: Mesh, x: jax.Array, topk_idx: Any) -> dict[str, float]:
+    """Returns SKEWED_ROWS of one routing."""
+
+    def on_rank(x: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, ...]:
+        group, options, num_copies = arguments["group"], {}, jnp.int32(0)
+        if "capacity_factor" in arguments:
+            options["capacity_factor"] = arguments["capacity_factor"]
+        if "balance" in arguments:
+            plan = options["plan"] = ep.balance(topk_idx, group=group, tolerance=arguments["balance"])
+            num_copies = jnp.sum(plan.slot_expert >= 0)
+        recv = ep.dispatch(x, topk_idx, group=group, **options)
+        numbers = jnp.sum(recv.counts), recv.num_dropped, jnp.int32(recv.x.shape[0]), num_copies
+        return tuple(number.astype(jnp.int32)[None] for number in numbers)
+
+    rows, dropped, buffer_rows, copies = map(np.asarray, on_ranks(on_rank, mesh)(x, topk_idx))
+    numbers = rows.max(), rows.mean(), dropped.sum(), buffer_rows[0], copies.sum()
+    return {name: number.item() for name, number in zip(SKEWED_ROWS, numbers, strict=True)}
+
+
+def measure_skewed(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
+    """What the JSON file holds with --skew."""
+    case = make_case(options, mesh.size)
+    given = on_ranks(partial(make_operands, case, options.expert_hidden), mesh)()
+    operands = SkewedOperands(given.x, given.gate_up, given.down)
+    skews = []
+    with (
+        open_group(case, mesh, options.backend) as plain,
+        open_group(case, mesh, options.backend, replicas=options.replicas) as balanced,
+    ):
+        arguments = make_skewed_layers(options, plain, balanced)
+        first = operands, skewed_topk_idx(0.0, case)
+        compiled = {name: compile_skewed_step(of, options.compute, mesh, *first) for name, of in arguments.items()}
+        for skew in options.skew:
+            topk_idx = on_ranks(lambda ids: ids, mesh)(skewed_topk_idx(skew, case))
+            steps = {name: lambda operands, run=run, ids=topk_idx: run(operands, ids) for name, run in compiled.items()}
+            difference = largest_difference(
+                steps["balanced"](operands), steps["worst_case"](operands), mesh, any_rank=False
+            )
+            times = time_steps(steps, operands, options.samples)
+            skews.append(
+                {
+                    "skew": skew,
+                    "difference": difference,
+                    "variants": [
+                        {
+                            "variant": name,
+                            "step_ms": statistics.median(times[name]),
+                            "samples_ms": times[name],
+                            "executable_bytes": executable_bytes(compiled[name]),
+                            "group_bytes": arguments[name]["group"].memory_bytes,
+                            **skewed_rows(arguments[name], mesh, operands.x, topk_idx),
+                        }
+                        for name in compiled
+                    ],
+                }
+            )
+        plain.check()
+        balanced.check()
+        backend = plain.backend
+    dropped = [row["dropped_rows"] for skew in skews for row in skew["variants"] if row["variant"] != "dropping"]
+    return {name: value for name, value in vars(options).items() if name != "json"} | {
+        "ranks": case.ranks,
+        "device": mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+        "backend": backend,
+        "skews": skews,
+        "checked": not any(dropped) and all(skew["difference"] <= TOLERANCE[case.dtype] for skew in skews),
+    }
+
+
+def show_skewed(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("skew", "variant", title=f"{result['ranks']} x {result['device']}, backend {result['backend']}")
+    for heading in ("step, ms", "MiB", "busiest / mean", "dropped", "buffer", "copies"):
+        table.add_column(heading, justify="right")
+    for skew in result["skews"]:
+        for row in skew["variants"]:
+            mib = (row["executable_bytes"] + row["group_bytes"]) / 2**20
+            load = f"{row['busiest_rows']} / {row['mean_rows']:.0f}"
+            cells = f"{row['step_ms']:.3f}", f"{mib:.1f}", load, *(str(row[name]) for name in SKEWED_ROWS[2:])
+            table.add_row(str(skew["skew"]), row["variant"], *cells)
+    console = Console()
+    console.print(table)
+    if not result["checked"]:
+        console.print(
+            f"WRONG: balanced or worst_case drops rows, or they differ by more than {TOLERANCE[result['dtype']]}"
+        )
+
+
 def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -295,6 +457,26 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"WRONG: a difference is larger than {TOLERANCE[result['dtype']]}")
 
 
+def skew(text: str) -> float | str:
+    """Parses a value of --skew."""
+    if text == "hot":
+        return text
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more, or hot")
+    return value
+
+
+def skew_mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
+    if options.skew and LAYOUTS[options.compute] != "ragged":
+        yield f"--compute is {options.compute}; with --skew it must be ragged_dot or grouped, which have ragged rows"
+    if not 0 <= options.tolerance < math.inf:
+        yield f"--tolerance is {options.tolerance}; it must be 0 or more"
+    most = options.experts // num_ranks
+    if options.replicas > most:
+        yield f"--replicas is {options.replicas}; it must be at most {most}, the experts of a rank"
+
+
 def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
     """Parses the options. The default sizes are small on CPUs."""
     parser = argparse.ArgumentParser(
@@ -309,13 +491,20 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add("--experts", type=int, default=16 if on_cpu else 64, help="experts in all")
     add("--top-k", type=int, default=4 if on_cpu else 8, help="experts per token")
     add("--dtype", choices=TOLERANCE, default="bfloat16", help="of activations and weights")
-    add("--compute", choices=LAYOUTS, default="einsum", help="what the experts are made of")
+    add("--compute", choices=LAYOUTS, help="what the experts are made of: einsum, or ragged_dot with --skew")
     add("--capacity-factor", type=float, default=2.0 if on_cpu else 1.25, help="room for rows, over their mean number")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="of jax_ep")
     add("--samples", type=int, default=3 if on_cpu else 20, help=f"turns; one is {IN_A_ROW} steps of each variant")
+    add("--skew", type=skew, nargs="+", metavar="SIGMA", help="time jax_ep alone: lognormal sigmas, or hot")
+    add("--tolerance", type=float, default=0.0, help="with --skew: of the balanced placement")
+    add("--replicas", type=int, help="with --skew: slots per rank for copies of experts (all experts of a rank)")
     add("--json", metavar="FILE", help="write what was measured there")
     options = parser.parse_args(argv)
+    options.compute = options.compute or ("ragged_dot" if options.skew else "einsum")
     for wrong in mismatches(options, num_ranks):
+        parser.error(wrong)
+    options.replicas = options.replicas or options.experts // num_ranks
+    for wrong in skew_mismatches(options, num_ranks):
         parser.error(wrong)
     if why := report.missing("rich"):
         parser.error(why)
@@ -329,11 +518,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv, num_ranks=len(devices), on_cpu=on_cpu)
     if on_cpu:
         print("virtual CPU devices: shows that it works, not how fast it is")
-    result = measure(options, Mesh(np.array(devices), (AXIS,)))
+    result = (measure_skewed if options.skew else measure)(options, Mesh(np.array(devices), (AXIS,)))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(result, file, indent=1)
-    show(result)
+    (show_skewed if options.skew else show)(result)
     return 0 if result["checked"] else 1
 
 

@@ -2,6 +2,7 @@
 
     python examples/train_moe.py                                    # this machine's GPUs, else 8 virtual CPU devices
     python examples/train_moe.py --mesh 2x4 --capacity-factor 1.25  # two groups of four ranks, with dropping
+    python examples/train_moe.py --balance                          # all ranks compute equally many rows, none dropped
     python examples/train_moe.py --checkpoint-dir run --resume      # continues from the latest checkpoint
     python examples/train_moe.py --hidden 2048 --heads 16 --experts 64 --top-k 8 --layers 4 --expert-hidden 1024 \
         --seq-len 1024 --batch 64 --accumulate 4 --remat --capacity-factor 2 --learning-rate 3e-4   # for several GPUs
@@ -199,6 +200,8 @@ def mismatches(options: argparse.Namespace) -> Iterator[str]:
             f"--batch {options.batch} must be a multiple of the mesh's {math.prod(shape)} devices times "
             f"--accumulate {options.accumulate}, such as {-(-options.batch // unit) * unit}"
         )
+    if options.balance is not None and not 0 <= options.balance < math.inf:
+        yield f"--balance {options.balance} must be 0 or more, such as 0.1"
     if options.seed < 0:
         yield f"--seed {options.seed} must be 0 or more"
     if options.resume and options.checkpoint_dir is None:
@@ -228,7 +231,16 @@ def make_parser() -> argparse.ArgumentParser:
     add_number("--checkpoint-every", 100, "steps between checkpoints")
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of parameters, batches and the sample (0)")
-    add("--balance", type=float, default=0.02, help="weight of the load-balancing loss (0.02)")
+    add("--balance-loss", type=float, default=0.02, help="weight of the load-balancing loss (0.02)")
+    add(
+        "--balance",
+        type=float,
+        nargs="?",
+        const=0.0,
+        metavar="TOLERANCE",
+        help="copy experts to other ranks in each layer, so that no rank has more than its share of the rows, plus "
+        "this fraction of it (0 without a value)",
+    )
     add("--checkpoint-dir", type=Path, help="directory of checkpoints (writes none)")
     add("--resume", action="store_true", help="continue from the latest checkpoint, if there is one")
     add("--out", type=Path, default=Path("out"), help="directory of train_moe.json and train_moe.png (out)")
@@ -269,6 +281,7 @@ def main() -> None:
         top_k=options.top_k,
         expert_hidden=options.expert_hidden,
         capacity_factor=options.capacity_factor,
+        balance_loss=options.balance_loss,
         balance=options.balance,
         remat=options.remat,
         dtype=jnp.dtype(options.dtype or ("bfloat16" if on_gpu else "float32")),
@@ -281,6 +294,7 @@ def main() -> None:
         max_tokens_per_rank=options.batch // options.accumulate * options.seq_len // mesh.size,
         dtype=cfg.dtype,
         backend=options.backend,
+        replicas=0 if options.balance is None else cfg.experts // options.mesh[1],
     )
     with group:
         run(options, cfg, group)

@@ -29,6 +29,7 @@ The examples of all functions and classes go on from here.
 from jax_ep import moe
 from jax_ep._all_to_all import all_to_all, all_to_all_back
 from jax_ep._backends import BackendStatus, backends
+from jax_ep._balance import Plan, balance, replicate
 from jax_ep._combine import combine, combine_done, combine_start
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch, dispatch_done, dispatch_like, dispatch_start
@@ -48,10 +49,12 @@ __all__ = [
     "Group",
     "GroupStats",
     "PeerTimeoutError",
+    "Plan",
     "SplitCallError",
     "all_to_all",
     "all_to_all_back",
     "backends",
+    "balance",
     "combine",
     "combine_done",
     "combine_start",
@@ -63,6 +66,7 @@ __all__ = [
     "dispatch_start",
     "export_checks",
     "moe",
+    "replicate",
 ]
 
 __version__ = "0.1.0"

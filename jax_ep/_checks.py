@@ -33,11 +33,23 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 def positive(name: str, value: Any) -> Any:
     """`value` is a positive, finite number, static. It is returned as it is: a float32 has other digits as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name} is {value!r}, {kind(value)}; it must be a number known when tracing")
+    _number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value}; it must be positive and finite")
     return value
+
+
+def not_negative(name: str, value: Any) -> float:
+    """`value` is a finite number that is not negative, static."""
+    _number(name, value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+    return float(value)
+
+
+def _number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} is {value!r}, {kind(value)}; it must be a number known when tracing")
 
 
 def array(op: str, name: str, value: Any, dims: dict[str, int | None], dtype: Any, no_cast: str = "") -> None:
@@ -78,11 +90,11 @@ def kind(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def num_rows(op: str, letter: str, size: int, max_tokens_per_rank: int) -> None:
+def num_rows(op: str, letter: str, size: int, max_tokens_per_rank: int, name: str = "x") -> None:
     """`size` tokens or rows fit in a group with this maximum."""
     if size > max_tokens_per_rank:
         raise ValueError(
-            f"{op}: x has {letter} = {size} rows; at most max_tokens_per_rank = {max_tokens_per_rank} fit; "
+            f"{op}: {name} has {letter} = {size} rows; at most max_tokens_per_rank = {max_tokens_per_rank} fit; "
             f"make the Group with max_tokens_per_rank={size}"
         )
 

@@ -112,12 +112,13 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     group = route.group
     check_usable(op, group)
     letters = ("E_local", "capacity") if route.layout == "expert" else ("capacity",)
-    rows: dict[str, int | None] = dict(zip(letters, route.rows_shape, strict=True))
+    rows: dict[str, int | None] = dict(zip(letters, route.visible_rows_shape, strict=True))
     no_cast = "fp8 rows need their scales: take jax_ep.dequantize(recv), or give dispatch dequantize=True"
     _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype, no_cast)
     _checks.array(op, "recv.weights", recv.weights, rows, jnp.float32)
     out_dtype = _checks.dtype(f"{op}: out_dtype", y.dtype if out_dtype is None else out_dtype)
-    return out_dtype, *_compat.vary((y, recv.weights, route), group.axis_names)
+    y, weights = (route.with_empty_slots(of_rows) for of_rows in (y, recv.weights))
+    return out_dtype, *_compat.vary((y, weights, route), group.axis_names)
 
 
 def _combine_rows(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:

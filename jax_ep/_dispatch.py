@@ -7,6 +7,7 @@ and for the backward pass.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, TypeAlias
 
 import jax
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_ep import _checks, _compat, _wires
+from jax_ep._balance import Plan, home_slots
 from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep._dispatch_options import DispatchOptions
 from jax_ep._group import Group, check_usable
@@ -42,6 +44,7 @@ def dispatch(
     wire: Wire | None = None,
     dequantize: bool = True,
     zero_pad: bool | None = None,
+    plan: Plan | None = None,
 ) -> Dispatched:
     """Sends each token to the ranks that hold its top-k experts. Call it inside `jax.shard_map` over `group.mesh`.
 
@@ -71,6 +74,10 @@ def dispatch(
             differentiated.
         zero_pad: True zeroes rows that hold no token. False leaves them unspecified. None, the default, means True if
             the call is differentiated, and False otherwise.
+        plan: the result of `balance` for the same topk_idx: rows go where the plan says. counts, group_sizes and the
+            layout "expert" then have E_local + B entries, with the home experts first and the replica slots behind.
+            With B = E_local, the default capacity of the ragged layout is each rank's share of the rows, T * K and the
+            plan's tolerance: no routing drops a row. None keeps all rows at home.
 
     Returns:
         `Dispatched`, with the same bits on every run and every backend.
@@ -88,8 +95,8 @@ def dispatch(
         True
     """
     options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, dequantize, zero_pad)
-    call, operands = _prepare("dispatch", group, options, x, topk_idx, topk_weights)
-    return _dispatch(call, *operands, None)
+    call, operands = _prepare("dispatch", group, options, x, topk_idx, topk_weights, plan)
+    return _visible(_dispatch(call, *operands, None))
 
 
 @_compat.named
@@ -106,6 +113,7 @@ def dispatch_start(
     wire: Wire | None = None,
     dequantize: bool = True,
     zero_pad: bool | None = None,
+    plan: Plan | None = None,
 ) -> Pending:
     """Starts a `dispatch` and waits for no other rank. Arguments and errors are those of `dispatch`.
 
@@ -125,7 +133,7 @@ def dispatch_start(
     """
     options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, dequantize, zero_pad)
     check_compiled("dispatch_start")
-    call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights)
+    call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights, plan)
     operands = _compat.in_one_place(operands)
     return Pending((*operands, _start(call, *operands)), "dispatch", group, call)
 
@@ -148,7 +156,7 @@ def dispatch_done(pending: Pending) -> Dispatched:
     """
     check_pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
-    return _dispatch(pending.static, *pending.take())
+    return _visible(_dispatch(pending.static, *pending.take()))
 
 
 @_compat.named
@@ -191,11 +199,11 @@ def dispatch_like(
             f"dispatch_like: x has H' = {x.shape[1]} channels of {x.dtype}; a row of the group holds {limit} bytes, so "
             f"1 to {limit // x.dtype.itemsize} channels"
         )
-    return _dispatch_like(*_compat.vary((x, route), group.axis_names))
+    return route.without_empty_slots(_dispatch_like(*_compat.vary((x, route), group.axis_names)))
 
 
 def _prepare(
-    op: str, group: Group, options: DispatchOptions, x: Any, topk_idx: Any, topk_weights: Any
+    op: str, group: Group, options: DispatchOptions, x: Any, topk_idx: Any, topk_weights: Any, plan: Any
 ) -> tuple[DispatchCall, Any]:
     """Checks the arguments of a dispatch; returns its static part and its operands."""
     check_usable(op, group)
@@ -210,9 +218,43 @@ def _prepare(
     _checks.array(op, "topk_idx", topk_idx, choices, jnp.int32, _checks.SWAPPED)
     if topk_weights is not None:
         _checks.array(op, "topk_weights", topk_weights, choices, jnp.float32, _checks.SWAPPED)
-    checked = options.checked(op, group, num_tokens)
-    call = DispatchCall(group._backend_for(num_tokens), checked, num_tokens, quantized)
+    if plan is not None:
+        _check_plan(op, plan, group, topk_idx)
+    checked = options.checked(op, group, num_tokens, None if plan is None else plan.tolerance_units)
+    topk_idx = home_slots(group, topk_idx) if plan is None else plan.topk_slot
+    call = DispatchCall(group._backend_for(num_tokens), checked, num_tokens, quantized, plan is not None)
     return call, _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), group.axis_names)
+
+
+def _check_plan(op: str, plan: Any, group: Group, topk_idx: Any) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{op}: plan is {_checks.kind(plan)}; it must be the result of balance, or None")
+    if plan.group is not group:
+        raise ValueError(
+            f"{op}: plan is of another group, {plan.group} with replicas={plan.group.replicas}; the group of this call "
+            f"is {group} with replicas={group.replicas}: give {op} and balance the same group"
+        )
+    if plan.topk_slot.shape != topk_idx.shape:
+        raise ValueError(
+            f"{op}: plan is for topk_idx of shape {plan.topk_slot.shape}, and topk_idx has shape {topk_idx.shape}; "
+            f"give {op} the topk_idx that balance was given"
+        )
+
+
+def _visible(recv: Dispatched) -> Dispatched:
+    """`recv` of the backend without empty slots: a call without a plan has an entry per home expert."""
+    route = recv.route
+    if not route.has_empty_slots:
+        return recv
+    num_experts = route.group.experts_per_rank
+    return dataclasses.replace(
+        recv,
+        x=route.without_empty_slots(recv.x),
+        counts=recv.counts[:num_experts],
+        group_sizes=recv.group_sizes[:num_experts],
+        weights=route.without_empty_slots(recv.weights),
+        scales=None if recv.scales is None else route.without_empty_slots(recv.scales),
+    )
 
 
 def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:

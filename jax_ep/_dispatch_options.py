@@ -6,6 +6,7 @@ import dataclasses
 
 from jax_ep import _checks, _layouts
 from jax_ep._layouts import LayoutName
+from jax_ep._placement import limit_of
 from jax_ep._settings import GroupSettings
 from jax_ep._wires import Wire
 
@@ -22,18 +23,25 @@ class DispatchOptions:
     dequantize: bool
     zero_pad: bool | None
 
-    def checked(self, op: str, group: GroupSettings, num_tokens: int) -> CheckedOptions:
-        """The options for a call with `num_tokens` tokens per rank, with the capacity to use."""
+    def checked(
+        self, op: str, group: GroupSettings, num_tokens: int, tolerance_units: int | None = None
+    ) -> CheckedOptions:
+        """The options for a call with `num_tokens` tokens per rank, with the capacity to use.
+
+        `tolerance_units`: of the plan along which rows go; None for no plan.
+        """
         _checks.choice(f"{op}: layout", self.layout, _layouts.LAYOUTS)
         _checks.wire(op, self.wire, group.hidden)
         if self.zero_pad is not None:
             _checks.boolean(op, "zero_pad", self.zero_pad)
         _checks.boolean(op, "dequantize", self.dequantize)
         alignment = _checks.integer(f"{op}: alignment", self.alignment, 1, _checks.MAX_INT32)
-        capacity = self._capacity(op, alignment, num_tokens, group)
+        capacity = self._capacity(op, alignment, num_tokens, group, tolerance_units)
         return CheckedOptions(self.layout, capacity, None, alignment, self.wire, self.dequantize, self.zero_pad)
 
-    def _capacity(self, op: str, alignment: int, num_tokens: int, group: GroupSettings) -> int:
+    def _capacity(
+        self, op: str, alignment: int, num_tokens: int, group: GroupSettings, tolerance_units: int | None
+    ) -> int:
         """The capacity to use, checked against alignment."""
         capacity, origin = self.capacity, ""
         sizes = {"num_tokens": num_tokens, "top_k": group.top_k, "experts_per_rank": group.experts_per_rank}
@@ -46,14 +54,19 @@ class DispatchOptions:
             capacity = _layouts.capacity_of_factor(self.layout, factor, **sizes, alignment=alignment)
             origin = f", from capacity_factor = {factor}"
         elif capacity is None:
-            capacity = _layouts.default_capacity(self.layout, num_ranks=group.num_ranks, **sizes, alignment=alignment)
+            if tolerance_units is not None and self.layout == "ragged" and group.replicas == group.experts_per_rank:
+                most_rows = limit_of(num_tokens * group.top_k, tolerance_units)
+            else:
+                most_rows = _layouts.most_rows(self.layout, num_ranks=group.num_ranks, **sizes)
+            num_groups = group.experts_per_rank if tolerance_units is None else group.slots_per_rank
+            capacity = _layouts.capacity_for(self.layout, most_rows, num_groups=num_groups, alignment=alignment)
             origin = ", which is enough for any routing"
         elif _checks.integer(f"{op}: capacity", capacity, 1) % alignment:
             raise ValueError(
                 f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
                 f"e.g. {_layouts.align_up(capacity, alignment)}"
             )
-        parts = group.experts_per_rank if self.layout == "expert" else 1
+        parts = group.slots_per_rank if self.layout == "expert" else 1
         largest = _checks.MAX_INT32 // parts // alignment * alignment
         if capacity > largest:
             raise ValueError(

@@ -47,6 +47,9 @@ class Group(GroupSettings):
             SMs. With None, it uses at most 32.
         timeout: the number of seconds that a device waits for another rank before the operation fails. It is also the
             number of seconds that a process waits for the other processes when the group is made.
+        replicas: B, the slots per rank for copies of other ranks' experts, 0 to E_local: see `balance`. The result of a
+            dispatch along a plan has E_local + B entries per rank, and of a dispatch without a plan E_local. The layout
+            "expert" without a plan then takes one more copy of the rows than in a group without replicas.
 
     With `jax.distributed`, every process that owns devices of the mesh must make the same groups in the same order.
 
@@ -73,6 +76,7 @@ class Group(GroupSettings):
         backend: BackendName = "auto",
         num_sms: int | None = None,
         timeout: float = 300.0,
+        replicas: int = 0,
     ) -> None:
         super().__init__(
             mesh,
@@ -84,6 +88,7 @@ class Group(GroupSettings):
             dtype=dtype,
             num_sms=num_sms,
             timeout=timeout,
+            replicas=replicas,
         )
         self.backend: str = _backends.choose(backend, self.mesh, axis_name, self.timeout)
         """Name of the backend in use."""

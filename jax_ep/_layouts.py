@@ -37,14 +37,22 @@ def align_up(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
 
 
+def most_rows(layout: str, *, num_ranks: int, num_tokens: int, top_k: int, experts_per_rank: int) -> int:
+    """The most rows that a rank (or, in the layout "expert", an expert) gets if no token names an expert twice."""
+    return num_ranks * num_tokens * (1 if layout == "expert" else min(top_k, experts_per_rank))
+
+
+def capacity_for(layout: str, rows: int, *, num_groups: int, alignment: int) -> int:
+    """The smallest capacity that holds `rows` rows in any `num_groups` groups."""
+    return rows if layout == "expert" else align_up(rows + num_groups * (alignment - 1), alignment)
+
+
 def default_capacity(
     layout: str, *, num_ranks: int, num_tokens: int, top_k: int, experts_per_rank: int, alignment: int
 ) -> int:
     """The smallest capacity that never drops a row, provided that no token names an expert twice."""
-    if layout == "expert":
-        return num_ranks * num_tokens
-    most_rows = num_ranks * num_tokens * min(top_k, experts_per_rank)
-    return align_up(most_rows + experts_per_rank * (alignment - 1), alignment)
+    rows = most_rows(layout, num_ranks=num_ranks, num_tokens=num_tokens, top_k=top_k, experts_per_rank=experts_per_rank)
+    return capacity_for(layout, rows, num_groups=experts_per_rank, alignment=alignment)
 
 
 def rows_shape(layout: str, *, capacity: int, experts_per_rank: int) -> tuple[int, ...]:

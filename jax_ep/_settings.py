@@ -31,6 +31,7 @@ class GroupSettings:
         dtype: jax.typing.DTypeLike,
         num_sms: int | None,
         timeout: float,
+        replicas: int,
     ) -> None:
         self.mesh = mesh_or_context(mesh)
         self.axis_name = axis_name
@@ -53,6 +54,14 @@ class GroupSettings:
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k is {top_k}; it must be at most num_experts = {num_experts}")
         self.experts_per_rank = self.num_experts // self.num_ranks
+        self.replicas = _checks.integer("replicas", replicas, -_checks.MAX_INT32)
+        if not 0 <= self.replicas <= self.experts_per_rank:
+            raise ValueError(
+                f"replicas is {replicas}; it must be 0 to {self.experts_per_rank}, the number of experts per rank: no "
+                "plan needs more copies"
+            )
+        self.slots_per_rank = self.experts_per_rank + self.replicas
+        """The experts that a rank can compute: its own, and copies of other ranks' experts behind them."""
         row_bytes = self.hidden * self.dtype.itemsize
         if row_bytes % 16:
             unit = 16 // self.dtype.itemsize

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep import _checks, _layouts
 from jax_ep._dispatch_options import CheckedOptions
@@ -96,7 +97,7 @@ class Backend(Protocol):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays"],
-    meta_fields=["backend", "layout", "capacity", "alignment", "num_tokens"],
+    meta_fields=["backend", "layout", "capacity", "alignment", "num_tokens", "is_planned"],
 )
 @dataclasses.dataclass(frozen=True)
 class Route:
@@ -108,6 +109,7 @@ class Route:
     capacity: int
     alignment: int
     num_tokens: int
+    is_planned: bool  # rows went along a plan of `balance`
 
     @property
     def group(self) -> GroupSettings:
@@ -115,9 +117,30 @@ class Route:
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
-        """Leading dimensions of the rows on the experts' side."""
-        experts_per_rank = self.backend.group.experts_per_rank
-        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=experts_per_rank)
+        """Leading dimensions of the backend's rows on the experts' side. They have an entry per slot."""
+        slots_per_rank = self.backend.group.slots_per_rank
+        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=slots_per_rank)
+
+    @property
+    def has_empty_slots(self) -> bool:
+        """Whether the backend's results have slots for copies of experts, which this call does not use."""
+        return bool(self.group.replicas) and not self.is_planned
+
+    @property
+    def visible_rows_shape(self) -> tuple[int, ...]:
+        """Leading dimensions of recv.x: those of the backend's rows, without empty slots."""
+        group = self.group
+        num_entries = group.experts_per_rank if self.has_empty_slots else group.slots_per_rank
+        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=num_entries)
+
+    def without_empty_slots(self, rows: jax.Array) -> jax.Array:
+        """`rows` [*rows_shape, ...] of the backend as [*visible_rows_shape, ...]. Ragged rows have no empty slots."""
+        return rows[: self.visible_rows_shape[0]]
+
+    def with_empty_slots(self, rows: jax.Array) -> jax.Array:
+        """The inverse of `without_empty_slots`: empty slots are zero."""
+        missing = self.rows_shape[0] - self.visible_rows_shape[0]
+        return jnp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)]) if missing else rows
 
 
 @partial(
@@ -129,7 +152,9 @@ class Route:
 class Dispatched:
     """The rows that a rank's experts received. A pytree of arrays; E_local = experts per rank, H = hidden.
 
-    Rows are ordered by local expert, then source rank, then source token, then k.
+    Rows are ordered by local expert, then source rank, then source token, then k. If rows went along a plan of
+    `balance`, read E_local + B for E_local, with B = group.replicas: the copies of experts in the replica slots come
+    behind the home experts.
 
     Attributes:
         x: [capacity, H] ("ragged" layout) or [E_local, capacity, H] ("expert"), in the group's dtype, or float8_e4m3fn
@@ -199,6 +224,7 @@ class DispatchCall:
     options: CheckedOptions
     num_tokens: int
     quantized: bool  # x comes as a pair (float8_e4m3fn, scales)
+    is_planned: bool = False  # topk_idx holds the slots of a plan of `balance`
 
     @property
     def arrives_fp8(self) -> bool:
@@ -210,7 +236,8 @@ class DispatchCall:
 
     def route(self, arrays: Any) -> Route:
         options = self.options
-        return Route(arrays, self.backend, options.layout, options.capacity, options.alignment, self.num_tokens)
+        facts = options.layout, options.capacity, options.alignment, self.num_tokens, self.is_planned
+        return Route(arrays, self.backend, *facts)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "splits", "scales"], meta_fields=["group"])

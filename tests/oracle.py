@@ -240,6 +240,95 @@ def sum_over_ranks(parts, node_size) -> np.ndarray:
     return total.astype(parts.dtype)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What balance must return. A slot is rank * (E_local + B) + i, with the home experts before the copies."""
+
+    slot_expert: np.ndarray  # [R, B] int32
+    num_rows: np.ndarray  # [R] int32
+    home_rows: np.ndarray  # [R] int32
+    topk_slot: np.ndarray  # [R, T, K] int32
+
+
+def limit(rows: int, tolerance: float) -> int:
+    return rows + rows * round(4096 * tolerance) // 4096
+
+
+def moves(needs, num_ranks, num_slots, tolerance=0.0) -> list[tuple[int, int, int, int, int]]:
+    """Deals the rows of each donor, one expert at a time: (donor, receiver, expert, rows, the first row's number)."""
+    home = np.asarray(needs, np.int64).reshape(num_ranks, -1)
+    load = home.sum(1)
+    most = limit(-(-int(load.sum()) // num_ranks), tolerance)
+    donors = sorted((r for r in range(num_ranks) if load[r] > most), key=lambda r: (-load[r], r))
+    rooms = sorted(
+        ((most - load[r], r) for r in range(num_ranks) if load[r] < most), key=lambda room: (-room[0], room[1])
+    )
+    moved, slots = [], {}
+
+    def deal(line, donor, to, rows):
+        while rows:
+            expert, left = line[0]
+            taken = min(rows, left)
+            taken_experts = slots.setdefault(to, [])
+            if taken and (expert in taken_experts or len(taken_experts) < num_slots):
+                if expert not in taken_experts:
+                    taken_experts.append(expert)
+                moved.append((donor, to, expert, taken, int(home.reshape(-1)[expert]) - left))
+            line[0][1] -= taken  # what finds no slot stays at home, and no other rank gets it
+            rows -= taken
+            if not line[0][1]:
+                line.pop(0)
+
+    carry = 0
+    for number, donor in enumerate(donors):
+        order = sorted(range(home.shape[1]), key=lambda e: (-home[donor][e], e))
+        line = [[donor * home.shape[1] + e, int(home[donor][e])] for e in order]  # what the donor has left
+        to_give = load[donor] - most + carry
+        while rooms and rooms[0][0] <= to_give:
+            room, to = rooms.pop(0)
+            deal(line, donor, to, room)
+            to_give -= room
+        carry = to_give
+        if number + 1 < len(donors):
+            deal(line, donor, donors[number + 1], carry)
+        elif carry:  # the next receiver has more room than is left
+            deal(line, donor, rooms.pop(0)[1], carry)
+    after = load.copy()
+    for donor, to, _, rows, _ in moved:
+        after[donor] -= rows
+        after[to] += rows
+    return moved if after.max() <= load.max() else []
+
+
+def balance(topk_idx, *, num_experts, num_slots, tolerance=0.0) -> Plan:
+    """The plan for topk_idx [R, T, K]. The rows of an expert are in the order of source rank, token, k."""
+    num_ranks = len(topk_idx)
+    local = num_experts // num_ranks
+    rows = [np.argwhere(topk_idx == expert) for expert in range(num_experts)]
+    needs = np.array([len(of_expert) for of_expert in rows])
+    topk_slot = np.full(topk_idx.shape, -1, np.int32)
+    for expert, of_expert in enumerate(rows):
+        topk_slot[tuple(of_expert.T)] = expert // local * (local + num_slots) + expert % local
+    slot_expert = np.full((num_ranks, num_slots), -1, np.int32)
+    num_rows = needs.reshape(num_ranks, -1).sum(1)
+    for donor, to, expert, count, first in moves(needs, num_ranks, num_slots, tolerance):
+        held = list(slot_expert[to])
+        slot = held.index(expert) if expert in held else held.index(-1)
+        slot_expert[to, slot] = expert
+        topk_slot[tuple(rows[expert][first : first + count].T)] = to * (local + num_slots) + local + slot
+        num_rows[donor] -= count
+        num_rows[to] += count
+    home_rows = needs.reshape(num_ranks, -1).sum(1)
+    return Plan(slot_expert, num_rows.astype(np.int32), home_rows.astype(np.int32), topk_slot)
+
+
+def replicate(w, slot_expert) -> np.ndarray:
+    """w [R, E_local, ...] and slot_expert [R, B] -> [R, E_local + B, ...]: empty slots are zero."""
+    everyone = w.reshape(-1, *w.shape[2:])
+    copies = np.where((slot_expert >= 0).reshape(*slot_expert.shape, *[1] * (w.ndim - 2)), everyone[slot_expert], 0)
+    return np.concatenate([w, copies.astype(w.dtype)], axis=1)
+
+
 def all_to_all(x, splits) -> tuple[np.ndarray, np.ndarray]:
     """x [R, M, H] sorted by expert, splits [R, E] -> blocks [R, R, M, H], zero where nothing came, [R, R, E_local]."""
     num_ranks = len(x)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -57,6 +58,24 @@ def test_the_programs_of_the_layers_page_run(tmp_path):
     done = subprocess.run([sys.executable], input=program, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(64, 128)\n"
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_the_programs_of_the_page_of_balance_run(num_devices, tmp_path):
+    program = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "balance.md").read_text(), re.DOTALL))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+    done = subprocess.run([sys.executable], input=program, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_of_balance_is_what_the_script_draws():
+    spec = importlib.util.spec_from_file_location("balance_page", ROOT / "scripts" / "balance_page.py")
+    balance_page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(balance_page)
+    assert balance_page.draw() == (ROOT / "docs" / "balance.svg").read_text()
+    ranks, moves = balance_page.pieces_of(balance_page.example())
+    assert [sum(rows for _, rows in pieces) for pieces in ranks] == [6, 6, 6, 6]
+    assert sorted(moves) == [(0, 2, 1), (0, 3, 4), (2, 1, 3)]  # the text of the picture
 
 
 def test_the_example_of_num_dropped_runs():

@@ -86,7 +86,7 @@ def test_every_way_to_train_gives_the_same_curve(tmp_path, whole_run, options):
 
 def test_a_batch_in_parts_gives_the_same_curve(tmp_path):
     """Without the balance loss: each part has its own, which is that of its tokens."""
-    options = ["--steps=6", "--balance=0"]
+    options = ["--steps=6", "--balance-loss=0"]
     _, whole = train(tmp_path / "whole", *options)
     _, in_parts = train(tmp_path / "in_parts", *options, "--mesh=2x2", "--accumulate=2", "--remat")
     assert_same_curve(in_parts, whole)
@@ -124,6 +124,23 @@ def test_dropped_rows_are_counted(tmp_path):
     assert min(result["dropped"]) >= 8 * 32 * 2
 
 
+def test_balanced_training_gives_the_same_curve(tmp_path, whole_run):
+    """From a checkpoint of a run without --balance: optimizer states and checkpoints have home experts only."""
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(whole_run[0] / "checkpoints", checkpoints)
+    shutil.rmtree(checkpoints / "6")
+    options = ["--steps=6", "--mesh=2x4", "--remat", "--balance=0.25", "--resume", "--checkpoint-dir", checkpoints]
+    _, result = train(tmp_path, *options)
+    assert_same_curve(result, whole_run[1])
+
+
+def test_balanced_training_drops_no_rows(tmp_path):
+    """A rank has room for a balanced load only; test_dropped_rows_are_counted has too little room without --balance."""
+    _, result = train(tmp_path, "--steps", 3, "--capacity-factor", 1, "--balance")
+    assert result["dropped"] == [0, 0, 0]
+    assert np.max(result["load"]) > 1.05 / 8  # the experts, one on each rank, are not balanced
+
+
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processes):
     options = [*TINY, "--steps=6", "--mesh=2x4", "--out", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints"]
@@ -144,6 +161,7 @@ def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processe
         ("train_moe.py", "--batch 24 --accumulate 2", "times --accumulate 2, such as 32"),
         ("train_moe.py", "--checkpoint-every 0", "--checkpoint-every: 0 must be 1 or more"),
         ("train_moe.py", "--mesh four", "--mesh: four must be DATAxEP, such as 2x4"),
+        ("train_moe.py", "--balance=-1", "--balance -1.0 must be 0 or more, such as 0.1"),
         ("train_moe.py", "--heads 3", "--hidden 128 must be a multiple of 24 with --heads 3"),
         ("train_moe.py", "--top-k 9", "--top-k 9 must be at most 8, with --experts 8"),
         ("train_moe.py", "--mesh 1x8 --experts 12", "--experts 12 must be a multiple of the 8 devices"),

@@ -40,6 +40,35 @@ def test_all_variants_give_the_same_loss_and_gradients(tmp_path, capsys, backend
             assert row["difference"] < 1e-4
 
 
+def test_skewed_routing(tmp_path, capsys, backend):
+    """Balanced: every rank has the same rows, in a buffer of T * K. Otherwise rows are dropped, or memory is."""
+    file = tmp_path / "moe_step.json"
+    options = ["--skew", "0", "1.5", "hot", "--dtype=float32", f"--backend={backend}", f"--json={file}", "--samples=1"]
+    with jax.default_matmul_precision("highest"):
+        assert moe_step.main([*TINY[:-1], "--capacity-factor=1.25", *options]) == 0
+    result = json.loads(file.read_text())
+    assert result["checked"] is True and result["backend"] == backend
+    shown = capsys.readouterr().out
+    assert [skew["skew"] for skew in result["skews"]] == [0, 1.5, "hot"]
+    ranks = jax.device_count()
+    for skew in result["skews"]:
+        rows = {row["variant"]: row for row in skew["variants"]}
+        assert skew["difference"] < 1e-4
+        balanced, worst_case, dropping = rows["balanced"], rows["worst_case"], rows["dropping"]
+        assert balanced["busiest_rows"] == balanced["mean_rows"] == balanced["buffer_rows"] == 16 * 3
+        assert worst_case["buffer_rows"] == ranks * 16 * min(3, 16 // ranks) and worst_case["mean_rows"] == 16 * 3
+        assert balanced["dropped_rows"] == worst_case["dropped_rows"] == 0
+        assert dropping["buffer_rows"] == 60 >= dropping["busiest_rows"]
+        assert dropping["dropped_rows"] == ranks * 16 * 3 - dropping["mean_rows"] * ranks
+        assert (balanced["copies"] > 0) == (worst_case["busiest_rows"] > 16 * 3)
+        assert worst_case["copies"] == dropping["copies"] == 0
+        assert all(row["step_ms"] > 0 and row["variant"] in shown for row in skew["variants"])
+    assert dropping["dropped_rows"] > 0 and ranks > 1
+    # The program is the same for all skews, and so is its memory.
+    for variant in range(3):
+        assert len({skew["variants"][variant]["executable_bytes"] for skew in result["skews"]}) == 1
+
+
 class Forgetful(moe_step.LocalExchange):
     """Loses the first token."""
 
@@ -74,6 +103,9 @@ def test_the_load_that_must_fit():
         ("--tokens=0", "--tokens is 0; it must be at least 1"),
         ("--json=nowhere/result.json", "--json is nowhere/result.json, in a directory that does not exist"),
         ("--experts=17", f"--experts is 17; it must be a multiple of the {jax.device_count()} devices"),
+        ("--skew=-1", "--skew: -1 must be 0 or more, or hot"),
+        ("--tolerance=-1", "--tolerance is -1.0; it must be 0 or more"),
+        ("--replicas=99", "--replicas is 99; it must be at most "),
         ("--samples=0", "--samples is 0; it must be at least 1"),
     ],
 )

@@ -142,6 +142,16 @@ def backends_in_plain_jax():
         check_layer(mesh, layout_of_collectives, "collectives")
 
 
+def test_balance_in_plain_jax():
+    run_program("balance_in_plain_jax", 2, devices=2)
+
+
+def balance_in_plain_jax():
+    one_axis = jax.sharding.Mesh(jax.devices(), ("ep",))
+    check_balanced_layer(one_axis, "ragged", "reference")
+    check_balanced_layer(mesh_of_two_axes(), "expert", "collectives")
+
+
 def mesh_of_two_axes():
     """A mesh on which a group's axis_name is ("inner", "outer"): the processes are along the minor axis."""
     devices = np.array(jax.devices())
@@ -660,6 +670,45 @@ def check_layer(mesh, layout, backend):
     assert_local_sum(dx, *oracle.combine(y, None, route))
 
 
+def check_balanced_layer(mesh, layout, backend):
+    """A plan, the rows that go along it and the copies of experts, bit for bit; a sum within combine's bound."""
+    x, topk_idx, topk_weights = make_inputs(SMALL, mesh.size, "hot_expert")
+    local = SMALL.num_experts // mesh.size
+    plan = oracle.balance(topk_idx, num_experts=SMALL.num_experts, num_slots=local)
+    assert (plan.slot_expert >= 0).any()
+    capacity = None if layout == "expert" else SMALL.tokens * SMALL.top_k
+    num_slots = 2 * SMALL.num_experts
+    expected = oracle.dispatch(x, plan.topk_slot, topk_weights, num_experts=num_slots, layout=layout, capacity=capacity)
+    y = random_rows(expected.route, SMALL.hidden, SMALL.dtype)
+    w = np.arange(2 * SMALL.num_experts, dtype=np.float32).reshape(mesh.size, local, 2)
+
+    def step(y, x, topk_idx, topk_weights, w):
+        plan = ep.balance(topk_idx, group=group)
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, plan=plan, zero_pad=True)
+        copied, transpose = jax.vjp(lambda w: ep.replicate(w, plan), w)
+        return plan.slot_expert, recv, ep.combine(y, recv), copied, transpose(jnp.ones_like(copied))[0]
+
+    axis_name = mesh.axis_names[::-1] if len(mesh.axis_names) > 1 else "ep"
+    by_rank = jax.sharding.PartitionSpec(axis_name)
+
+    def on_device(*arguments):
+        return jax.tree.map(lambda a: a[None], step(*(a[0] for a in arguments)))
+
+    with make_group(mesh, backend=backend, axis_name=axis_name, replicas=local) as group:
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=by_rank, out_specs=by_rank)
+        arrays = (shard(a, mesh, axis_name) for a in (y, x, topk_idx, topk_weights, w))
+        slot_expert, recv, out, copied, gradient = jax.block_until_ready(jax.jit(mapped)(*arrays))
+        group.check()
+    assert_local_bits(slot_expert, plan.slot_expert)
+    assert_local_bits(recv.x, expected.x)
+    assert_local_bits(recv.counts, expected.route.counts)
+    assert_local_bits(recv.num_dropped, np.zeros(mesh.size, np.int32))
+    assert_local_sum(out, *oracle.combine(y, expected.weights, expected.route))
+    assert_local_bits(copied, oracle.replicate(w, plan.slot_expert))
+    copies = np.array([np.sum(plan.slot_expert == expert) for expert in range(SMALL.num_experts)])
+    assert_local_bits(gradient, np.broadcast_to(1 + copies.reshape(mesh.size, local, 1), w.shape).astype(np.float32))
+
+
 def shard(array: np.ndarray, mesh: jax.sharding.Mesh, axis_name="ep") -> jax.Array:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis_name))
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
@@ -736,6 +785,14 @@ def layers_on_gpus():
     for mesh in meshes:
         for layout in ("expert", "ragged"):
             check_layer(mesh, layout, kernels())
+
+
+def test_balance_on_gpus(run_processes):
+    run_processes("balance_on_gpus")
+
+
+def balance_on_gpus():
+    check_balanced_layer(jax.sharding.Mesh(jax.devices(), ("ep",)), "ragged", kernels())
 
 
 def test_groups_are_made_again_and_again(sharing, run_processes):

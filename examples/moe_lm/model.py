@@ -28,7 +28,8 @@ class Config:
     expert_hidden: int
     dtype: jnp.dtype  # of activations; parameters are float32
     capacity_factor: float | None = None  # capacity of a rank / (T * top_k); None: room for all rows
-    balance: float = 0.0  # weight of the load-balancing loss
+    balance_loss: float = 0.0  # weight of the load-balancing loss
+    balance: float | None = None  # tolerance of ep.balance; None: each expert's rows stay on its rank
     remat: bool = False  # recompute layers in the backward pass: keep only each layer's input, no dispatched rows
 
 
@@ -111,20 +112,21 @@ def moe(x: jax.Array, layer: dict, cfg: Config, group: ep.Group) -> tuple[jax.Ar
     """Mixture of experts, x [T, H] -> [T, H], and its metrics, equal on all devices."""
     logits, routing = route(x, layer, cfg)
     capacity = None if cfg.capacity_factor is None else math.ceil(cfg.capacity_factor * len(x) * cfg.top_k)
-    out = experts(x, routing, layer, group, capacity=capacity)
+    out = experts(x, routing, layer, group, capacity=capacity, balance=cfg.balance)
 
     # The loss of ep.moe.route balances each device's tokens by themselves. This one balances those of all devices.
     load = jax.lax.pmean(routing.load, AXES)
     balance = cfg.experts * jnp.sum(load * jax.lax.pmean(jax.nn.softmax(logits).mean(axis=0), AXES))
-    dropped = jnp.int32(0) if capacity is None else dropped_rows(routing, capacity, group)
+    dropped = jnp.int32(0) if capacity is None else dropped_rows(routing, capacity, cfg, group)
     return out, {"load": load, "balance": balance, "dropped": dropped}
 
 
-def dropped_rows(routing: ep.moe.Routing, capacity: int, group: ep.Group) -> jax.Array:
+def dropped_rows(routing: ep.moe.Routing, capacity: int, cfg: Config, group: ep.Group) -> jax.Array:
     """Rows, over all devices, that do not fit in the capacity of their rank."""
-    of_experts = jax.lax.psum(jnp.round(routing.load * routing.topk_idx.size), "ep")
-    of_ranks = of_experts.reshape(group.num_ranks, -1).sum(axis=1)
-    return jax.lax.psum(jnp.maximum(of_ranks - capacity, 0).sum().astype(jnp.int32), "data")
+    # XLA merges this plan with the plan of moe.mlp. Without cfg.balance, only the rows of home experts count.
+    plan = ep.balance(routing.topk_idx, group=group, tolerance=cfg.balance or 0.0)
+    num_rows = plan.home_rows if cfg.balance is None else plan.num_rows
+    return jax.lax.psum(jnp.maximum(num_rows - capacity, 0), AXES)
 
 
 def unembed(x: jax.Array, params: dict) -> jax.Array:
@@ -154,7 +156,7 @@ def loss(params: dict, windows: jax.Array, cfg: Config, group: ep.Group) -> tupl
     log_probs = jax.nn.log_softmax(logits)
     nats = -jnp.take_along_axis(log_probs, windows[:, 1:, None], axis=-1).mean()
     nats = jax.lax.pmean(nats, AXES)
-    return nats + cfg.balance * metrics["balance"].mean(), {"nats": nats} | metrics
+    return nats + cfg.balance_loss * metrics["balance"].mean(), {"nats": nats} | metrics
 
 
 def sample(params: dict, prompt: jax.Array, key: jax.Array, num_bytes: int, cfg: Config, group: ep.Group) -> jax.Array:

@@ -148,12 +148,12 @@ class _CudaOperations(Backend):
         operands = {
             "x": rows,
             "x_scales": scales,
-            "splits": blocks.splits.reshape(-1),
+            "splits": jnp.pad(blocks.splits, ((0, 0), (0, group.replicas))).reshape(-1),  # copies get no rows
             "send_slot": _slots_in_blocks(blocks, num_rows),
         }
         results = targets.ALL_TO_ALL.result_types(
             operands,
-            {"E": group.experts_per_rank, "S": group.hidden // CHANNELS_PER_SCALE},
+            {"E": group.slots_per_rank, "S": group.hidden // CHANNELS_PER_SCALE},
             {"out": _wires.FP8 if returns_fp8 else x.dtype},
             absent=[] if returns_fp8 else ["out_scales"],
         )
@@ -169,7 +169,7 @@ class _CudaOperations(Backend):
         out, out_scales = got["out"], got["out_scales"] if returns_fp8 else None
         if out_scales is not None and dequantize:
             out, out_scales = _wires.dequantize(out, out_scales, group.dtype), None
-        return AllToAll(out, got["out_splits"], out_scales, group)
+        return AllToAll(out, got["out_splits"][:, : group.experts_per_rank], out_scales, group)
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows = y.shape[1]
@@ -204,7 +204,7 @@ class _CudaOperations(Backend):
             operands,
             {
                 "*rows": route.rows_shape,
-                "E": group.experts_per_rank,
+                "E": group.slots_per_rank,
                 "P": call.num_tokens * (2 if self._has_network else 1),
                 "R": group.num_ranks,
                 "S": group.hidden // CHANNELS_PER_SCALE,

@@ -45,6 +45,7 @@ class GroupId:
     def __init__(self, group: GroupSettings) -> None:
         self.settings = {
             "num_experts": group.num_experts,
+            "replicas": group.replicas,
             "top_k": group.top_k,
             "hidden": group.hidden,
             "max_tokens_per_rank": group.max_tokens_per_rank,
@@ -134,7 +135,7 @@ class NativeGroup:
         try:
             self._native.open_group(
                 self._id,
-                num_experts=group.num_experts,
+                num_experts=group.num_ranks * group.slots_per_rank,
                 top_k=group.top_k,
                 max_tokens=group.max_tokens_per_rank,
                 max_payload=group.hidden * group.dtype.itemsize,

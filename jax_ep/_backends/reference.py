@@ -148,7 +148,7 @@ class ReferenceBackend(Backend):
 
     def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, RouteArrays]:
         """Computes the row of every (source rank, token, k) of topk_idx [R, T, K] that names an expert of this rank."""
-        num_experts, (num_ranks, num_tokens, _) = self.group.experts_per_rank, topk_idx.shape
+        num_experts, (num_ranks, num_tokens, _) = self.group.slots_per_rank, topk_idx.shape
         first_expert = lax.axis_index(self.group.axis_name) * num_experts
         expert = topk_idx - first_expert
         is_here = (expert >= 0) & (expert < num_experts)

@@ -23,7 +23,7 @@ AXIS = "ep"
 _NOWHERE = np.iinfo(np.int32).max  # an index past the end of every array
 
 
-def open_group(case: Case, mesh: Mesh, backend: BackendName) -> ep.Group:
+def open_group(case: Case, mesh: Mesh, backend: BackendName, replicas: int = 0) -> ep.Group:
     """Makes the group for a case on a mesh with the axis AXIS. The caller closes it."""
     return ep.Group(
         mesh,
@@ -35,6 +35,7 @@ def open_group(case: Case, mesh: Mesh, backend: BackendName) -> ep.Group:
         dtype=case.dtype,
         num_sms=case.num_sms,
         backend=backend,
+        replicas=replicas,
     )
 
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import _checks, _compat
+from jax_ep._balance import balance as make_plan
+from jax_ep._balance import replicate
 from jax_ep._combine import combine
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch
@@ -69,7 +71,10 @@ def mlp(
         w_down: [E_local, I, H]. All weights are in group.dtype.
         group: the `Group`.
         activation: an elementwise function. It is applied to x @ gate.
-        balance: must be None. (Reserved for the tolerance of a balanced placement of experts.)
+        balance: None keeps all rows at home. A number is the tolerance of `jax_ep.balance`: ranks then compute rows of
+            other ranks' experts, so that no rank has more than its share. 0 is exact balance. The layer copies the
+            weights of these experts for the call, and adds the copies' gradients to those of the home experts. Make the
+            group with `replicas`; without them, nobody moves.
         experts: how the experts multiply. "einsum" is one batched matmul over rows that are padded for each expert
             (dispatch's layout "expert"). All others use the layout "ragged": "grouped" (CUTLASS's grouped GEMM, on
             Hopper GPUs), "ragged_dot" (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T
@@ -98,6 +103,7 @@ def mlp(
     | name | value | if saved, the backward pass does not repeat |
     | --- | --- | --- |
     | `jax_ep_dispatch` | the result of `dispatch`: rows [rows, H] and their route | the dispatch |
+    | `jax_ep_replicate` | with `balance`: the weights [E_local + B, ...] with the copies | the copies of experts |
     | `jax_ep_moe_gate_up` | x @ w_gate_up of each row, [rows, 2I] | the first matmul |
     | `jax_ep_moe_down` | the experts' outputs, [rows, H] | the second matmul |
     | `jax_ep_moe_output` | the result, [T, H] | the combine |
@@ -118,10 +124,7 @@ def mlp(
             "jax.nn.silu"
         )
     if balance is not None:
-        raise ValueError(
-            f"{op}: balance is {balance!r}; it must be None: this version of jax_ep does not implement a balanced "
-            "placement of experts"
-        )
+        _checks.not_negative(f"{op}: balance", balance)
     _checks.choice(f"{op}: experts", experts, EXPERTS)
     _check_dispatch_arguments(op, dispatch_arguments)
 
@@ -132,7 +135,10 @@ def mlp(
     if implementation == "auto":
         implementation = _choose_experts(group, len(tokens[0]), dispatch_arguments, channels)
     layout: Literal["expert", "ragged"] = "expert" if implementation == "einsum" else "ragged"
-    recv = dispatch(*tokens, group=group, layout=layout, **{"dequantize": True, **dispatch_arguments})
+    plan = None if balance is None else make_plan(tokens[1], group=group, tolerance=balance)
+    recv = dispatch(*tokens, group=group, layout=layout, plan=plan, **{"dequantize": True, **dispatch_arguments})
+    if plan is not None:
+        w_gate_up, w_down = replicate((w_gate_up, w_down), plan)
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
     rows, w_gate_up, w_down = _compat.vary((dequantize(recv), w_gate_up, w_down), [])
     matmul = partial(portable_matmul, group_sizes=recv.group_sizes, implementation=implementation)

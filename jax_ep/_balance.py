@@ -1,0 +1,272 @@
+"""balance plans which rank computes which rows, so that all compute equally many. replicate copies the experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import _checks, _compat, _placement
+from jax_ep._group import Group, check_usable
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slot_expert", "num_rows", "home_rows", "slots", "topk_slot"],
+    meta_fields=["group", "tolerance_units"],
+)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where the rows of one routing go. A pytree of arrays. B = group.replicas, E_local = experts per rank.
+
+    Attributes:
+        slot_expert: [B] int32, the global expert whose copy is in each replica slot of this rank; -1 for none.
+        num_rows: [] int32, the rows that this rank will receive: its load with the plan.
+        home_rows: [] int32, the rows that name this rank's home experts: its load without the plan.
+        slots: [R, B] int32, the slot_expert of every rank.
+        topk_slot: [T, K] int32, where each pair (token, k) goes: rank * (E_local + B) + slot; -1 for no expert. The
+            home experts of a rank have the slots before the copies.
+        group: the `Group`.
+        tolerance_units: the tolerance, in units of 1 / 4096.
+
+    Example:
+        >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:
+        ...     def copies(topk_idx):
+        ...         return ep.balance(topk_idx, group=balanced).slot_expert
+        ...     on_each_rank(copies)(topk_idx).shape == (E,)
+        True
+    """
+
+    slot_expert: jax.Array
+    num_rows: jax.Array
+    home_rows: jax.Array
+    slots: jax.Array
+    topk_slot: jax.Array
+    group: Group
+    tolerance_units: int
+
+
+@_compat.named
+def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tolerance: float = 0.0) -> Plan:
+    """Plans which rank computes which rows, so that no rank computes more than its share. Call it inside `shard_map`.
+
+    With group.replicas = E_local, each rank gets at most ceil(N / R) rows for any routing, where N is the number of
+    valid pairs (token, k) of all ranks; and each rank takes rows of one other rank only. These rows need copies of that
+    rank's experts: see `replicate`. The plan is the same on every run and every backend. `_placement.py` describes the
+    algorithm.
+
+    With fewer replicas, rows that find no slot stay at home. If a rank would then have more rows than any rank has at
+    home, nobody moves. If no rank has more rows than its share, nothing is copied.
+
+    Args:
+        topk_idx: [T, K] int32, as for `dispatch`.
+        group: the `Group`. Give it replicas=B, the slots per rank for copies. Without slots, nobody moves.
+        tolerance: how much more than its share a rank may compute, as a fraction of its share. A larger tolerance
+            copies fewer experts, and reserves more room in the ragged layout.
+
+    Returns:
+        A `Plan` for `dispatch` and `replicate`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+
+    Example:
+        >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:
+        ...     def num_rows(topk_idx):
+        ...         return ep.balance(topk_idx, group=balanced).num_rows[None]
+        ...     int(jnp.max(on_each_rank(num_rows)(topk_idx))) <= T * K
+        True
+    """
+    check_usable("balance", group)
+    _checks.array("balance", "topk_idx", topk_idx, {"T": None, "K": group.top_k}, jnp.int32)
+    _checks.num_rows("balance", "T", topk_idx.shape[0], group.max_tokens_per_rank, name="topk_idx")
+    units = round(_placement.TOLERANCE_UNIT * _checks.not_negative("balance: tolerance", tolerance))
+    topk_idx = _compat.vary(topk_idx, group.axis_names)
+    is_valid = (topk_idx >= 0) & (topk_idx < group.num_experts)
+    expert = jnp.where(is_valid, topk_idx, group.num_experts).reshape(-1)
+    counts = jnp.zeros(group.num_experts, jnp.int32).at[expert].add(1, mode="drop")
+    of_ranks = lax.all_gather(counts, group.axis_names)  # [R, E]
+    placement = _placement.place(
+        of_ranks.sum(axis=0, dtype=jnp.int32),
+        num_ranks=group.num_ranks,
+        num_slots=group.replicas,
+        # With a limit of R times the mean, no rank is above the limit.
+        tolerance_units=min(units, _placement.TOLERANCE_UNIT * (group.num_ranks - 1)),
+    )
+    rank = lax.axis_index(group.axis_names)
+    before = jnp.where(jnp.arange(group.num_ranks)[:, None] < rank, of_ranks, 0).sum(axis=0, dtype=jnp.int32)
+    position = before.at[expert].get(mode="fill", fill_value=0) + _earlier(expert)
+    topk_slot = jnp.where(is_valid.reshape(-1), _slot_of(group, placement, expert, position), -1)
+    here = partial(lax.dynamic_index_in_dim, index=rank, keepdims=False)
+    return Plan(
+        slot_expert=here(placement.slot_expert),
+        num_rows=here(placement.num_rows),
+        home_rows=here(placement.home_rows),
+        slots=placement.slot_expert,
+        topk_slot=topk_slot.reshape(topk_idx.shape),
+        group=group,
+        tolerance_units=units,
+    )
+
+
+def _earlier(values: jax.Array) -> jax.Array:
+    """How many of the values before each value are equal to it."""
+    order = jnp.argsort(values, stable=True)
+    ordered = values[order]
+    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
+    return jnp.zeros_like(values).at[order].set(jnp.arange(values.size, dtype=jnp.int32) - first)
+
+
+def _slot_of(group: Group, placement: _placement.Placement, expert: jax.Array, position: jax.Array) -> jax.Array:
+    """The slot, counted over all ranks, to which the row at `position` of its expert goes."""
+    local = group.experts_per_rank
+    home, number = expert // local, expert % local
+    start = (
+        jnp.zeros_like(placement.start).at[jnp.arange(group.num_ranks)[:, None], placement.line].set(placement.start)
+    )
+    at = start.at[home, number].get(mode="fill", fill_value=0) + position  # on the home rank's own line
+    takes = (placement.source == home[:, None]) & (placement.begin <= at[:, None]) & (at[:, None] < placement.end)
+    to = jnp.argmax(takes, axis=1)
+    copy = jnp.argmax(placement.slot_expert[to] == expert[:, None], axis=1) if group.replicas else 0
+    moves = takes.any(axis=1)
+    return jnp.where(moves, to * group.slots_per_rank + local + copy, home * group.slots_per_rank + number).astype(
+        jnp.int32
+    )
+
+
+def home_slots(group: Group, topk_idx: jax.Array) -> jax.Array:
+    """Returns the slot of each home expert, counted over all ranks. Ids that name no expert become -1."""
+    if not group.replicas:
+        return topk_idx
+    is_valid = (topk_idx >= 0) & (topk_idx < group.num_experts)
+    return jnp.where(is_valid, topk_idx + topk_idx // group.experts_per_rank * group.replicas, -1)
+
+
+@_compat.named
+def replicate(w: Any, plan: Plan) -> Any:
+    """Copies the experts that a plan names: for each array [E_local, ...] of a pytree, an array [E_local + B, ...].
+
+    The home experts come first, then the copies in the replica slots. Empty slots are zero. Differentiable in w: the
+    gradients of all copies are added to the gradient of the home expert, in float32, in the order of slots, then ranks.
+    The ranks exchange as many experts as the fullest rank has copies. If the plan copies nothing, they exchange none.
+
+    Without `jax.checkpoint`, a gradient keeps the results until the backward pass. The results have the name
+    "jax_ep_replicate" for the policies of `jax.checkpoint`: a policy that does not save it makes the copies again.
+
+    Args:
+        w: a pytree of arrays [E_local, ...] or [E_local + B, ...], of any dtype. The copies replace the last B experts
+            of an array [E_local + B, ...]. If such an array is donated, XLA can reuse its memory and need not copy the
+            home experts.
+        plan: the result of `balance`.
+
+    Returns:
+        A pytree of arrays [E_local + B, ...].
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+
+    Example:
+        >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:
+        ...     def balanced_layer(x, topk_idx, topk_weights, w):
+        ...         plan = ep.balance(topk_idx, group=balanced)
+        ...         recv = ep.dispatch(x, topk_idx, topk_weights, group=balanced, plan=plan)
+        ...         y = jax.lax.ragged_dot(recv.x, ep.replicate(w, plan), recv.group_sizes)
+        ...         return ep.combine(y, recv)
+        ...     on_each_rank(balanced_layer)(x, topk_idx, topk_weights, w).shape == x.shape
+        True
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"replicate: plan is {_checks.kind(plan)}; it must be the result of balance")
+    group = plan.group
+    check_usable("replicate", group)
+    sizes = (group.experts_per_rank, group.slots_per_rank)
+    for path, leaf in jax.tree.leaves_with_path(w):
+        name = f"w{jax.tree_util.keystr(path)}"
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(f"replicate: {name} is {_checks.kind(leaf)}; it must be an array")
+        if not leaf.shape or leaf.shape[0] not in sizes:
+            raise ValueError(
+                f"replicate: {name} has shape {tuple(leaf.shape)}; its first dimension must be E_local = {sizes[0]}, "
+                f"the experts of this rank, or E_local + B = {sizes[1]}: split w over {group.axis_name!r} in the "
+                "in_specs of jax.shard_map"
+            )
+    if not group.replicas:
+        return w
+
+    def copied(leaf: jax.Array) -> jax.Array:
+        return checkpoint_name(
+            _replicate(group, *_compat.vary((leaf, plan.slots), group.axis_names)), "jax_ep_replicate"
+        )
+
+    return jax.tree.map(copied, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _replicate(group: Group, w: jax.Array, slots: jax.Array) -> jax.Array:
+    """w [E_local, ...] or [E_local + B, ...], and the experts [R, B] in the replica slots of all ranks."""
+    local, rank = group.experts_per_rank, lax.axis_index(group.axis_names)
+    number, is_here = _numbers_here(group, slots)
+    mine = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
+
+    def fetch(slot: jax.Array, copies: jax.Array) -> jax.Array:
+        asked = w[jnp.minimum(number[:, slot], local - 1)]  # [R, ...]: what each rank wants in this slot
+        arrived = lax.all_to_all(_keep(asked, is_here[:, slot]), group.axis_names, 0, 0)
+        source = jnp.maximum(mine[slot], 0) // local
+        return copies.at[slot].set(arrived[source])  # zero if the slot is empty: nobody sends for it
+
+    copies = _compat.vary((jnp.zeros((group.replicas, *w.shape[1:]), w.dtype), w), [])[0]
+    copies = lax.fori_loop(0, _num_used_slots(slots), fetch, copies)
+    if w.shape[0] == group.slots_per_rank:
+        return w.at[local:].set(copies)  # XLA writes into a donated w
+    return jnp.concatenate([w, copies])
+
+
+def _replicate_fwd(group: Group, w: jax.Array, slots: jax.Array) -> tuple[jax.Array, tuple[jax.Array, bool]]:
+    return _replicate(group, w, slots), (slots, w.shape[0] == group.slots_per_rank)
+
+
+def _replicate_bwd(group: Group, saved: tuple[jax.Array, bool], g: jax.Array) -> tuple[jax.Array, None]:
+    slots, has_slots = saved
+    local, rank = group.experts_per_rank, lax.axis_index(group.axis_names)
+    number, _ = _numbers_here(group, slots)
+    mine = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
+
+    def add_slot(slot: jax.Array, total: jax.Array) -> jax.Array:
+        goes = (jnp.arange(group.num_ranks) == mine[slot] // local) & (mine[slot] >= 0)  # to the home of the copy
+        copy = jnp.broadcast_to(g[local + slot], (group.num_ranks, *g.shape[1:]))
+        arrived = lax.all_to_all(_keep(copy, goes), group.axis_names, 0, 0)  # [R, ...]: this slot of each rank
+
+        def add_rank(rank: jax.Array, total: jax.Array) -> jax.Array:
+            return total.at[number[rank, slot]].add(arrived[rank].astype(jnp.float32), mode="drop")
+
+        return lax.fori_loop(0, group.num_ranks, add_rank, total)
+
+    total = lax.fori_loop(0, _num_used_slots(slots), add_slot, g[:local].astype(jnp.float32)).astype(g.dtype)
+    return (jnp.concatenate([total, jnp.zeros_like(g[local:])]) if has_slots else total), None
+
+
+_replicate.defvjp(_replicate_fwd, _replicate_bwd)
+
+
+def _num_used_slots(slots: jax.Array) -> jax.Array:
+    """Slots that any rank uses. The number is the same on all ranks of the group, so collectives may run so often."""
+    return jnp.sum(slots >= 0, axis=1, dtype=jnp.int32).max()
+
+
+def _numbers_here(group: Group, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For each slot [R, B]: its expert's local number, E_local if the home is another rank; and whether it is here."""
+    local = group.experts_per_rank
+    number = slots - lax.axis_index(group.axis_names) * local
+    is_here = (number >= 0) & (number < local)
+    return jnp.where(is_here, number, local), is_here
+
+
+def _keep(array: jax.Array, mask: jax.Array) -> jax.Array:
+    """`array` where `mask`, of its leading dimensions, is True; else zero."""
+    mask = mask.reshape(*mask.shape, *[1] * (array.ndim - mask.ndim))
+    return jnp.where(mask, array, jnp.zeros((), array.dtype))

@@ -1,0 +1,148 @@
+"""Exactly balanced placement: which rank computes which rows, if experts may be copied to other ranks.
+
+R ranks, E experts, L = E / R home experts per rank, B replica slots per rank. n[e] is the number of rows that name
+expert e in the whole group, and the home load of a rank is the sum over its home experts. No rank may compute more
+than `limit` rows. A rank above the limit, a *donor*, gives rows away: to ranks below the limit, *receivers*, and to
+the next donor.
+
+Donors lie one behind the other on a line, each as long as its excess, and so do the receivers' rooms on the same line.
+A receiver takes its interval from one donor: the first one whose end is not before the interval's end. What is left of
+a donor's excess goes to the next donor, which gives as many more of its own rows away. So each rank takes rows from
+one other rank, and needs at most L copies of experts.
+
+A donor sorts its home experts by n, largest first, and lays their rows end to end: its *own line*. It deals this line
+out from the front: to its receivers in order, then to the next donor. The rest stays.
+
+Everything is sorting, running sums and comparisons of arrays [R] and [R, L]. All ranks compute the same placement.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+TOLERANCE_UNIT = 4096
+
+Rows = TypeVar("Rows", int, jax.Array)
+
+
+class Placement(NamedTuple):
+    """Where the rows of a group go. All ranks have the same arrays."""
+
+    source: jax.Array
+    """[R] int32: the rank from which each rank takes rows; -1 for none."""
+    begin: jax.Array
+    """[R] int32: the first row that it takes, on the own line of `source`."""
+    end: jax.Array
+    """[R] int32: the row behind the last one."""
+    line: jax.Array
+    """[R, L] int32: the home experts of each rank in the order of its own line, as local numbers."""
+    start: jax.Array
+    """[R, L] int32: where each of these experts begins on the line."""
+    slot_expert: jax.Array
+    """[R, B] int32: the global expert whose copy is in each replica slot; -1 for none."""
+    num_rows: jax.Array
+    """[R] int32: the rows that each rank computes."""
+    home_rows: jax.Array
+    """[R] int32: the rows of each rank's home experts."""
+
+
+def limit_of(rows: Rows, tolerance_units: int) -> Rows:
+    """rows + rows * tolerance_units // 4096. No intermediate value is larger than the result, or than 4096 ** 2."""
+    whole_rows, rest_rows = rows // TOLERANCE_UNIT, rows % TOLERANCE_UNIT
+    whole_units, rest_units = divmod(tolerance_units, TOLERANCE_UNIT)
+    return rows + rows * whole_units + whole_rows * rest_units + rest_rows * rest_units // TOLERANCE_UNIT
+
+
+def place(needs: jax.Array, *, num_ranks: int, num_slots: int, tolerance_units: int = 0) -> Placement:
+    """Places the rows of a group.
+
+    Args:
+        needs: [E] int32, the rows that name each expert.
+        num_ranks: R.
+        num_slots: B, the replica slots per rank, at most L. With B = L, no rank computes more than the limit. With
+            fewer slots, rows that have no slot stay at home; and if a rank then has more rows than any rank has at
+            home, nobody moves.
+        tolerance_units: the tolerance over the mean, in units of 1 / 4096.
+    """
+    home = needs.reshape(num_ranks, -1)
+    load = home.sum(axis=1, dtype=jnp.int32)
+    limit = limit_of(-(-load.sum(dtype=jnp.int32) // num_ranks), tolerance_units)
+    source, begin, end = _intervals(load, limit)
+    line = jnp.argsort(-home, axis=1, stable=True).astype(jnp.int32)
+    lengths = jnp.take_along_axis(home, line, axis=1)
+    start = jnp.cumsum(lengths, axis=1, dtype=jnp.int32) - lengths
+    slot_expert, end = _fill_slots(source, begin, end, line, start, lengths, num_slots)
+    taken = jnp.maximum(end - begin, 0)
+    given = jnp.zeros_like(load).at[jnp.where(source >= 0, source, num_ranks)].add(taken, mode="drop")
+    num_rows = load + taken - given
+    moves = num_rows.max() <= load.max()
+    nobody = jnp.full_like(source, -1)
+    return Placement(
+        jnp.where(moves, source, nobody),
+        jnp.where(moves, begin, 0),
+        jnp.where(moves, end, 0),
+        line,
+        start,
+        jnp.where(moves, slot_expert, -1),
+        jnp.where(moves, num_rows, load),
+        load,
+    )
+
+
+def _intervals(load: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """From which rank each rank takes rows, and which part of that rank's own line."""
+    num_ranks = load.shape[0]
+    excess, room = jnp.maximum(load - limit, 0), jnp.maximum(limit - load, 0)
+    donors, receivers = (jnp.argsort(-amount, stable=True).astype(jnp.int32) for amount in (excess, room))
+    donor_end = jnp.cumsum(excess[donors], dtype=jnp.int32)
+    total = donor_end[-1]
+    room_end = jnp.cumsum(room[receivers], dtype=jnp.int32)
+    last, first = jnp.minimum(room_end, total), jnp.minimum(room_end - room[receivers], total)
+    takes = last > first
+    donor = jnp.searchsorted(donor_end, last, side="left")  # the number of each receiver's donor
+    donor = jnp.minimum(donor, num_ranks - 1)
+    # The end of the last interval that a donor or an earlier one serves.
+    served = jnp.max(jnp.where(takes & (last <= donor_end[:, None]), last, 0), axis=1)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), served[:-1]])  # where a donor's own line begins on the line
+    carry = donor_end - served
+    source = jnp.full(num_ranks, -1, jnp.int32)
+    begin = end = jnp.zeros(num_ranks, jnp.int32)
+    to = jnp.where(takes, receivers, num_ranks)
+    source = source.at[to].set(donors[donor], mode="drop")
+    begin = begin.at[to].set(first - before[donor], mode="drop")
+    end = end.at[to].set(last - before[donor], mode="drop")
+    # A donor takes from the donor before it what that one could not give to receivers.
+    hands_on = jnp.arange(num_ranks - 1) < jnp.sum(excess > 0) - 1
+    to = jnp.where(hands_on & (carry[:-1] > 0), donors[1:], num_ranks)
+    source = source.at[to].set(donors[:-1], mode="drop")
+    begin = begin.at[to].set(served[:-1] - before[:-1], mode="drop")
+    end = end.at[to].set(served[:-1] - before[:-1] + carry[:-1], mode="drop")
+    return source, begin, end
+
+
+def _fill_slots(
+    source: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+    line: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+    num_slots: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The expert in each replica slot, and where the interval ends if there are too few slots."""
+    num_ranks, experts_per_rank = line.shape
+    at = jnp.maximum(source, 0)
+    line, start, lengths = (array[at] for array in (line, start, lengths))  # of the rank from which each rank takes
+    overlaps = (start < end[:, None]) & (start + lengths > begin[:, None]) & (source >= 0)[:, None]
+    first = jnp.argmax(overlaps, axis=1)  # the experts of an interval follow one another on the line
+    number = first[:, None] + jnp.arange(num_slots)
+    in_line = jnp.minimum(number, experts_per_rank - 1)
+    is_used = (number < experts_per_rank) & jnp.take_along_axis(overlaps, in_line, axis=1)
+    expert = at[:, None] * experts_per_rank + jnp.take_along_axis(line, in_line, axis=1)
+    slot_expert = jnp.where(is_used, expert, -1).astype(jnp.int32)
+    behind = jnp.take_along_axis(start + lengths, in_line, axis=1)
+    reach = jnp.max(jnp.where(is_used, behind, 0), axis=1, initial=0)
+    return slot_expert, jnp.where(source >= 0, jnp.maximum(jnp.minimum(end, reach), begin), 0)
