@@ -2,6 +2,7 @@
 // acknowledgements. The layout is the same on every rank of a group, so an offset names the same object on all of them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "ffi/constants.h"
@@ -86,13 +87,14 @@ enum class OpKind : uint32_t {
   kCombine,
   kCombineBack,
   kAllToAll,
-  kAllToAllBack
+  kAllToAllBack,
+  kBalance
 };
-inline constexpr int kNumOpKinds = static_cast<int>(OpKind::kAllToAllBack) + 1;
+inline constexpr int kNumOpKinds = static_cast<int>(OpKind::kBalance) + 1;
 // The names of operations in messages and in Group.stats, in the order of OpKind.
 inline constexpr const char* kOpNames[kNumOpKinds] = {
     "dispatch",           "dispatch_like", "dispatch (backward)", "combine",
-    "combine (backward)", "all_to_all",    "all_to_all_back",
+    "combine (backward)", "all_to_all",    "all_to_all_back",     "balance",
 };
 constexpr const char* name_of(OpKind op) { return kOpNames[static_cast<int>(op)]; }
 
@@ -197,14 +199,19 @@ inline Control initial_control(int32_t num_slots, uint32_t newest_epoch = 0) {
   return initial;
 }
 
+// How many counts a rank sends to another rank at most: one per expert there; for a balance, one per expert of the
+// group. experts_per_rank includes the slots for `replicas`.
+constexpr int32_t counts_per_source(int32_t num_ranks, int32_t experts_per_rank, int32_t replicas) {
+  return replicas == 0 ? experts_per_rank : std::max(experts_per_rank, num_ranks * (experts_per_rank - replicas));
+}
 // The offset of the counts from `peer`. Each source's counts begin at a whole unit, because a lane loads two counts at
 // once.
-constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, int32_t experts_per_rank) {
+constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, int32_t counts_per_source) {
   return static_cast<int64_t>(sizeof(Control)) +
-         (int64_t{slot} * num_ranks + peer) * align_up(experts_per_rank * 8, kUnitBytes);
+         (int64_t{slot} * num_ranks + peer) * align_up(counts_per_source * 8, kUnitBytes);
 }
-constexpr int64_t control_bytes(int32_t num_ranks, int32_t experts_per_rank) {
-  return counts_offset(kMaxSlots, 0, num_ranks, experts_per_rank);
+constexpr int64_t control_bytes(int32_t num_ranks, int32_t counts_per_source) {
+  return counts_offset(kMaxSlots, 0, num_ranks, counts_per_source);
 }
 
 // A failure record, in pinned host memory. A rank has two: a kernel that gives up writes one, and the host the other.
@@ -232,7 +239,9 @@ struct PeerTable {
   Control* control[kMaxRanks];
 };
 struct Peers {
-  int32_t rank, num_ranks, experts_per_rank;
+  int32_t rank, num_ranks, experts_per_rank;  // with the slots for copies
+  int32_t replicas;                           // the slots for copies, of a rank
+  int32_t counts_per_source;
   int32_t node_size;  // ranks per node: they have consecutive numbers and map each other's memory
   Divisor by_ranks, by_others, by_experts, by_top_k;  // others: all ranks but this one; experts: those of one rank
   ArenaLayout layout;

@@ -12,6 +12,8 @@ inline constexpr int32_t kMaxRanks = 32;
 inline constexpr int32_t kMaxTopK = 32;
 // channels of an fp8 row that share one float32 scale
 inline constexpr int64_t kChannelsPerScale = 128;
+// balance counts its tolerance in units of 1 / 4096
+inline constexpr int32_t kToleranceUnit = 4096;
 // in place of the ordinal of a device that belongs to another process
 inline constexpr int32_t kElsewhere = -1;
 

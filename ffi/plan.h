@@ -448,4 +448,27 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   return plan;
 }
 
+// The launch of a balance, which has one block. Few pairs (token, k) and few experts have few threads.
+struct BalancePlan {
+  int32_t num_workers;   // threads, without the control warp
+  int32_t num_counters;  // warps that count and number pairs: each has a counter per expert in shared memory
+
+  constexpr int32_t block_threads() const { return num_workers + 32; }
+};
+
+// The dynamic shared memory of the block: five words per expert, and the counters.
+inline constexpr int32_t kWordsPerExpert = 5, kMaxBalanceScratch = 96 * 1024;
+constexpr int32_t balance_scratch_bytes(int32_t num_experts, int32_t num_counters) {
+  return static_cast<int32_t>(align_up(4 * num_experts * (kWordsPerExpert + num_counters), 16));
+}
+inline constexpr int32_t kMaxBalancedExperts = kMaxBalanceScratch / (4 * (kWordsPerExpert + 1));
+
+constexpr BalancePlan plan_balance(int64_t num_pairs, int32_t num_experts) {
+  constexpr int64_t kPairsPerThread = 8;
+  const int64_t useful = std::max<int64_t>(num_experts, num_pairs / kPairsPerThread);
+  const int32_t num_warps = static_cast<int32_t>(std::clamp<int64_t>((useful + 31) / 32, 1, 31));
+  const int32_t room = kMaxBalanceScratch / (4 * num_experts) - kWordsPerExpert;
+  return {num_warps * 32, std::min(num_warps, room)};
+}
+
 }  // namespace jax_ep

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import _checks, _compat, _placement
+from jax_ep import _checks, _compat
+from jax_ep._constants import TOLERANCE_UNIT
 from jax_ep._group import Group, check_usable
 
 
@@ -85,58 +86,10 @@ def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tol
     check_usable("balance", group)
     _checks.array("balance", "topk_idx", topk_idx, {"T": None, "K": group.top_k}, jnp.int32)
     _checks.num_rows("balance", "T", topk_idx.shape[0], group.max_tokens_per_rank, name="topk_idx")
-    units = round(_placement.TOLERANCE_UNIT * _checks.not_negative("balance: tolerance", tolerance))
-    topk_idx = _compat.vary(topk_idx, group.axis_names)
-    is_valid = (topk_idx >= 0) & (topk_idx < group.num_experts)
-    expert = jnp.where(is_valid, topk_idx, group.num_experts).reshape(-1)
-    counts = jnp.zeros(group.num_experts, jnp.int32).at[expert].add(1, mode="drop")
-    of_ranks = lax.all_gather(counts, group.axis_names)  # [R, E]
-    placement = _placement.place(
-        of_ranks.sum(axis=0, dtype=jnp.int32),
-        num_ranks=group.num_ranks,
-        num_slots=group.replicas,
-        # With a limit of R times the mean, no rank is above the limit.
-        tolerance_units=min(units, _placement.TOLERANCE_UNIT * (group.num_ranks - 1)),
-    )
-    rank = lax.axis_index(group.axis_names)
-    before = jnp.where(jnp.arange(group.num_ranks)[:, None] < rank, of_ranks, 0).sum(axis=0, dtype=jnp.int32)
-    position = before.at[expert].get(mode="fill", fill_value=0) + _earlier(expert)
-    topk_slot = jnp.where(is_valid.reshape(-1), _slot_of(group, placement, expert, position), -1)
-    here = partial(lax.dynamic_index_in_dim, index=rank, keepdims=False)
-    return Plan(
-        slot_expert=here(placement.slot_expert),
-        num_rows=here(placement.num_rows),
-        home_rows=here(placement.home_rows),
-        slots=placement.slot_expert,
-        topk_slot=topk_slot.reshape(topk_idx.shape),
-        group=group,
-        tolerance_units=units,
-    )
-
-
-def _earlier(values: jax.Array) -> jax.Array:
-    """How many of the values before each value are equal to it."""
-    order = jnp.argsort(values, stable=True)
-    ordered = values[order]
-    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
-    return jnp.zeros_like(values).at[order].set(jnp.arange(values.size, dtype=jnp.int32) - first)
-
-
-def _slot_of(group: Group, placement: _placement.Placement, expert: jax.Array, position: jax.Array) -> jax.Array:
-    """The slot, counted over all ranks, to which the row at `position` of its expert goes."""
-    local = group.experts_per_rank
-    home, number = expert // local, expert % local
-    start = (
-        jnp.zeros_like(placement.start).at[jnp.arange(group.num_ranks)[:, None], placement.line].set(placement.start)
-    )
-    at = start.at[home, number].get(mode="fill", fill_value=0) + position  # on the home rank's own line
-    takes = (placement.source == home[:, None]) & (placement.begin <= at[:, None]) & (at[:, None] < placement.end)
-    to = jnp.argmax(takes, axis=1)
-    copy = jnp.argmax(placement.slot_expert[to] == expert[:, None], axis=1) if group.replicas else 0
-    moves = takes.any(axis=1)
-    return jnp.where(moves, to * group.slots_per_rank + local + copy, home * group.slots_per_rank + number).astype(
-        jnp.int32
-    )
+    units = round(TOLERANCE_UNIT * _checks.not_negative("balance: tolerance", tolerance))
+    # With a limit of R times the mean, no rank is above the limit.
+    arrays = group._impl.balance(topk_idx, min(units, TOLERANCE_UNIT * (group.num_ranks - 1)))
+    return Plan(**arrays._asdict(), group=group, tolerance_units=units)
 
 
 def home_slots(group: Group, topk_idx: jax.Array) -> jax.Array:

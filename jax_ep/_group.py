@@ -49,7 +49,8 @@ class Group(GroupSettings):
             number of seconds that a process waits for the other processes when the group is made.
         replicas: B, the slots per rank for copies of other ranks' experts, 0 to E_local: see `balance`. The result of a
             dispatch along a plan has E_local + B entries per rank, and of a dispatch without a plan E_local. The layout
-            "expert" without a plan then takes one more copy of the rows than in a group without replicas.
+            "expert" without a plan then takes one more copy of the rows than in a group without replicas. On the CUDA
+            backend, a group with replicas has at most 4096 experts.
 
     With `jax.distributed`, every process that owns devices of the mesh must make the same groups in the same order.
 

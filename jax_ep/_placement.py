@@ -18,12 +18,16 @@ Everything is sorting, running sums and comparisons of arrays [R] and [R, L]. Al
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-TOLERANCE_UNIT = 4096
+from jax_ep import _compat
+from jax_ep._constants import TOLERANCE_UNIT
+from jax_ep._settings import GroupSettings
 
 Rows = TypeVar("Rows", int, jax.Array)
 
@@ -47,6 +51,68 @@ class Placement(NamedTuple):
     """[R] int32: the rows that each rank computes."""
     home_rows: jax.Array
     """[R] int32: the rows of each rank's home experts."""
+
+
+class PlanArrays(NamedTuple):
+    """The arrays of a `Plan`, which describes them."""
+
+    slot_expert: jax.Array
+    num_rows: jax.Array
+    home_rows: jax.Array
+    slots: jax.Array
+    topk_slot: jax.Array
+
+
+def plan(group: GroupSettings, topk_idx: jax.Array, tolerance_units: int) -> PlanArrays:
+    """Plans the rows of topk_idx [T, K], which names no expert where an id is outside [0, num_experts)."""
+    topk_idx = _compat.vary(topk_idx, group.axis_names)
+    is_valid = (topk_idx >= 0) & (topk_idx < group.num_experts)
+    expert = jnp.where(is_valid, topk_idx, group.num_experts).reshape(-1)
+    counts = jnp.zeros(group.num_experts, jnp.int32).at[expert].add(1, mode="drop")
+    of_ranks = lax.all_gather(counts, group.axis_names)  # [R, E]
+    placement = place(
+        of_ranks.sum(axis=0, dtype=jnp.int32),
+        num_ranks=group.num_ranks,
+        num_slots=group.replicas,
+        tolerance_units=tolerance_units,
+    )
+    rank = lax.axis_index(group.axis_names)
+    before = jnp.where(jnp.arange(group.num_ranks)[:, None] < rank, of_ranks, 0).sum(axis=0, dtype=jnp.int32)
+    position = before.at[expert].get(mode="fill", fill_value=0) + _earlier(expert)
+    topk_slot = jnp.where(is_valid.reshape(-1), _slot_of(group, placement, expert, position), -1)
+    here = partial(lax.dynamic_index_in_dim, index=rank, keepdims=False)
+    return PlanArrays(
+        here(placement.slot_expert),
+        here(placement.num_rows),
+        here(placement.home_rows),
+        placement.slot_expert,
+        topk_slot.reshape(topk_idx.shape),
+    )
+
+
+def _earlier(values: jax.Array) -> jax.Array:
+    """How many of the values before each value are equal to it."""
+    order = jnp.argsort(values, stable=True)
+    ordered = values[order]
+    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
+    return jnp.zeros_like(values).at[order].set(jnp.arange(values.size, dtype=jnp.int32) - first)
+
+
+def _slot_of(group: GroupSettings, placement: Placement, expert: jax.Array, position: jax.Array) -> jax.Array:
+    """The slot, counted over all ranks, to which the row at `position` of its expert goes."""
+    local = group.experts_per_rank
+    home, number = expert // local, expert % local
+    start = (
+        jnp.zeros_like(placement.start).at[jnp.arange(group.num_ranks)[:, None], placement.line].set(placement.start)
+    )
+    at = start.at[home, number].get(mode="fill", fill_value=0) + position  # on the home rank's own line
+    takes = (placement.source == home[:, None]) & (placement.begin <= at[:, None]) & (at[:, None] < placement.end)
+    to = jnp.argmax(takes, axis=1)
+    copy = jnp.argmax(placement.slot_expert[to] == expert[:, None], axis=1) if group.replicas else 0
+    moves = takes.any(axis=1)
+    return jnp.where(moves, to * group.slots_per_rank + local + copy, home * group.slots_per_rank + number).astype(
+        jnp.int32
+    )
 
 
 def limit_of(rows: Rows, tolerance_units: int) -> Rows:

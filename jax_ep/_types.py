@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax_ep import _checks, _layouts
 from jax_ep._dispatch_options import CheckedOptions
 from jax_ep._layouts import LayoutName
+from jax_ep._placement import PlanArrays
 from jax_ep._settings import GroupSettings
 
 
@@ -86,6 +87,10 @@ class Backend(Protocol):
 
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         """Returns y [R, M, H] to where all_to_all took it from: [M, H], zero beyond the splits."""
+
+    def balance(self, topk_idx: jax.Array, tolerance_units: int) -> PlanArrays:
+        """Plans the rows of topk_idx [T, K]; the tolerance is in units of 1 / 4096."""
+        ...
 
     def __copy__(self) -> Self:
         return self  # static data of pytrees: JAX compares backends by identity

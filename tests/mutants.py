@@ -197,7 +197,7 @@ def build(folder: Path, mutants: Sequence[Mutant], jobs: int) -> Path:
     units.append(ROOT / "ffi" / "cuda" / "grouped_matmul" / "groups.cu")
     needs_xla = ("module", "handlers", "floor")
     units = [unit for unit in units if unit.stem not in needs_xla] + [ROOT / "tests" / "native" / "exchange_test.cu"]
-    kernels = [ROOT / "ffi" / "cuda" / name for name in ("dispatch.cu", "combine.cu", "start.cu")]
+    kernels = [ROOT / "ffi" / "cuda" / name for name in ("dispatch.cu", "combine.cu", "balance.cu", "start.cu")]
     of_network = [*kernels, *(ROOT / "ffi" / "cuda" / "nvshmem").glob("*.cu"), kernels[0].parent / "nvshmem/network.cc"]
     objects = {unit.relative_to(ROOT).with_suffix(".o").as_posix(): unit for unit in units}
     objects |= {unit.relative_to(ROOT).with_suffix(".network.o").as_posix(): unit for unit in of_network}

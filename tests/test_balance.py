@@ -607,3 +607,44 @@ def test_a_closed_group(errors_mesh):
     group.close()
     with pytest.raises(ValueError, match="balance: group is closed"):
         run_spmd(lambda ids: ep.balance(ids, group=group).slot_expert, errors_mesh, ids)
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+# Of the first, several warps of a block number the pairs; of the second, not all warps have room for counters.
+LARGE = {
+    "tokens": (Shape("many_tokens", 160, 4, HIDDEN, 200, "float32"), 40),
+    "experts": (Shape("many_experts", 2048, 8, HIDDEN, 40, "float32"), 3),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_plan_of_many_pairs(kernel_backend, adversary, name):
+    shape, replicas = LARGE[name]
+    mesh = make_mesh(4)
+    tolerances = (0.0, 0.125)
+    with open_group(mesh, shape, backend=kernel_backend, replicas=replicas) as group:
+
+        def plans(topk_idx):
+            return [ep.balance(topk_idx, group=group, tolerance=tolerance) for tolerance in tolerances]
+
+        program = jax.jit(spmd(plans, mesh))
+        rng = np.random.default_rng(adversary)
+        for share in (0.0, 0.5):
+            topk_idx = rng.integers(-1, shape.num_experts + 1, (4, shape.tokens, shape.top_k), dtype=np.int32)
+            popular = rng.integers(0, shape.num_experts // 8, topk_idx.shape, dtype=np.int32)
+            topk_idx = np.where(rng.random(topk_idx.shape) < share, popular, topk_idx)
+            for plan, tolerance in zip(to_numpy(program(topk_idx)), tolerances, strict=True):
+                expected = oracle.balance(
+                    topk_idx, num_experts=shape.num_experts, num_slots=replicas, tolerance=tolerance
+                )
+                for attribute in ("slot_expert", "num_rows", "home_rows", "topk_slot"):
+                    assert_same_bits(getattr(plan, attribute), getattr(expected, attribute), attribute)
+                assert (plan.slots == expected.slot_expert).all()  # every rank knows all of them
+        assert (group.stats().operations["balance"] == 4).all()
+
+
+def test_more_experts_than_the_kernel_plans(kernel_backend):
+    shape = Shape("too_many_experts", 4098, 2, HIDDEN, TOKENS, "float32")
+    with pytest.raises(ep.Error, match="Group: a group with replicas has at most 4096 experts, not 4098"):
+        open_group(make_mesh(2), shape, backend=kernel_backend, replicas=1)

@@ -335,12 +335,23 @@ def test_what_ranks_must_agree_on_is_in_the_hash(group):
         (hash_,) = hashes(lowered(group, body, X, ((EXPERTS,), jnp.int32)), "all_to_all")
         return hash_
 
+    def hash_of_balance(tolerance):
+        sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
+        with ep.Group(group.mesh, **sizes, replicas=1) as balanced:
+
+            def body(ids):
+                return ep.balance(ids, group=balanced, tolerance=tolerance).slots
+
+            (hash_,) = hashes(lowered(balanced, body, IDS), "balance")
+        return hash_
+
     usual = hash_of()
     assert hash_of() == usual
     different = [{"layout": "expert"}, {"capacity": 72}, {"alignment": 8}, {"wire": "fp8"}]
     assert len({usual, *(hash_of(**options) for options in different)}) == 1 + len(different)
     assert hash_of(((TOKENS - 1, HIDDEN), jnp.bfloat16), ((TOKENS - 1, TOP_K), jnp.int32)) != usual
     assert len({hash_of_all_to_all(wire) for wire in (None, "fp8", "fp8_pow2")}) == 3
+    assert len({hash_of_balance(tolerance) for tolerance in (0.0, 0.25)}) == 2
 
 
 def every_operation_twice(group, x, topk_idx, topk_weights, splits):

@@ -58,10 +58,10 @@ def inputs(mesh):
 
 @pytest.fixture
 def make_group(kernel_backend):
-    """make_group(mesh, timeout=10.0): a group of SMALL, which the test closes."""
+    """make_group(mesh, timeout=10.0, **settings): a group of SMALL, which the test closes."""
 
-    def make(mesh, timeout=10.0):
-        return open_group(mesh, SMALL, backend=kernel_backend, timeout=timeout)
+    def make(mesh, timeout=10.0, **settings):
+        return open_group(mesh, SMALL, backend=kernel_backend, timeout=timeout, **settings)
 
     return make
 
@@ -378,6 +378,10 @@ def alone(op, group, x, topk_idx, topk_weights, recv):
     if op == "all_to_all":
         sent = ep.all_to_all(x, splits, group=group)
         return [sent.x], [sent.splits], jnp.int32(-1)
+    if op == "balance":
+        plan = ep.balance(topk_idx, group=group)
+        plan = jax.tree.map(lambda array: array + 1, plan)  # without rows and copies, a plan has -1
+        return [], [plan.slot_expert, plan.slots, plan.topk_slot, plan.num_rows - 1, plan.home_rows - 1], jnp.int32(-1)
     values = {
         "combine": lambda: ep.combine(recv.x, recv),
         "combine_backward": lambda: jax.vjp(lambda y: ep.combine(y, recv), recv.x)[1](x),
@@ -391,12 +395,12 @@ def alone(op, group, x, topk_idx, topk_weights, recv):
     "op",
     [
         *("dispatch_ragged", "dispatch_expert", "dispatch_fp8", "dispatch_like", "combine", "combine_backward"),
-        *("all_to_all", "all_to_all_back"),
+        *("all_to_all", "all_to_all_back", "balance"),
     ],
 )
 def test_an_operation_that_gives_up_returns_poison(make_group, mesh, inputs, op):
     """The last rank takes no part. All results of the others are poison."""
-    with make_group(mesh, timeout=2.0) as group:
+    with make_group(mesh, timeout=2.0, replicas=1 if op == "balance" else 0) as group:
         recv = run_spmd(partial(ep.dispatch, group=group, layout="ragged"), mesh, *inputs)
         operation = partial(alone, op, group)
 

@@ -18,7 +18,7 @@ from shapes import SMALL
 
 CAPACITY = 64
 ABSENT = ("x_scales", "out_scales")  # rows travel in bfloat16
-GIVES_SIZES = ("x", "g", "y", "weights")  # a handler compares the other buffers with these
+GIVES_SIZES = ("x", "g", "y", "topk_idx", "weights")  # a handler compares some other buffers with these
 ATTRIBUTES = {
     "layout": Layout.RAGGED,
     "capacity": CAPACITY,
@@ -26,13 +26,14 @@ ATTRIBUTES = {
     "cast": 0,
     "dequantize": False,
     "zero_pad": False,
+    "tolerance": 0,
 }
 OPS = {"combine_back": "combine (backward)", "dispatch_back": "dispatch (backward)"}  # in messages
 
 
 @pytest.fixture
 def group(kernel_backend, mesh):
-    with open_group(mesh, SMALL, backend=kernel_backend) as group:
+    with open_group(mesh, SMALL, backend=kernel_backend, replicas=1) as group:
         yield group
 
 
@@ -47,8 +48,9 @@ def buffers(group, declared):
         "H": (group.hidden,),
         "S": (group.hidden // CHANNELS_PER_SCALE,),
         "R": (group.num_ranks,),
-        "E": (group.experts_per_rank,),
-        "R*E": (group.num_experts,),
+        "E": (group.slots_per_rank,),
+        "R*E": (group.num_ranks * group.slots_per_rank,),
+        "B": (group.replicas,),
         "N": (CAPACITY,),
         "*rows": (CAPACITY,),
         "2": (2,),
@@ -104,6 +106,12 @@ def test_buffers_of_other_types_and_shapes(group, target):
             shape = r"\[[\d, ]*\]"
             assert error.match(f"{re.escape(op)}: {name} is .* {shape}; it must be .* {shape}")
     group.check()
+
+
+def test_tolerances_that_no_plan_has(group):
+    for tolerance in (-1, group.num_ranks * 4096 + 1):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=rf"balance: .* 1 replicas and tolerance is {tolerance};"):
+            jax.block_until_ready(call(group, targets.BALANCE, tolerance=tolerance))
 
 
 def test_a_message_in_full(group):

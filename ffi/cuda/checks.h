@@ -15,12 +15,13 @@ namespace jax_ep {
 
 // The sizes of the buffers of a group's calls.
 struct Sizes {
-  int64_t num_ranks, experts_per_rank, top_k;
+  int64_t num_ranks, experts_per_rank, replicas, top_k;
   bool has_network;
 
   explicit Sizes(const Member& member)
       : num_ranks(member.peers.num_ranks),
         experts_per_rank(member.peers.experts_per_rank),
+        replicas(member.peers.replicas),
         top_k(member.peers.layout.top_k),
         has_network(member.is_over_network()) {}
 

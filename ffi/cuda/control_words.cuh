@@ -58,11 +58,10 @@ struct Operation : Epoch {
   __device__ __forceinline__ bool waits_for_peers() const { return warp_id() == max(num_workers / 32 - 2, 0); }
 
   // Waits for the notifications of all ranks. One warp calls it, with a lane per rank. Fails the operation if a rank is
-  // in another operation. Adds to the counters: the operation, the time waited for each rank, and the rows that come
-  // from it (or go back to it). Their number is num_rows[rank]; if `num_rows` is null, the rank sends the number.
-  __device__ __noinline__ static void wait_peers(State& state, RowCounters PeerCounters::* direction,
-                                                 const int32_t* num_rows, int32_t row_bytes) {
-    const auto op = operation_of<Operation>(state);
+  // in another operation. Adds to the counters: the operation, and the time waited for each rank. Returns false if the
+  // operation has failed.
+  __device__ __forceinline__ bool wait_notified() const {
+    const Operation& op = *this;
     const int32_t peer = lane_id();
     Counters& counters = op.own().counters;
     if (peer < op.peers.num_ranks) {
@@ -80,11 +79,20 @@ struct Operation : Epoch {
       red_add_relaxed_gpu(&counters.peer[peer].waited_ns, looked - begun);
     }
     __syncwarp();
-    if (op.state.failed) return;
+    if (op.state.failed) return false;
     if (peer == 0) red_add_relaxed_gpu(&counters.operations[static_cast<uint32_t>(op.call.op)], 1);
-    if (peer >= op.peers.num_ranks) return;
+    return true;
+  }
+  __device__ __noinline__ static void wait_peers(State& state) { operation_of<Operation>(state).wait_notified(); }
+  // The same. Also counts the rows that come from each rank, or go back to it. Their number is num_rows[rank]; if
+  // `num_rows` is null, the rank sends the number.
+  __device__ __noinline__ static void wait_peers(State& state, RowCounters PeerCounters::* direction,
+                                                 const int32_t* num_rows, int32_t row_bytes) {
+    const auto op = operation_of<Operation>(state);
+    const int32_t peer = lane_id();
+    if (!op.wait_notified() || peer >= op.peers.num_ranks) return;
     const int32_t rows = num_rows ? __ldg(num_rows + peer) : op.wait_num_rows(peer);
-    RowCounters& counted = counters.peer[peer].*direction;
+    RowCounters& counted = op.own().counters.peer[peer].*direction;
     red_add_relaxed_gpu(&counted.rows, rows);
     red_add_relaxed_gpu(&counted.bytes, int64_t{rows} * row_bytes);
   }

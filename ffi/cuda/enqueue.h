@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ffi/buffers.h"
+#include "ffi/cuda/balance.h"
 #include "ffi/cuda/call_order.h"
 #include "ffi/cuda/combine.h"
 #include "ffi/cuda/dispatch.h"
@@ -181,6 +182,16 @@ inline ffi::Error enqueue_combine(const char* op, cudaStream_t stream, const Mem
     return kernels.launch_combine(peers, args, type, plan, on);
   };
   return begin(group, member, args, buffers, stream, {launch, plan.num_blocks});
+}
+
+inline ffi::Error enqueue_balance(const char* op, cudaStream_t stream, const Member& member, int64_t group,
+                                  const BalanceArgs& args) {
+  ffi::Error error = check_fits(op, member, args, 0);
+  if (error.failure()) return error;
+  const Peers& peers = member.peers;
+  const Kernels kernels = find_group(group)->kernels();
+  const auto launch = [&peers, args, kernels](cudaStream_t on) { return kernels.launch_balance(peers, args, on); };
+  return begin(group, member, args, {}, stream, {launch, 1});
 }
 
 // The handler of jax_ep_room. XLA has allocated the results, which a start will need; there is nothing to do.

@@ -72,6 +72,11 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
                              " ranks do not fit in a thread block's " + std::to_string(kMaxScratch) +
                              " bytes of shared memory; spread them over more ranks");
   }
+  const int32_t num_home_experts = config_.num_experts - num_ranks * config_.replicas;
+  if (config_.replicas > 0 && num_home_experts > kMaxBalancedExperts) {
+    throw std::runtime_error("a group with replicas has at most " + std::to_string(kMaxBalancedExperts) +
+                             " experts, not " + std::to_string(num_home_experts));
+  }
   const auto payload = static_cast<int32_t>(config_.max_payload);
   layout_ = ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens, payload);
   if (has_levels(node_size(), num_ranks)) {  // with as many slots, on which programs rely
@@ -140,6 +145,8 @@ void Group::open_member(Member& member) {
   Peers& peers = member.peers;
   peers.num_ranks = num_ranks();
   peers.experts_per_rank = experts_per_rank();
+  peers.replicas = config_.replicas;
+  peers.counts_per_source = num_counts();
   peers.node_size = node_size();
   peers.by_ranks = Divisor(peers.num_ranks);
   peers.by_others = Divisor(std::max(peers.num_ranks - 1, 1));
@@ -150,7 +157,7 @@ void Group::open_member(Member& member) {
   auto* const records = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal));
   peers.failure = records + records_[0].of_kernels(index_of(member));
 
-  const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.experts_per_rank), alignof(NetworkTable));
+  const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.counts_per_source), alignof(NetworkTable));
   const int64_t lasting_bytes = table_offset + sizeof(NetworkTable);
   uint8_t *arena, *control;
   if (config_.network) {
@@ -172,7 +179,8 @@ void Group::open_member(Member& member) {
   peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
   member.split_phase = std::make_unique<SplitPhaseCalls>(peers, kernels().launch_start, kernels().launch_hold);
-  for (auto load : {kernels().load_dispatch, kernels().load_combine, kernels().load_start, load_dispatch_layout}) {
+  for (auto load : {kernels().load_dispatch, kernels().load_combine, kernels().load_balance, kernels().load_start,
+                    load_dispatch_layout}) {
     check(load(), "loading the kernels");
   }
 }
@@ -322,7 +330,7 @@ std::string Group::name() const {
 
 int64_t Group::bytes_per_device() const {
   const int64_t arena_bytes = config_.network ? NetworkLayout(layout_, num_ranks()).bytes : layout_.bytes;
-  return arena_bytes + control_bytes(num_ranks(), experts_per_rank());
+  return arena_bytes + control_bytes(num_ranks(), num_counts());
 }
 
 Traffic Group::traffic() const {

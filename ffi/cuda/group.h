@@ -38,9 +38,9 @@ struct ProcessHandle {
 using Exchange = std::function<std::vector<ProcessHandle>(const ProcessHandle&)>;
 
 struct GroupConfig {
-  int32_t num_experts, top_k, max_tokens;
-  int64_t max_payload;  // bytes of a row
-  int32_t num_sms;      // 0: the launch plan chooses
+  int32_t num_experts, top_k, max_tokens;  // num_experts includes the slots for copies
+  int64_t max_payload;                     // bytes of a row
+  int32_t num_sms;                         // 0: the launch plan chooses
   double timeout_seconds;
   // CUDA ordinals: one list (an EP group) per expert-parallel group of the mesh, in the order of ranks. A device of
   // another process is kElsewhere.
@@ -52,6 +52,7 @@ struct GroupConfig {
   const Network* network = nullptr;
   std::vector<std::vector<int32_t>> pes = {};
   int32_t node_size = 0;  // consecutive ranks that map each other's memory
+  int32_t replicas = 0;   // the slots for copies, of a rank
 };
 
 // The counters of a rank since the group was opened.
@@ -139,6 +140,7 @@ class Group {
   NetworkTable find_peers(const Member& member) const;
   int32_t num_ranks() const { return static_cast<int32_t>(config_.devices.at(0).size()); }
   int32_t experts_per_rank() const { return config_.num_experts / num_ranks(); }
+  int32_t num_counts() const { return counts_per_source(num_ranks(), experts_per_rank(), config_.replicas); }
   int32_t node_size() const { return config_.network ? config_.node_size : num_ranks(); }
 
   GroupConfig config_;

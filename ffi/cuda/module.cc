@@ -108,11 +108,12 @@ ProcessHandle unpack(const Parcel& parcel) {
 void open_group_from_python(int64_t id, int32_t num_experts, int32_t top_k, int32_t max_tokens, int64_t max_payload,
                             int32_t num_sms, double timeout_seconds, std::vector<std::vector<int32_t>> devices,
                             const std::string& sharing, const nb::callable& exchange, const nb::object& network,
-                            std::vector<std::vector<int32_t>> pes, int32_t node_size) {
+                            std::vector<std::vector<int32_t>> pes, int32_t node_size, int32_t replicas) {
   GroupConfig config = {num_experts, top_k, max_tokens, max_payload, num_sms, timeout_seconds, std::move(devices)};
   if (!network.is_none()) config.network = static_cast<const Network*>(nb::cast<nb::capsule>(network).data());
   config.pes = std::move(pes);
   config.node_size = node_size;
+  config.replicas = replicas;
   if (sharing != "none") config.sharing = sharing == "ipc" ? Sharing::kIpc : Sharing::kFileDescriptor;
   config.exchange = [&exchange](const ProcessHandle& mine) {
     const nb::gil_scoped_acquire gil;
@@ -157,7 +158,7 @@ NB_MODULE(_cuda, m) {
   m.def("open_group", open_group_from_python, nb::arg("id"), nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),
         nb::arg("max_tokens"), nb::arg("max_payload"), nb::arg("num_sms"), nb::arg("timeout_seconds"),
         nb::arg("devices"), nb::arg("sharing"), nb::arg("exchange"), nb::arg("network").none(), nb::arg("pes"),
-        nb::arg("node_size"));
+        nb::arg("node_size"), nb::arg("replicas"));
   m.def("close_group", close_group, nb::call_guard<nb::gil_scoped_release>());
   m.def("free_arenas", [](int64_t id) { find_group(id)->free_arenas(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("best_sharing", [](const std::vector<int32_t>& ordinals) {

@@ -89,7 +89,7 @@ struct Waiting {
   __device__ unsigned long long* counts_at(int32_t rank, int32_t from) const {
     auto* base = reinterpret_cast<uint8_t*>(state.table.control[rank]);
     return reinterpret_cast<unsigned long long*>(
-        base + counts_offset(state.slot, from, peers.num_ranks, peers.experts_per_rank));
+        base + counts_offset(state.slot, from, peers.num_ranks, peers.counts_per_source));
   }
 
   // Polls until probe() returns `expected`. Returns false if the operation has failed: another rank has failed, or the

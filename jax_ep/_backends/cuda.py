@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import _compat, _layouts, _wires
+from jax_ep import _compat, _layouts, _placement, _wires
 from jax_ep._backends import targets
 from jax_ep._backends.native_group import GroupOfPrograms, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
@@ -177,6 +177,14 @@ class _CudaOperations(Backend):
         operands = {"y": y, "num_sent": blocks.sizes, "send_slot": _slots_in_blocks(blocks, num_rows)}
         results = targets.ALL_TO_ALL_BACK.result_types(operands, {}, {"out": y.dtype})
         return self._call(targets.ALL_TO_ALL_BACK, operands, results)["out"]
+
+    def balance(self, topk_idx: jax.Array, tolerance_units: int) -> _placement.PlanArrays:
+        if not self.group.replicas:  # nobody moves: the ranks only exchange how many rows each gets
+            return _placement.plan(self.group, topk_idx, tolerance_units)
+        operands: dict[str, jax.Array | None] = {"topk_idx": topk_idx}
+        results = targets.BALANCE.result_types(operands, {"B": self.group.replicas, "R": self.group.num_ranks}, {})
+        got = self._call(targets.BALANCE, operands, results, agreed=(tolerance_units,), tolerance=tolerance_units)
+        return _placement.PlanArrays(**got)
 
     @property
     def _kernels_cast(self) -> bool:

@@ -136,6 +136,7 @@ class NativeGroup:
             self._native.open_group(
                 self._id,
                 num_experts=group.num_ranks * group.slots_per_rank,
+                replicas=group.replicas,
                 top_k=group.top_k,
                 max_tokens=group.max_tokens_per_rank,
                 max_payload=group.hidden * group.dtype.itemsize,

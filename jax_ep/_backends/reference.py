@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _compat, _layouts, _wires
+from jax_ep import _compat, _layouts, _placement, _wires
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
@@ -48,6 +48,9 @@ class ReferenceBackend(Backend):
 
     def stats(self) -> dict[str, Any]:
         return {}  # counting the executions would take a host callback in each operation
+
+    def balance(self, topk_idx: jax.Array, tolerance_units: int) -> _placement.PlanArrays:
+        return _placement.plan(self.group, topk_idx, tolerance_units)
 
     def dispatch_start(self, call: DispatchCall, *operands: Any, zero_pad: bool) -> None:
         """The whole operation runs in its done."""

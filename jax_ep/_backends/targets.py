@@ -47,7 +47,7 @@ class Target:
     """One FFI target.
 
     Dimensions: T tokens, K = top_k, H channels of a row, R ranks, E local experts, S scales of a row. `*rows` are the
-    leading dimensions of received rows, and N is their product. P is T, or 2 T over a network.
+    leading dimensions of received rows, and N is their product. P is T, or 2 T over a network. B replicas.
     """
 
     name: str
@@ -203,5 +203,17 @@ ALL_TO_ALL_BACK = Target(
     (_AXIS_INDEX, Array("y", "R M H"), Array("num_sent", "R", _INT), Array("send_slot", "M R", _INT)),
     (Array("out", "M H"),),
 )
-TARGETS = (DISPATCH, DISPATCH_LIKE, DISPATCH_BACK, COMBINE, COMBINE_BACK, ALL_TO_ALL, ALL_TO_ALL_BACK)
+BALANCE = Target(
+    "balance",
+    (_AXIS_INDEX, Array("topk_idx", "T K", _INT)),
+    (  # jax_ep.Plan describes them
+        Array("slot_expert", "B", _INT),
+        Array("num_rows", "", _INT),
+        Array("home_rows", "", _INT),
+        Array("slots", "R B", _INT),
+        Array("topk_slot", "T K", _INT),
+    ),
+    ("tolerance",),
+)
+TARGETS = (DISPATCH, DISPATCH_LIKE, DISPATCH_BACK, COMBINE, COMBINE_BACK, ALL_TO_ALL, ALL_TO_ALL_BACK, BALANCE)
 SPLIT = (DISPATCH, COMBINE)  # the targets that have a start and a done

@@ -38,12 +38,13 @@ struct Blocks {
 class Session {
  public:
   Session(int32_t num_ranks, int32_t cast, Blocks blocks, double timeout_seconds = 60.0, uint32_t newest_epoch = 0,
-          int32_t max_tokens = num_tokens, Rows shape = {}, int32_t node_size = 0)
+          int32_t max_tokens = num_tokens, Rows shape = {}, int32_t node_size = 0, int32_t replicas = 0)
       : num_ranks_(num_ranks),
         cast_(cast),
         blocks_(blocks),
         config_{num_ranks * experts_per_rank, top_k, max_tokens, kRowBytes, blocks.number, timeout_seconds,
                 {devices(num_ranks)}} {
+    config_.replicas = replicas;
     if (node_size > 0) span_nodes(node_size);
     open_group();
     for (const Member& member : group().members()) {
@@ -191,6 +192,11 @@ class Session {
 #endif
   }
 
+  SplitPhaseCalls::Body body_of(const Member& member, const BalanceArgs& call) const {
+    const Kernels kernels = group().kernels();
+    const Peers& peers = member.peers;
+    return {[&peers, kernels, call](cudaStream_t stream) { return kernels.launch_balance(peers, call, stream); }, 1};
+  }
   template <typename Args>
   SplitPhaseCalls::Body body_of(const Member& member, const Args& call) const {
     const Peers& peers = member.peers;

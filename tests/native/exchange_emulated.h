@@ -12,11 +12,6 @@ namespace {
 
 constexpr int32_t kMostBlocks = 12;  // of a launch here
 
-template <typename T>
-T pick(std::mt19937& random, const std::vector<T>& from) {
-  return from[random() % from.size()];
-}
-
 constexpr double kTimeout = 60.0;  // seconds
 
 // As many blocks of a device's as one scenario needs at once, if the seed limits them.

@@ -33,6 +33,11 @@ constexpr bool kOneDevice = true;
 #endif
 int32_t device_of(int32_t rank) { return kOneDevice ? 0 : rank; }
 
+template <typename T>
+T pick(std::mt19937& random, const std::vector<T>& from) {
+  return from[random() % from.size()];
+}
+
 void must(cudaError_t status) {
   if (status == cudaSuccess) return;
   std::cerr << cudaGetErrorString(status) << "\n";

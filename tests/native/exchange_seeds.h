@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "exchange_balance.h"
 #include "exchange_emulated.h"
 #include "exchange_failures.h"
 #include "exchange_group_arrays.h"
@@ -91,6 +92,8 @@ std::string run_seed(uint64_t seed) {
   if (check::failures == 0) what += run_rare_orders(seed);
   std::mt19937 random(static_cast<uint32_t>(seed));
   if (check::failures == 0) run_group_arrays_of(random, 1 + random() % 40);
+  if (check::failures == 0) what += run_balance(seed);
+  if (check::failures == 0 && seed % 8 == 0) run_balance_in_vain();
   if (check::failures == 0 && seed % 4 == 0) {
     what += ", then a failure by the host";
     run_host_fails(seed);

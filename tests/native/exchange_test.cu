@@ -10,9 +10,11 @@
 //
 // runs COUNT short exchanges, in each of which a seed decides everything (exchange_seeds.h).
 #include <string>
+#include <tuple>
 
 #include "exchange.h"
 #include "exchange_all_to_all.h"
+#include "exchange_balance.h"
 #include "exchange_dispatch_layout.h"
 #include "exchange_group_arrays.h"
 #include "exchange_layouts.h"
@@ -229,6 +231,13 @@ int main(int argc, char** argv) {
   if (runs("group_arrays")) {
     run_all_group_arrays();
     std::cerr << "group_arrays: " << check::failures << " failures\n";
+  }
+  if (runs("balance")) {
+    const auto [tokens, k, experts] = std::tuple(num_tokens, top_k, experts_per_rank);
+    for (uint64_t seed = 1; seed <= (is_quick ? 8 : 60); ++seed) run_balance(seed, most_ranks);
+    if (most_ranks == 8) run_balance_in_vain();
+    num_tokens = tokens, top_k = k, experts_per_rank = experts;
+    std::cerr << "balance: " << check::failures << " failures\n";
   }
   std::mt19937 random(0);
   if (runs("all_to_all")) {

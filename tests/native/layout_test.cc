@@ -157,7 +157,10 @@ void test_counters() {
         counts_offset(1, 4, 8, experts_per_rank) >= counts_offset(1, 3, 8, experts_per_rank) + 8 * experts_per_rank,
         true);
   }
-  EXPECT_EQ(static_cast<int>(OpKind::kAllToAllBack), kNumOpKinds - 1);
+  EXPECT_EQ(counts_per_source(8, 32, 0), 32);
+  EXPECT_EQ(counts_per_source(8, 32 + 2, 2), 8 * 32);
+  EXPECT_EQ(counts_per_source(1, 4 + 4, 4), 8);
+  EXPECT_EQ(static_cast<int>(OpKind::kBalance), kNumOpKinds - 1);
 }
 
 int main() {

@@ -1,0 +1,224 @@
+// Exactly balanced placement of a group's rows, computed by one block. jax_ep/_placement.py explains the algorithm and
+// has the same steps with the same names.
+#pragma once
+
+#include "ffi/cuda/balance.h"
+#include "ffi/cuda/control_words.cuh"
+
+namespace jax_ep {
+
+// What a block knows of each rank.
+struct RankPlacements {
+  int32_t load[kMaxRanks];        // rows of its home experts
+  int32_t num_rows[kMaxRanks];    // rows that it computes
+  int32_t source[kMaxRanks];      // the rank from which it takes rows; -1 for none
+  int32_t begin[kMaxRanks];       // the first row that it takes, on the own line of `source`
+  int32_t end[kMaxRanks];         // the row behind the last one
+  int32_t first_copy[kMaxRanks];  // the place, on this line, of the first expert that it copies
+  int32_t num_copies[kMaxRanks];
+  uint32_t takers[kMaxRanks];  // bits of the ranks that take rows of it
+  // By the number of the donor, largest excess first:
+  int32_t donor[kMaxRanks], excess_end[kMaxRanks], served[kMaxRanks];
+  bool has_donors;
+};
+
+// Arrays [E] in shared memory. E counts home experts.
+struct ExpertPlacements {
+  int32_t* needs;   // the rows of the whole group that name the expert
+  int32_t* offset;  // of this rank's first row: on the own line of the expert's home, if that is a donor
+  int32_t* start;   // where the expert begins on the own line
+  int32_t* place;   // the expert's place on the own line
+  int32_t* line;    // [R, L]: the expert at each place
+};
+
+constexpr int64_t limit_of(int64_t rows, int64_t tolerance_units) {
+  return rows + rows * tolerance_units / kToleranceUnit;
+}
+
+struct Placing {
+  const Operation& op;
+  RankPlacements& ranks;
+  const ExpertPlacements experts;
+  const Divisor by_home_experts;
+  const int32_t num_ranks, experts_per_rank, num_slots, tolerance_units;
+
+  __device__ int32_t num_experts() const { return num_ranks * experts_per_rank; }
+
+  // Places the rows. The workers call it, when `needs` is complete. They know the placement when it returns.
+  __device__ void place() const {
+    sum_loads();
+    op.sync_workers();
+    if (warp_id() == 0) find_intervals();
+    op.sync_workers();
+    if (!ranks.has_donors) return;
+    sort_lines();
+    op.sync_workers();
+    fill_slots();
+    op.sync_workers();
+    if (warp_id() == 0) finish();
+    op.sync_workers();
+  }
+
+  // The slot, counted over all ranks, of the row at `at` on the own line of the expert's home.
+  __device__ int32_t slot_of(int32_t expert, int32_t at) const {
+    const int32_t home = by_home_experts.quotient(expert), slots_per_rank = experts_per_rank + num_slots;
+    for (uint32_t left = ranks.takers[home]; left != 0; left &= left - 1) {
+      const int32_t to = __ffs(static_cast<int>(left)) - 1;
+      if (at < ranks.begin[to] || at >= ranks.end[to]) continue;
+      return to * slots_per_rank + experts_per_rank + experts.place[expert] - ranks.first_copy[to];
+    }
+    return home * slots_per_rank + expert - home * experts_per_rank;
+  }
+
+  // The expert in replica slot `slot` of a rank; -1 for none.
+  __device__ int32_t expert_in_slot(int32_t rank, int32_t slot) const {
+    if (slot >= ranks.num_copies[rank]) return -1;
+    return experts.line[ranks.source[rank] * experts_per_rank + ranks.first_copy[rank] + slot];
+  }
+
+ private:
+  __device__ int32_t num_warps() const { return op.num_workers / 32; }
+
+  __device__ void sum_loads() const {
+    for (int32_t rank = warp_id(); rank < num_ranks; rank += num_warps()) {
+      int32_t load = 0;
+      for (int32_t i = lane_id(); i < experts_per_rank; i += 32) load += experts.needs[rank * experts_per_rank + i];
+      load = __reduce_add_sync(kAllLanes, load);
+      if (lane_id() == 0) ranks.load[rank] = load;
+    }
+  }
+
+  // From which rank each rank takes rows, and which part of that rank's own line. A warp calls it, with a lane per
+  // rank.
+  __device__ void find_intervals() const {
+    const int32_t rank = lane_id();
+    const bool is_rank = rank < num_ranks;
+    const int32_t load = is_rank ? ranks.load[rank] : 0, total = __reduce_add_sync(kAllLanes, load);
+    const auto limit = static_cast<int32_t>(limit_of((total + num_ranks - 1) / num_ranks, tolerance_units));
+    const int32_t excess = max(load - limit, 0), room = is_rank ? max(limit - load, 0) : 0;
+    const uint32_t donors = __ballot_sync(kAllLanes, excess > 0);
+    if (is_rank) {
+      ranks.source[rank] = -1;
+      ranks.begin[rank] = ranks.end[rank] = ranks.num_copies[rank] = 0;
+      ranks.takers[rank] = 0;
+      ranks.num_rows[rank] = load;
+    }
+    if (rank == 0) ranks.has_donors = donors != 0;
+    if (donors == 0) return;
+
+    // The running sums of donors' excess and of receivers' room, largest first.
+    int32_t number = 0, excess_end = excess, room_end = room;
+    for (int32_t other = 0; other < num_ranks; ++other) {
+      const int32_t its_excess = __shfl_sync(kAllLanes, excess, other), its_room = __shfl_sync(kAllLanes, room, other);
+      const bool gives_before = precedes(its_excess, other, excess, rank);
+      number += gives_before;
+      excess_end += gives_before ? its_excess : 0;
+      room_end += precedes(its_room, other, room, rank) ? its_room : 0;
+    }
+    if (is_rank) {
+      ranks.donor[number] = rank;
+      ranks.excess_end[number] = excess_end;
+    }
+    __syncwarp();
+
+    const int32_t all_excess = ranks.excess_end[num_ranks - 1];
+    const int32_t last = min(room_end, all_excess), first = min(room_end - room, all_excess);
+    const bool takes = is_rank && last > first;
+    int32_t from = 0;  // the number of this receiver's donor
+    for (int32_t donor = 0; donor < num_ranks; ++donor) from += ranks.excess_end[donor] < last;
+
+    const int32_t donor = lane_id();  // from here on, a lane is also a donor's number
+    int32_t served = 0;               // the end of the last interval that this donor or an earlier one serves
+    for (int32_t other = 0; other < num_ranks; ++other) {
+      const int32_t its_last = __shfl_sync(kAllLanes, takes ? last : 0, other);
+      if (__shfl_sync(kAllLanes, from, other) <= donor) served = max(served, its_last);
+    }
+    if (is_rank) ranks.served[donor] = served;
+    __syncwarp();
+    if (takes) set_interval(rank, from, first, last);
+    // A donor takes from the donor before it what that one could not give to receivers.
+    if (donor + 1 < __popc(donors) && ranks.excess_end[donor] > served) {
+      set_interval(ranks.donor[donor + 1], donor, served, ranks.excess_end[donor]);
+    }
+  }
+
+  __device__ static bool precedes(int32_t amount, int32_t index, int32_t than, int32_t than_index) {
+    return amount > than || (amount == than && index < than_index);
+  }
+
+  // Rank `to` takes [first, last) of the line of all donors from donor number `from`.
+  __device__ void set_interval(int32_t to, int32_t from, int32_t first, int32_t last) const {
+    const int32_t before = from > 0 ? ranks.served[from - 1] : 0;  // where the donor's own line begins
+    ranks.source[to] = ranks.donor[from];
+    ranks.begin[to] = first - before;
+    ranks.end[to] = last - before;
+  }
+
+  // Sorts each rank's home experts, those with most rows first.
+  __device__ void sort_lines() const {
+    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
+      const int32_t first = by_home_experts.quotient(expert) * experts_per_rank, need = experts.needs[expert];
+      int32_t place = 0, start = 0;
+      for (int32_t other = first; other < first + experts_per_rank; ++other) {
+        const int32_t its_need = experts.needs[other];
+        const bool before = precedes(its_need, other, need, expert);
+        place += before;
+        start += before ? its_need : 0;
+      }
+      experts.place[expert] = place;
+      experts.start[expert] = start;
+      experts.line[first + place] = expert;
+      experts.offset[expert] += start;
+    }
+  }
+
+  // Which experts each rank copies, and where its interval ends if it has too few slots. A warp per rank.
+  __device__ void fill_slots() const {
+    for (int32_t rank = warp_id(); rank < num_ranks; rank += num_warps()) {
+      const int32_t source = ranks.source[rank];
+      if (source < 0) continue;
+      const int32_t* const line = experts.line + source * experts_per_rank;
+      const int32_t begin = ranks.begin[rank], end = ranks.end[rank];
+      int32_t first = 0, count = 0;  // the experts of an interval follow one another on the line
+      for (int32_t place = lane_id(); place - lane_id() < experts_per_rank; place += 32) {
+        const int32_t expert = line[min(place, experts_per_rank - 1)];
+        const int32_t start = experts.start[expert];
+        const bool overlaps = place < experts_per_rank && start < end && start + experts.needs[expert] > begin;
+        const uint32_t found = __ballot_sync(kAllLanes, overlaps);
+        if (count == 0 && found != 0) first = place - lane_id() + __ffs(static_cast<int>(found)) - 1;
+        count += __popc(found);
+      }
+      const int32_t num_copies = min(count, num_slots);
+      __syncwarp();  // all lanes have read the interval
+      if (lane_id() != 0) continue;
+      const int32_t last = num_copies > 0 ? line[first + num_copies - 1] : 0;
+      ranks.first_copy[rank] = first;
+      ranks.num_copies[rank] = num_copies;
+      ranks.end[rank] = num_copies > 0 ? min(end, experts.start[last] + experts.needs[last]) : begin;
+    }
+  }
+
+  // How many rows each rank computes. If one has more than any rank has at home, nobody moves. A warp calls it, with a
+  // lane per rank.
+  __device__ void finish() const {
+    const int32_t rank = lane_id();
+    const bool is_rank = rank < num_ranks;
+    const int32_t load = is_rank ? ranks.load[rank] : 0, source = is_rank ? ranks.source[rank] : -1;
+    const int32_t taken = source >= 0 ? ranks.end[rank] - ranks.begin[rank] : 0;
+    int32_t num_rows = load + taken;
+    uint32_t takers = 0;
+    for (int32_t other = 0; other < num_ranks; ++other) {
+      const int32_t its_taken = __shfl_sync(kAllLanes, taken, other);
+      if (__shfl_sync(kAllLanes, source, other) != rank) continue;
+      num_rows -= its_taken;
+      takers |= 1u << other;
+    }
+    const bool moves = __reduce_max_sync(kAllLanes, num_rows) <= __reduce_max_sync(kAllLanes, load);
+    if (!is_rank) return;
+    ranks.num_rows[rank] = moves ? num_rows : load;
+    ranks.takers[rank] = moves ? takers : 0;
+    if (!moves) ranks.num_copies[rank] = 0;
+  }
+};
+
+}  // namespace jax_ep

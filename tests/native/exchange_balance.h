@@ -1,0 +1,209 @@
+// Balanced placement between the ranks of a Session: what a plan promises. tests/test_balance.py compares plans with
+// those of an oracle.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <tuple>
+
+#include "exchange.h"
+
+namespace {
+
+// The results of one rank.
+struct PlanOfRank {
+  Rank& rank;
+  const int32_t index = rank.axis_index.host[0];
+  Array<int32_t> slot_expert, num_rows{1}, home_rows{1}, slots, topk_slot{size_t(num_tokens) * top_k};
+
+  PlanOfRank(Rank& rank, int32_t replicas) : rank(rank), slot_expert(replicas), slots(size_t(rank.ranks) * replicas) {
+    for (auto* array : {&slot_expert, &num_rows, &home_rows, &slots, &topk_slot}) {
+      std::fill(array->host.begin(), array->host.end(), -2);
+      array->upload();
+    }
+  }
+
+  BalanceArgs args(int32_t home_experts, int32_t tolerance_units) const {
+    BalanceArgs args = {};
+    args.op = OpKind::kBalance;
+    args.hash = static_cast<uint32_t>(args.op);
+    args.axis_index = rank.axis_index.device;
+    args.num_tokens = num_tokens, args.top_k = top_k;
+    args.topk_idx = rank.ids.device;
+    args.tolerance_units = tolerance_units;
+    args.by_home_experts = Divisor(home_experts);
+    args.slot_expert = slot_expert.device, args.num_rows = num_rows.device, args.home_rows = home_rows.device;
+    args.slots = slots.device, args.topk_slot = topk_slot.device;
+    return args;
+  }
+  void download() {
+    for (auto* array : {&slot_expert, &num_rows, &home_rows, &slots, &topk_slot}) array->download();
+  }
+};
+
+using Plans = std::vector<std::unique_ptr<PlanOfRank>>;
+
+struct Row {
+  int32_t expert, to;  // the rank that computes it
+};
+
+// The rows of all ranks, in the order of source ranks, tokens, k. Each must be at its expert's home, or at a copy of
+// it.
+std::vector<Row> rows_of(const Plans& plans, int32_t home_experts, int32_t replicas) {
+  const int32_t slots_per_rank = home_experts + replicas;
+  const auto num_experts = static_cast<int32_t>(plans.size()) * home_experts;
+  std::vector<Row> rows;
+  int32_t num_wrong = 0;
+  for (const auto& plan : plans) {
+    EXPECT_EQ(plan->slots.host == plans[0]->slots.host, true);
+    for (size_t i = 0; i < plan->topk_slot.host.size(); ++i) {
+      const int32_t id = plan->rank.ids.host[i], at = plan->topk_slot.host[i];
+      if (id < 0 || id >= num_experts) {
+        num_wrong += at != -1;
+        continue;
+      }
+      const int32_t to = at / slots_per_rank, slot = at % slots_per_rank;
+      if (at < 0 || to >= static_cast<int32_t>(plans.size())) {
+        ++num_wrong;
+        continue;
+      }
+      const bool is_home = slot < home_experts;
+      num_wrong +=
+          id != (is_home ? to * home_experts + slot : plans[0]->slots.host[to * replicas + slot - home_experts]);
+      rows.push_back({id, to});
+    }
+  }
+  EXPECT_EQ(num_wrong, 0);
+  return rows;
+}
+
+// Along each rank's own line of rows, the rows that another rank takes follow one another.
+void check_intervals(std::vector<Row> rows, const std::vector<int32_t>& needs, int32_t home_experts) {
+  std::stable_sort(rows.begin(), rows.end(), [&](const Row& a, const Row& b) {
+    const auto key = [&](const Row& row) {
+      return std::tuple(row.expert / home_experts, -needs[row.expert], row.expert);
+    };
+    return key(a) < key(b);
+  });
+  std::set<std::pair<int32_t, int32_t>> begun;
+  std::pair<int32_t, int32_t> newest = {-1, -1};
+  for (const Row& row : rows) {
+    const int32_t home = row.expert / home_experts;
+    const std::pair<int32_t, int32_t> interval = {home, row.to};
+    if (row.to != home && interval != newest) EXPECT_EQ(begun.insert(interval).second, true);
+    newest = interval;
+  }
+}
+
+void check_plans(const Plans& plans, int32_t home_experts, int32_t replicas, int32_t tolerance_units) {
+  const auto num_ranks = static_cast<int32_t>(plans.size());
+  const std::vector<Row> rows = rows_of(plans, home_experts, replicas);
+  std::vector<int32_t> needs(num_ranks * home_experts), at_home(num_ranks), computed(num_ranks);
+  std::set<std::pair<int32_t, int32_t>> sources;
+  for (const Row& row : rows) {
+    ++needs[row.expert], ++at_home[row.expert / home_experts], ++computed[row.to];
+    if (row.to != row.expert / home_experts) sources.insert({row.to, row.expert / home_experts});
+  }
+  const int64_t mean = (static_cast<int64_t>(rows.size()) + num_ranks - 1) / num_ranks;
+  const int64_t limit = mean + mean * tolerance_units / kToleranceUnit;
+  const int32_t most_at_home = *std::max_element(at_home.begin(), at_home.end());
+  int32_t most = most_at_home;
+  if (replicas == home_experts) most = std::min<int64_t>(most, limit);
+  for (const auto& plan : plans) {
+    const int32_t rank = plan->index;
+    EXPECT_EQ(plan->num_rows.host[0], computed[rank]);
+    EXPECT_EQ(plan->home_rows.host[0], at_home[rank]);
+    EXPECT_EQ(computed[rank] <= most, true);
+    const auto first = plan->slots.host.begin() + rank * replicas;
+    EXPECT_EQ(std::equal(first, first + replicas, plan->slot_expert.host.begin()), true);
+    if (most_at_home <= limit) EXPECT_EQ(std::count(first, first + replicas, -1), replicas);
+    int32_t num_sources = 0;
+    for (const auto& [to, from] : sources) num_sources += to == rank;
+    EXPECT_EQ(num_sources <= 1, true);
+  }
+  check_intervals(rows, needs, home_experts);
+}
+
+// Ids of which a few experts get most rows.
+void choose_ids(std::vector<int32_t>& ids, int32_t num_experts, std::mt19937& random) {
+  const uint32_t popular = random() % num_experts, share = random() % 5;
+  for (int32_t& id : ids) {
+    id = std::uniform_int_distribution<int32_t>(-1, num_experts)(random);
+    if (random() % 4 < share) id = (popular + random() % 2) % num_experts;
+  }
+}
+
+// Sizes of a group, and a tolerance.
+struct BalanceCase {
+  int32_t num_ranks, home_experts, replicas, tolerance_units = 0, node_size = 0;
+};
+
+// Plans the ids that choose(rank) has put on the host. Runs the operation so often that slots are used again.
+template <typename Choose>
+void check_balance(Session& session, const BalanceCase& sizes, int32_t num_times, Choose choose) {
+  Plans plans;
+  for (auto& rank : session.ranks()) {
+    must(cudaSetDevice(device_of(rank->axis_index.host[0])));
+    choose(*rank);
+    rank->ids.upload();
+    plans.push_back(std::make_unique<PlanOfRank>(*rank, sizes.replicas));
+  }
+  session.wait();
+  const auto args = [&](Rank& rank) {
+    return plans[rank.axis_index.host[0]]->args(sizes.home_experts, sizes.tolerance_units);
+  };
+  for (int32_t i = 0; i < num_times; ++i) session.whole(args);
+  session.wait();
+  session.expect_no_failure();
+  for (auto& plan : plans) plan->download();
+  check_plans(plans, sizes.home_experts, sizes.replicas, sizes.tolerance_units);
+}
+
+Session session_of(const BalanceCase& sizes) {
+  experts_per_rank = sizes.home_experts + sizes.replicas;
+  return Session(sizes.num_ranks, 0, {}, 60.0, 0, num_tokens, {}, sizes.node_size, sizes.replicas);
+}
+
+// The seed chooses the sizes. Changes the sizes of every rank.
+std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
+  std::mt19937 random(static_cast<uint32_t>(seed * 7919));
+  BalanceCase sizes = {std::min(pick<int32_t>(random, {1, 2, 2, 3, 4, 4, 8}), most_ranks),
+                       pick<int32_t>(random, {1, 2, 5, 40}), 1};
+  sizes.replicas = random() % 2 ? sizes.home_experts : 1 + random() % sizes.home_experts;
+  sizes.tolerance_units = random() % 2 ? 0 : random() % kToleranceUnit;
+  sizes.node_size = !kOneDevice && sizes.num_ranks == 4 && random() % 2 ? 2 : 0;
+  num_tokens = 1 + random() % 40, top_k = 1 + random() % 4;
+  Session session = session_of(sizes);
+  for (int32_t num_times : {1, 1 + static_cast<int32_t>(random() % 5)}) {
+    check_balance(session, sizes, num_times,
+                  [&](Rank& rank) { choose_ids(rank.ids.host, sizes.num_ranks * sizes.home_experts, random); });
+  }
+  if (random() % 3 == 0 && sizes.num_ranks <= 4) {  // split-phase calls ask which operations the peers have finished
+    session.randomize(random);
+    session.run_whole();
+    check_balance(session, sizes, 1 + random() % 3, [](Rank&) {});
+    session.run_split_phase();
+  }
+  return ", then a balance: " + std::to_string(sizes.num_ranks) + " ranks, " + std::to_string(sizes.home_experts) +
+         " experts per rank, " + std::to_string(sizes.replicas) + " replicas, tolerance " +
+         std::to_string(sizes.tolerance_units) + ", " + std::to_string(num_tokens) + " tokens, top_k " +
+         std::to_string(top_k);
+}
+
+// With one slot per rank, moving rows would make the largest load larger: nobody moves.
+void run_balance_in_vain() {
+  constexpr int32_t kNeeds[] = {4, 2, 0, 1, 2, 1, 2, 4, 4, 0, 1, 1, 0, 3, 0, 1,
+                                4, 2, 1, 2, 0, 0, 4, 1, 0, 0, 0, 0, 0, 3, 3, 3};
+  std::vector<int32_t> ids;
+  for (int32_t expert = 0; expert < 32; ++expert) ids.insert(ids.end(), kNeeds[expert], expert);
+  const BalanceCase sizes = {8, 4, 1};
+  num_tokens = 7, top_k = 1;
+  ids.resize(sizes.num_ranks * num_tokens, -1);
+  Session session = session_of(sizes);
+  check_balance(session, sizes, 1, [&](Rank& rank) {
+    std::copy_n(ids.begin() + rank.axis_index.host[0] * num_tokens, num_tokens, rank.ids.host.begin());
+  });
+}
+
+}  // namespace
