@@ -7,6 +7,7 @@
 // the order of calls, which ignores groups with calls in CUDA graphs.
 #include "ffi/cuda/handlers.h"
 
+#include "ffi/cuda/bindings.h"
 #include "ffi/cuda/checks.h"
 #include "ffi/cuda/enqueue.h"
 
@@ -394,47 +395,6 @@ ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Ope
   args.slots = data<int32_t>(slots);
   args.topk_slot = static_cast<int32_t*>(topk_slot->untyped_data());
   return enqueue_balance("balance", stream, **member, attrs.group, args);
-}
-
-// Wraps a handler. XLA passes one more operand and one more result, the order token (jax_ep/_ordered_calls.py). The
-// handler neither reads nor writes it. An exception of the handler becomes an error.
-template <typename Attrs, typename... Buffers>
-auto with_order_token(ffi::Error (*handler)(cudaStream_t, int32_t, Attrs, Buffers...), const char* op) {
-  return [op, handler](cudaStream_t stream, int32_t ordinal, Attrs attrs, Operand, Result, Buffers... buffers) {
-    return without_exceptions(op, [&] { return handler(stream, ordinal, attrs, buffers...); });
-  };
-}
-
-// A binding of `operands` operands and `results` results, after the parameters that every handler has.
-template <typename Attrs>
-auto bind_call() {
-  return ffi::Ffi::Bind()
-      .Ctx<CallStream>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Attrs<Attrs>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>();
-}
-template <int operands, int results, typename Binding>
-auto with_buffers(Binding binding) {
-  if constexpr (operands > 0) {
-    return with_buffers<operands - 1, results>(std::move(binding).template Arg<ffi::AnyBuffer>());
-  } else if constexpr (results > 1) {
-    return with_buffers<0, results - 1>(std::move(binding).template Ret<ffi::AnyBuffer>());
-  } else {
-    return std::move(binding).template Ret<ffi::AnyBuffer>();
-  }
-}
-
-auto bind_done() {
-  return ffi::Ffi::Bind()
-      .Ctx<CallStream>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Attr<int64_t>("group")
-      .Arg<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .RemainingArgs()
-      .RemainingRets();
 }
 
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
