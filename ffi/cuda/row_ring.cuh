@@ -126,10 +126,10 @@ struct RowRing {
 
   // Tells the ranks in `sources` that this rank has taken all rows of the lane up to row n.
   __device__ void give_credit(int32_t lane, int32_t n, uint32_t sources) const {
-    fence_system();
     __syncwarp();
     const int32_t source = lane_id();
     if (sources >> source & 1) {
+      fence_system();  // all lanes have stored sentinels before the credit
       store_relaxed(op.credit_at(source, op.peers.rank, lane), tagged(op.state.epoch, static_cast<uint32_t>(n + 1)));
     }
   }
