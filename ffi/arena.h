@@ -88,13 +88,16 @@ enum class OpKind : uint32_t {
   kCombineBack,
   kAllToAll,
   kAllToAllBack,
-  kBalance
+  kBalance,
+  kReplicate,
+  kReplicateBack
 };
-inline constexpr int kNumOpKinds = static_cast<int>(OpKind::kBalance) + 1;
+inline constexpr int kNumOpKinds = static_cast<int>(OpKind::kReplicateBack) + 1;
 // The names of operations in messages and in Group.stats, in the order of OpKind.
 inline constexpr const char* kOpNames[kNumOpKinds] = {
-    "dispatch",           "dispatch_like", "dispatch (backward)", "combine",
-    "combine (backward)", "all_to_all",    "all_to_all_back",     "balance",
+    "dispatch",           "dispatch_like",        "dispatch (backward)", "combine",
+    "combine (backward)", "all_to_all",           "all_to_all_back",     "balance",
+    "replicate",          "replicate (backward)",
 };
 constexpr const char* name_of(OpKind op) { return kOpNames[static_cast<int>(op)]; }
 
@@ -210,8 +213,14 @@ constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, i
   return static_cast<int64_t>(sizeof(Control)) +
          (int64_t{slot} * num_ranks + peer) * align_up(counts_per_source * 8, kUnitBytes);
 }
-constexpr int64_t control_bytes(int32_t num_ranks, int32_t counts_per_source) {
-  return counts_offset(kMaxSlots, 0, num_ranks, counts_per_source);
+// The offset of the credit that `peer` gives for a lane of a long transfer (ffi/cuda/row_ring.cuh): {epoch, number of
+// rows that it has taken}. Credits follow the counts, in a group with replicas.
+inline constexpr int32_t kMaxCopyLanes = 1024;
+constexpr int64_t credits_offset(int32_t peer, int32_t lane, int32_t num_ranks, int32_t counts_per_source) {
+  return counts_offset(kMaxSlots, 0, num_ranks, counts_per_source) + (int64_t{peer} * kMaxCopyLanes + lane) * 8;
+}
+constexpr int64_t control_bytes(int32_t num_ranks, int32_t counts_per_source, bool has_replicas) {
+  return credits_offset(has_replicas ? num_ranks : 0, 0, num_ranks, counts_per_source);
 }
 
 // A failure record, in pinned host memory. A rank has two: a kernel that gives up writes one, and the host the other.
@@ -242,6 +251,7 @@ struct Peers {
   int32_t rank, num_ranks, experts_per_rank;  // with the slots for copies
   int32_t replicas;                           // the slots for copies, of a rank
   int32_t counts_per_source;
+  constexpr int32_t num_home_experts() const { return experts_per_rank - replicas; }  // of a rank
   int32_t node_size;  // ranks per node: they have consecutive numbers and map each other's memory
   Divisor by_ranks, by_others, by_experts, by_top_k;  // others: all ranks but this one; experts: those of one rank
   ArenaLayout layout;

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import _checks, _compat
@@ -161,22 +160,7 @@ def replicate(w: Any, plan: Plan) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _replicate(group: Group, w: jax.Array, slots: jax.Array) -> jax.Array:
-    """w [E_local, ...] or [E_local + B, ...], and the experts [R, B] in the replica slots of all ranks."""
-    local, rank = group.experts_per_rank, lax.axis_index(group.axis_names)
-    number, is_here = _numbers_here(group, slots)
-    mine = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
-
-    def fetch(slot: jax.Array, copies: jax.Array) -> jax.Array:
-        asked = w[jnp.minimum(number[:, slot], local - 1)]  # [R, ...]: what each rank wants in this slot
-        arrived = lax.all_to_all(_keep(asked, is_here[:, slot]), group.axis_names, 0, 0)
-        source = jnp.maximum(mine[slot], 0) // local
-        return copies.at[slot].set(arrived[source])  # zero if the slot is empty: nobody sends for it
-
-    copies = _compat.vary((jnp.zeros((group.replicas, *w.shape[1:]), w.dtype), w), [])[0]
-    copies = lax.fori_loop(0, _num_used_slots(slots), fetch, copies)
-    if w.shape[0] == group.slots_per_rank:
-        return w.at[local:].set(copies)  # XLA writes into a donated w
-    return jnp.concatenate([w, copies])
+    return group._impl.replicate(w, slots)
 
 
 def _replicate_fwd(group: Group, w: jax.Array, slots: jax.Array) -> tuple[jax.Array, tuple[jax.Array, bool]]:
@@ -185,41 +169,8 @@ def _replicate_fwd(group: Group, w: jax.Array, slots: jax.Array) -> tuple[jax.Ar
 
 def _replicate_bwd(group: Group, saved: tuple[jax.Array, bool], g: jax.Array) -> tuple[jax.Array, None]:
     slots, has_slots = saved
-    local, rank = group.experts_per_rank, lax.axis_index(group.axis_names)
-    number, _ = _numbers_here(group, slots)
-    mine = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
-
-    def add_slot(slot: jax.Array, total: jax.Array) -> jax.Array:
-        goes = (jnp.arange(group.num_ranks) == mine[slot] // local) & (mine[slot] >= 0)  # to the home of the copy
-        copy = jnp.broadcast_to(g[local + slot], (group.num_ranks, *g.shape[1:]))
-        arrived = lax.all_to_all(_keep(copy, goes), group.axis_names, 0, 0)  # [R, ...]: this slot of each rank
-
-        def add_rank(rank: jax.Array, total: jax.Array) -> jax.Array:
-            return total.at[number[rank, slot]].add(arrived[rank].astype(jnp.float32), mode="drop")
-
-        return lax.fori_loop(0, group.num_ranks, add_rank, total)
-
-    total = lax.fori_loop(0, _num_used_slots(slots), add_slot, g[:local].astype(jnp.float32)).astype(g.dtype)
-    return (jnp.concatenate([total, jnp.zeros_like(g[local:])]) if has_slots else total), None
+    total = group._impl.replicate_back(g, slots)
+    return (jnp.concatenate([total, jnp.zeros_like(g[group.experts_per_rank :])]) if has_slots else total), None
 
 
 _replicate.defvjp(_replicate_fwd, _replicate_bwd)
-
-
-def _num_used_slots(slots: jax.Array) -> jax.Array:
-    """Slots that any rank uses. The number is the same on all ranks of the group, so collectives may run so often."""
-    return jnp.sum(slots >= 0, axis=1, dtype=jnp.int32).max()
-
-
-def _numbers_here(group: Group, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each slot [R, B]: its expert's local number, E_local if the home is another rank; and whether it is here."""
-    local = group.experts_per_rank
-    number = slots - lax.axis_index(group.axis_names) * local
-    is_here = (number >= 0) & (number < local)
-    return jnp.where(is_here, number, local), is_here
-
-
-def _keep(array: jax.Array, mask: jax.Array) -> jax.Array:
-    """`array` where `mask`, of its leading dimensions, is True; else zero."""
-    mask = mask.reshape(*mask.shape, *[1] * (array.ndim - mask.ndim))
-    return jnp.where(mask, array, jnp.zeros((), array.dtype))

@@ -92,6 +92,14 @@ class Backend(Protocol):
         """Plans the rows of topk_idx [T, K]; the tolerance is in units of 1 / 4096."""
         ...
 
+    def replicate(self, w: jax.Array, slots: jax.Array) -> jax.Array:
+        """Copies the experts in slots [R, B]: w [E_local, ...] or [E_local + B, ...] to [E_local + B, ...]."""
+        ...
+
+    def replicate_back(self, g: jax.Array, slots: jax.Array) -> jax.Array:
+        """The transpose of `replicate`: g [E_local + B, ...] to [E_local, ...], added in float32."""
+        ...
+
     def __copy__(self) -> Self:
         return self  # static data of pytrees: JAX compares backends by identity
 

@@ -648,3 +648,48 @@ def test_more_experts_than_the_kernel_plans(kernel_backend):
     shape = Shape("too_many_experts", 4098, 2, HIDDEN, TOKENS, "float32")
     with pytest.raises(ep.Error, match="Group: a group with replicas has at most 4096 experts, not 4098"):
         open_group(make_mesh(2), shape, backend=kernel_backend, replicas=1)
+
+
+def added_copies(g, slot_expert, local):
+    """g [R, E_local + B, ...] -> [R, E_local, ...]: float32 sums, in the order of slots, then ranks."""
+    total = g[:, :local].astype(np.float32)
+    for slot in range(slot_expert.shape[1]):
+        for rank, expert in enumerate(slot_expert[:, slot]):
+            if expert >= 0:
+                total[expert // local, expert % local] += g[rank, local + slot].astype(np.float32)
+    return total.astype(g.dtype)
+
+
+def test_copies_of_experts_that_take_many_rows(kernel_backend, adversary):
+    """An expert takes more rows of the arena than there are, and its last row is shorter."""
+    case, mesh = Case("many_rows", local=3, replicas=3), make_mesh((4,))
+    rng = np.random.default_rng(adversary)
+    weights = {
+        "bfloat16": rng.standard_normal((4, 3, 25, 8)).astype(jnp.bfloat16),
+        "float16": rng.standard_normal((4, 3, 136)).astype(np.float16),
+        "float32": rng.standard_normal((4, 6, 13, 8)).astype(np.float32),  # with slots
+    }
+    numbers = rng.integers(-128, 127, (4, 3, 48)).astype(np.int8)
+    cotangents = {name: rng.standard_normal((4, 6, *w.shape[2:])).astype(w.dtype) for name, w in weights.items()}
+
+    def there_and_back(topk_idx, weights, numbers, cotangents):
+        plan = ep.balance(topk_idx, group=group)
+        copied, transpose = jax.vjp(lambda weights: ep.replicate(weights, plan), weights)
+        return copied, ep.replicate(numbers, plan), transpose(cotangents)[0]
+
+    with open_group(mesh, case.shape, backend=kernel_backend, replicas=3) as group:
+        program = jax.jit(spmd(there_and_back, mesh))
+        for routing in ("one_rank", "skewed", "even"):
+            topk_idx = make_case(routing, case)[1]
+            slots = oracle.balance(topk_idx, num_experts=12, num_slots=3).slot_expert
+            copied, copied_numbers, gradients = to_numpy(program(topk_idx, weights, numbers, cotangents))
+            assert_same_bits(copied_numbers, oracle.replicate(numbers, slots))
+            for name, w in weights.items():
+                assert_same_bits(copied[name], oracle.replicate(w[:, :3], slots), f"{routing}: {name}")
+                expected = added_copies(cotangents[name], slots, 3)
+                if w.shape[1] == 6:
+                    expected = np.concatenate([expected, np.zeros_like(expected)], axis=1)
+                assert_same_bits(gradients[name], expected, f"{routing}: gradient of {name}")
+        if not group._impl._has_network:
+            operations = group.stats().operations
+            assert (operations["replicate"] == 3 * 4).all() and (operations["replicate (backward)"] == 3 * 3).all()

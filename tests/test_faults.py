@@ -382,6 +382,11 @@ def alone(op, group, x, topk_idx, topk_weights, recv):
         plan = ep.balance(topk_idx, group=group)
         plan = jax.tree.map(lambda array: array + 1, plan)  # without rows and copies, a plan has -1
         return [], [plan.slot_expert, plan.slots, plan.topk_slot, plan.num_rows - 1, plan.home_rows - 1], jnp.int32(-1)
+    if op == "replicate":
+        experts = jnp.ones((group.experts_per_rank, 16), x.dtype)
+        none = jnp.full((group.num_ranks, 1), -1, jnp.int32)
+        plan = ep.Plan(none[0], jnp.int32(0), jnp.int32(0), none, topk_idx, group=group, tolerance_units=0)
+        return [ep.replicate(experts, plan)[group.experts_per_rank :]], [], jnp.int32(-1)
     values = {
         "combine": lambda: ep.combine(recv.x, recv),
         "combine_backward": lambda: jax.vjp(lambda y: ep.combine(y, recv), recv.x)[1](x),
@@ -395,12 +400,12 @@ def alone(op, group, x, topk_idx, topk_weights, recv):
     "op",
     [
         *("dispatch_ragged", "dispatch_expert", "dispatch_fp8", "dispatch_like", "combine", "combine_backward"),
-        *("all_to_all", "all_to_all_back", "balance"),
+        *("all_to_all", "all_to_all_back", "balance", "replicate"),
     ],
 )
 def test_an_operation_that_gives_up_returns_poison(make_group, mesh, inputs, op):
     """The last rank takes no part. All results of the others are poison."""
-    with make_group(mesh, timeout=2.0, replicas=1 if op == "balance" else 0) as group:
+    with make_group(mesh, timeout=2.0, replicas=1 if op in ("balance", "replicate") else 0) as group:
         recv = run_spmd(partial(ep.dispatch, group=group, layout="ragged"), mesh, *inputs)
         operation = partial(alone, op, group)
 

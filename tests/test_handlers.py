@@ -18,7 +18,7 @@ from shapes import SMALL
 
 CAPACITY = 64
 ABSENT = ("x_scales", "out_scales")  # rows travel in bfloat16
-GIVES_SIZES = ("x", "g", "y", "topk_idx", "weights")  # a handler compares some other buffers with these
+GIVES_SIZES = ("x", "g", "y", "topk_idx", "weights", "experts")  # a handler compares some other buffers with these
 ATTRIBUTES = {
     "layout": Layout.RAGGED,
     "capacity": CAPACITY,
@@ -27,8 +27,13 @@ ATTRIBUTES = {
     "dequantize": False,
     "zero_pad": False,
     "tolerance": 0,
+    "clears_slots": True,
 }
-OPS = {"combine_back": "combine (backward)", "dispatch_back": "dispatch (backward)"}  # in messages
+OPS = {  # in messages
+    "combine_back": "combine (backward)",
+    "dispatch_back": "dispatch (backward)",
+    "replicate_back": "replicate (backward)",
+}
 
 
 @pytest.fixture
@@ -51,6 +56,8 @@ def buffers(group, declared):
         "E": (group.slots_per_rank,),
         "R*E": (group.num_ranks * group.slots_per_rank,),
         "B": (group.replicas,),
+        "C": (group.slots_per_rank,),
+        "D": (64,),
         "N": (CAPACITY,),
         "*rows": (CAPACITY,),
         "2": (2,),
@@ -112,6 +119,11 @@ def test_tolerances_that_no_plan_has(group):
     for tolerance in (-1, group.num_ranks * 4096 + 1):
         with pytest.raises(jax.errors.JaxRuntimeError, match=rf"balance: .* 1 replicas and tolerance is {tolerance};"):
             jax.block_until_ready(call(group, targets.BALANCE, tolerance=tolerance))
+
+
+def test_experts_are_copied_in_place(group):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="replicate: .* out must have the memory of experts"):
+        jax.block_until_ready(call(group, targets.REPLICATE))
 
 
 def test_a_message_in_full(group):

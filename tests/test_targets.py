@@ -10,7 +10,8 @@ import pytest
 from helpers import ROOT
 from jax_ep._backends import targets
 
-HANDLERS = (ROOT / "ffi" / "cuda" / "handlers.cc").read_text()
+HANDLERS = "".join((ROOT / "ffi" / "cuda" / f"{name}.cc").read_text() for name in ("handlers", "balance_handlers"))
+BINDINGS = (ROOT / "ffi" / "cuda" / "bindings.h").read_text()
 WHOLE_AND_STARTS = [*targets.TARGETS, *(target.start for target in targets.SPLIT)]
 DONES = [target.done for target in targets.SPLIT]
 
@@ -26,7 +27,7 @@ def handler(name):
 
 def members(struct):
     """The attributes that XLA decodes into a struct."""
-    decoding = re.search(rf"DECODING\(jax_ep::{struct},(.*?)\);", HANDLERS, re.DOTALL)[1]
+    decoding = re.search(rf"DECODING\(jax_ep::{struct},(.*?)\);", HANDLERS + BINDINGS, re.DOTALL)[1]
     return re.findall(r'"(\w+)"', decoding)
 
 

@@ -116,7 +116,7 @@ int64_t group_bytes(int32_t num_ranks, int32_t num_experts, int32_t top_k, int32
   check_at_least("max_tokens", max_tokens, 0);
   check_at_least("max_payload", max_payload, 0);
   return ArenaLayout::fitting(num_ranks, top_k, max_tokens, max_payload).bytes +
-         control_bytes(num_ranks, num_experts / num_ranks);
+         control_bytes(num_ranks, num_experts / num_ranks, false);
 }
 
 NB_MODULE(_cpu, m) {

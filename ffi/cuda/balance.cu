@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(1024, 1)
   JAX_EP_SHARED(BalanceShared, shared);
   const Operation op = {peers, args, args.slots, shared.state, plan.num_workers};
   auto* const words = reinterpret_cast<int32_t*>(scratch);
-  const int32_t num_slots = peers.replicas, experts_per_rank = peers.experts_per_rank - num_slots;
+  const int32_t num_slots = peers.replicas, experts_per_rank = peers.num_home_experts();
   const int32_t num_experts = peers.num_ranks * experts_per_rank;
   const ExpertPlacements experts = {words, words + num_experts, words + 2 * num_experts, words + 3 * num_experts,
                                     words + 4 * num_experts};
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(1024, 1)
 }  // namespace
 
 cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, cudaStream_t stream) {
-  const int32_t num_experts = peers.num_ranks * (peers.experts_per_rank - peers.replicas);
+  const int32_t num_experts = peers.num_ranks * peers.num_home_experts();
   const BalancePlan plan = plan_balance(int64_t{args.num_tokens} * args.top_k, num_experts);
   const int32_t scratch = balance_scratch_bytes(num_experts, plan.num_counters);
   return launch(balance_kernel, {1, plan.block_threads(), scratch}, stream, peers, args, plan);

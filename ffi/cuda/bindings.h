@@ -8,6 +8,13 @@
 
 namespace jax_ep {
 
+inline constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
+
+// Attributes that every call has.
+struct CallAttrs {
+  int64_t group, hash;
+};
+
 // Wraps a handler. XLA passes one more operand and one more result, the order token (jax_ep/_ordered_calls.py). The
 // handler neither reads nor writes it. An exception of the handler becomes an error.
 template <typename Attrs, typename... Buffers>
@@ -50,3 +57,5 @@ inline auto bind_done() {
 }
 
 }  // namespace jax_ep
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::CallAttrs, StructMember<int64_t>("group"), StructMember<int64_t>("hash"));

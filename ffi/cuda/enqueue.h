@@ -14,6 +14,7 @@
 #include "ffi/cuda/combine.h"
 #include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/group.h"
+#include "ffi/cuda/replicate.h"
 #include "ffi/cuda/runtime.h"
 #include "ffi/cuda/split_phase.h"
 #include "ffi/cuda/xla.h"
@@ -192,6 +193,20 @@ inline ffi::Error enqueue_balance(const char* op, cudaStream_t stream, const Mem
   const Kernels kernels = find_group(group)->kernels();
   const auto launch = [&peers, args, kernels](cudaStream_t on) { return kernels.launch_balance(peers, args, on); };
   return begin(group, member, args, {}, stream, {launch, 1});
+}
+
+inline ffi::Error enqueue_replicate(const char* op, cudaStream_t stream, const Member& member, int64_t group,
+                                    ElementType type, const ReplicateArgs& args) {
+  ffi::Error error = check_fits(op, member, args, 0);
+  if (error.failure()) return error;
+  const Peers& peers = member.peers;
+  const Kernels kernels = find_group(group)->kernels();
+  const CopyPlan plan =
+      plan_replicate(peers.layout.max_tokens, num_sms(group, args.phase, member.num_sms), member.num_sms);
+  const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
+    return kernels.launch_replicate(peers, args, type, plan, on);
+  };
+  return begin(group, member, args, {}, stream, {launch, plan.num_blocks});
 }
 
 // The handler of jax_ep_room. XLA has allocated the results, which a start will need; there is nothing to do.

@@ -157,7 +157,8 @@ void Group::open_member(Member& member) {
   auto* const records = static_cast<FailureRecord*>(records_[0].memory.on_device(member.ordinal));
   peers.failure = records + records_[0].of_kernels(index_of(member));
 
-  const int64_t table_offset = align_up(control_bytes(peers.num_ranks, peers.counts_per_source), alignof(NetworkTable));
+  const int64_t table_offset =
+      align_up(control_bytes(peers.num_ranks, peers.counts_per_source, peers.replicas > 0), alignof(NetworkTable));
   const int64_t lasting_bytes = table_offset + sizeof(NetworkTable);
   uint8_t *arena, *control;
   if (config_.network) {
@@ -179,8 +180,8 @@ void Group::open_member(Member& member) {
   peers.table = reinterpret_cast<const NetworkTable*>(control + table_offset);
   upload(peers.control, initial_control(layout_.num_slots));
   member.split_phase = std::make_unique<SplitPhaseCalls>(peers, kernels().launch_start, kernels().launch_hold);
-  for (auto load : {kernels().load_dispatch, kernels().load_combine, kernels().load_balance, kernels().load_start,
-                    load_dispatch_layout}) {
+  for (auto load : {kernels().load_dispatch, kernels().load_combine, kernels().load_balance, kernels().load_replicate,
+                    kernels().load_start, load_dispatch_layout}) {
     check(load(), "loading the kernels");
   }
 }
@@ -330,7 +331,7 @@ std::string Group::name() const {
 
 int64_t Group::bytes_per_device() const {
   const int64_t arena_bytes = config_.network ? NetworkLayout(layout_, num_ranks()).bytes : layout_.bytes;
-  return arena_bytes + control_bytes(num_ranks(), num_counts());
+  return arena_bytes + control_bytes(num_ranks(), num_counts(), config_.replicas > 0);
 }
 
 Traffic Group::traffic() const {

@@ -13,11 +13,6 @@
 
 namespace jax_ep {
 
-// Attributes that every call has.
-struct CallAttrs {
-  int64_t group, hash;
-};
-
 struct DispatchAttrs {
   int64_t group, hash, layout, capacity, alignment, cast;
   bool dequantize, zero_pad;
@@ -25,10 +20,6 @@ struct DispatchAttrs {
 
 struct RouteAttrs {
   int64_t group, hash, layout, capacity, alignment;
-};
-
-struct BalanceAttrs {
-  int64_t group, hash, tolerance;
 };
 
 struct AllToAllAttrs {
@@ -359,45 +350,6 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
   return enqueue_combine("all_to_all_back", stream, **member, attrs.group, element_type(y), args);
 }
 
-ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Operand axis_index, Operand topk_idx,
-                   Result slot_expert, Result num_rows, Result home_rows, Result slots, Result topk_slot) {
-  const auto member = member_for("balance", attrs.group, ordinal);
-  if (member.has_error()) return member.error();
-  const Sizes sizes(**member);
-  if (sizes.replicas == 0 || attrs.tolerance < 0 || attrs.tolerance > sizes.num_ranks * kToleranceUnit) {
-    return ffi::Error::InvalidArgument("balance: the group has " + std::to_string(sizes.replicas) +
-                                       " replicas and tolerance is " + std::to_string(attrs.tolerance) +
-                                       "; they must be at least 1, and 0 to " +
-                                       std::to_string(sizes.num_ranks * kToleranceUnit));
-  }
-  const Dims topk = sizes.topk(size(topk_idx, 0));
-  const ffi::Error error =
-      first_error({check_axis_index("balance", axis_index),
-                   check_buffers("balance", {{"topk_idx", topk_idx, ffi::S32, topk},
-                                             {"slot_expert", *slot_expert, ffi::S32, {sizes.replicas}},
-                                             {"num_rows", *num_rows, ffi::S32, {}},
-                                             {"home_rows", *home_rows, ffi::S32, {}},
-                                             {"slots", *slots, ffi::S32, {sizes.num_ranks, sizes.replicas}},
-                                             {"topk_slot", *topk_slot, ffi::S32, topk}})});
-  if (error.failure()) return error;
-  BalanceArgs args = {};
-  args.op = OpKind::kBalance;
-  args.hash = static_cast<uint32_t>(attrs.hash);
-  args.axis_index = data<int32_t>(axis_index);
-  args.num_tokens = static_cast<int32_t>(topk_idx.dimensions()[0]);
-  args.top_k = static_cast<int32_t>(topk_idx.dimensions()[1]);
-  args.topk_idx = data<int32_t>(topk_idx);
-  args.tolerance_units = static_cast<int32_t>(attrs.tolerance);
-  args.by_home_experts = Divisor(static_cast<uint32_t>(sizes.experts_per_rank - sizes.replicas));
-  args.slot_expert = data<int32_t>(slot_expert);
-  args.num_rows = data<int32_t>(num_rows);
-  args.home_rows = data<int32_t>(home_rows);
-  args.slots = data<int32_t>(slots);
-  args.topk_slot = static_cast<int32_t*>(topk_slot->untyped_data());
-  return enqueue_balance("balance", stream, **member, attrs.group, args);
-}
-
-constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
 JAX_EP_DEFINE_HANDLER(kDispatch, with_order_token(dispatch, "dispatch"),
                       (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kDispatchLike, with_order_token(dispatch_like, "dispatch_like"),
@@ -406,8 +358,6 @@ JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back, name_of(OpKin
                       (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all, "all_to_all"),
                       (with_buffers<5, 3>(bind_call<AllToAllAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kBalance, with_order_token(balance, "balance"), (with_buffers<2, 5>(bind_call<BalanceAttrs>())),
-                      kTraits);
 JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine, "combine"), (with_buffers<6, 1>(bind_call<CallAttrs>())),
                       kTraits);
 JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back, name_of(OpKind::kDispatchBack)),
@@ -439,14 +389,12 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> backend_targets() {
       {"jax_ep_combine_done", kCombineDone},
       {"jax_ep_combine_back", kCombineBack},
       {"jax_ep_all_to_all", kAllToAll},
-      {"jax_ep_balance", kBalance},
       {"jax_ep_all_to_all_back", kAllToAllBack},
   };
 }
 
 }  // namespace jax_ep
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::CallAttrs, StructMember<int64_t>("group"), StructMember<int64_t>("hash"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchAttrs, StructMember<int64_t>("group"),
                                       StructMember<int64_t>("hash"), StructMember<int64_t>("layout"),
                                       StructMember<int64_t>("capacity"), StructMember<int64_t>("alignment"),
@@ -455,8 +403,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchAttrs, StructMember<int64_
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RouteAttrs, StructMember<int64_t>("group"), StructMember<int64_t>("hash"),
                                       StructMember<int64_t>("layout"), StructMember<int64_t>("capacity"),
                                       StructMember<int64_t>("alignment"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::BalanceAttrs, StructMember<int64_t>("group"),
-                                      StructMember<int64_t>("hash"), StructMember<int64_t>("tolerance"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::AllToAllAttrs, StructMember<int64_t>("group"),
                                       StructMember<int64_t>("hash"), StructMember<int64_t>("cast"),
                                       StructMember<bool>("dequantize"), StructMember<bool>("zero_pad"));

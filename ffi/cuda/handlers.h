@@ -7,7 +7,8 @@
 
 namespace jax_ep {
 
-// The XLA FFI targets of the CUDA backend: name -> handler.
+// The XLA FFI targets of the CUDA backend: name -> handler. Of operations that move rows, and of balanced placement.
 std::vector<std::pair<const char*, XLA_FFI_Handler*>> backend_targets();
+std::vector<std::pair<const char*, XLA_FFI_Handler*>> balance_targets();
 
 }  // namespace jax_ep

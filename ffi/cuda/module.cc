@@ -152,7 +152,9 @@ NB_MODULE(_cuda, m) {
   m.def("targets", [] {
     nb::dict targets;
     targets["jax_ep_dispatch_layout"] = nb::capsule(reinterpret_cast<void*>(kDispatchLayout));
-    for (const auto& [name, handler] : backend_targets()) targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
+    for (const auto& some : {backend_targets(), balance_targets()}) {
+      for (const auto& [name, handler] : some) targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
+    }
     return targets;
   });
   m.def("open_group", open_group_from_python, nb::arg("id"), nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),

@@ -11,6 +11,7 @@
 #include "ffi/cuda/balance.h"
 #include "ffi/cuda/combine.h"
 #include "ffi/cuda/dispatch.h"
+#include "ffi/cuda/replicate.h"
 #include "ffi/cuda/start.h"
 
 namespace jax_ep {
@@ -61,16 +62,19 @@ struct Kernels {
   decltype(&jax_ep::launch_dispatch) launch_dispatch;
   decltype(&jax_ep::launch_combine) launch_combine;
   decltype(&jax_ep::launch_balance) launch_balance;
+  decltype(&jax_ep::launch_replicate) launch_replicate;
   decltype(&jax_ep::launch_start) launch_start;
   decltype(&jax_ep::launch_hold) launch_hold;
   decltype(&jax_ep::load_dispatch) load_dispatch;
   decltype(&jax_ep::load_combine) load_combine;
   decltype(&jax_ep::load_balance) load_balance;
+  decltype(&jax_ep::load_replicate) load_replicate;
   decltype(&jax_ep::load_start) load_start;
 };
 inline Kernels kernels_of_this_module() {
-  return {adapt_dispatch_plan, adapt_combine_plan, launch_dispatch, launch_combine, launch_balance, launch_start,
-          launch_hold,         load_dispatch,      load_combine,    load_balance,   load_start};
+  return {adapt_dispatch_plan, adapt_combine_plan, launch_dispatch, launch_combine, launch_balance,
+          launch_replicate,    launch_start,       launch_hold,     load_dispatch,  load_combine,
+          load_balance,        load_replicate,     load_start};
 }
 
 // The functions that _nvshmem gives to _cuda. Each process has one GPU; emulated GPUs are all in one process.

@@ -3,7 +3,8 @@
 function(emulate target)
   set(ffi_dir "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/..")
   set(cuda "${ffi_dir}/cuda")
-  set(exchange "${cuda}/dispatch.cu" "${cuda}/combine.cu" "${cuda}/balance.cu" "${cuda}/start.cu")
+  set(exchange "${cuda}/dispatch.cu" "${cuda}/combine.cu" "${cuda}/balance.cu" "${cuda}/replicate.cu"
+                "${cuda}/start.cu")
   target_sources(
     ${target}
     PRIVATE ${exchange}

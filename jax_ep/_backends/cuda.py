@@ -15,13 +15,14 @@ import numpy as np
 from jax import lax
 
 from jax_ep import _compat, _layouts, _placement, _wires
-from jax_ep._backends import targets
+from jax_ep._backends import plain_replicate, targets
 from jax_ep._backends.native_group import GroupOfPrograms, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
 from jax_ep._constants import CHANNELS_PER_SCALE, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
+_BELOW_A_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")  # several elements share a byte
 _SentRows: TypeAlias = tuple[jax.Array, jax.Array | None]  # x as a kernel gets it; its scales if it is quantized
 
 
@@ -185,6 +186,30 @@ class _CudaOperations(Backend):
         results = targets.BALANCE.result_types(operands, {"B": self.group.replicas, "R": self.group.num_ranks}, {})
         got = self._call(targets.BALANCE, operands, results, agreed=(tolerance_units,), tolerance=tolerance_units)
         return _placement.PlanArrays(**got)
+
+    def replicate(self, w: jax.Array, slots: jax.Array) -> jax.Array:
+        if not self._kernels_copy(w, w.dtype.name not in _BELOW_A_BYTE):
+            return plain_replicate.replicate(self.group, w, slots)
+        has_slots = w.shape[0] == self.group.slots_per_rank
+        experts = w if has_slots else jnp.pad(w, [(0, self.group.replicas), *[(0, 0)] * (w.ndim - 1)])
+        return self._in_place(targets.REPLICATE, experts, slots, clears_slots=has_slots)
+
+    def replicate_back(self, g: jax.Array, slots: jax.Array) -> jax.Array:
+        if not self._kernels_copy(g, g.dtype.name in ("float32", "float16", "bfloat16")):
+            return plain_replicate.replicate_back(self.group, g, slots)
+        return self._in_place(targets.REPLICATE_BACK, g, slots)[: self.group.experts_per_rank]
+
+    def _kernels_copy(self, experts: jax.Array, has_type: bool) -> bool:
+        """Whether the kernels copy such experts: units of 16 bytes, between ranks that map each other's memory."""
+        expert_bytes = experts.size // experts.shape[0] * experts.dtype.itemsize
+        return has_type and expert_bytes > 0 and expert_bytes % 16 == 0 and not self._has_network
+
+    def _in_place(self, target: Target, experts: jax.Array, slots: jax.Array, **attributes: Any) -> jax.Array:
+        """Calls a target that changes experts [C, ...] in place."""
+        flat = experts.reshape(experts.shape[0], -1)
+        operands: dict[str, jax.Array | None] = {"experts": flat, "slots": slots}
+        results = target.result_types(operands, {}, {"out": flat.dtype})
+        return self._call(target, operands, results, aliases={1: 0}, **attributes)["out"].reshape(experts.shape)
 
     @property
     def _kernels_cast(self) -> bool:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _compat, _layouts, _placement, _wires
+from jax_ep._backends import plain_replicate
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
@@ -51,6 +52,12 @@ class ReferenceBackend(Backend):
 
     def balance(self, topk_idx: jax.Array, tolerance_units: int) -> _placement.PlanArrays:
         return _placement.plan(self.group, topk_idx, tolerance_units)
+
+    def replicate(self, w: jax.Array, slots: jax.Array) -> jax.Array:
+        return plain_replicate.replicate(self.group, w, slots)
+
+    def replicate_back(self, g: jax.Array, slots: jax.Array) -> jax.Array:
+        return plain_replicate.replicate_back(self.group, g, slots)
 
     def dispatch_start(self, call: DispatchCall, *operands: Any, zero_pad: bool) -> None:
         """The whole operation runs in its done."""

@@ -47,7 +47,8 @@ class Target:
     """One FFI target.
 
     Dimensions: T tokens, K = top_k, H channels of a row, R ranks, E local experts, S scales of a row. `*rows` are the
-    leading dimensions of received rows, and N is their product. P is T, or 2 T over a network. B replicas.
+    leading dimensions of received rows, and N is their product. P is T, or 2 T over a network. B replicas,
+    C slots of a rank, D channels of an expert's weights.
     """
 
     name: str
@@ -215,5 +216,24 @@ BALANCE = Target(
     ),
     ("tolerance",),
 )
-TARGETS = (DISPATCH, DISPATCH_LIKE, DISPATCH_BACK, COMBINE, COMBINE_BACK, ALL_TO_ALL, ALL_TO_ALL_BACK, BALANCE)
+# In place: the result has the memory of the operand.
+REPLICATE = Target(
+    "replicate",
+    (_AXIS_INDEX, Array("experts", "C D"), Array("slots", "R B", _INT)),
+    (Array("out", "C D"),),
+    ("clears_slots",),
+)
+REPLICATE_BACK = Target("replicate_back", REPLICATE.operands, REPLICATE.results)
+TARGETS = (
+    DISPATCH,
+    DISPATCH_LIKE,
+    DISPATCH_BACK,
+    COMBINE,
+    COMBINE_BACK,
+    ALL_TO_ALL,
+    ALL_TO_ALL_BACK,
+    BALANCE,
+    REPLICATE,
+    REPLICATE_BACK,
+)
 SPLIT = (DISPATCH, COMBINE)  # the targets that have a start and a done

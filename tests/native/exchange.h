@@ -197,6 +197,15 @@ class Session {
     const Peers& peers = member.peers;
     return {[&peers, kernels, call](cudaStream_t stream) { return kernels.launch_balance(peers, call, stream); }, 1};
   }
+  SplitPhaseCalls::Body body_of(const Member& member, const ReplicateArgs& call) const {
+    const Kernels kernels = group().kernels();
+    const Peers& peers = member.peers;
+    const CopyPlan plan = plan_replicate(peers.layout.max_tokens, blocks_.number, member.num_sms);
+    const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
+      return kernels.launch_replicate(peers, call, ElementType::kFloat32, plan, stream);
+    };
+    return {launch, plan.num_blocks};
+  }
   template <typename Args>
   SplitPhaseCalls::Body body_of(const Member& member, const Args& call) const {
     const Peers& peers = member.peers;

@@ -141,7 +141,7 @@ struct BalanceCase {
 
 // Plans the ids that choose(rank) has put on the host. Runs the operation so often that slots are used again.
 template <typename Choose>
-void check_balance(Session& session, const BalanceCase& sizes, int32_t num_times, Choose choose) {
+Plans check_balance(Session& session, const BalanceCase& sizes, int32_t num_times, Choose choose) {
   Plans plans;
   for (auto& rank : session.ranks()) {
     must(cudaSetDevice(device_of(rank->axis_index.host[0])));
@@ -158,6 +158,94 @@ void check_balance(Session& session, const BalanceCase& sizes, int32_t num_times
   session.expect_no_failure();
   for (auto& plan : plans) plan->download();
   check_plans(plans, sizes.home_experts, sizes.replicas, sizes.tolerance_units);
+  return plans;
+}
+
+// The weights of one rank's experts and copies, or their gradients.
+struct Experts {
+  const PlanOfRank& plan;
+  const BalanceCase& sizes;
+  const int64_t channels;
+  Array<float> values{size_t((sizes.home_experts + sizes.replicas) * channels)};
+
+  ReplicateArgs args(OpKind op, bool clears_slots) const {
+    ReplicateArgs args = {};
+    args.op = op;
+    args.hash = static_cast<uint32_t>(op);
+    args.axis_index = plan.rank.axis_index.device;
+    args.slots = plan.slots.device;
+    args.by_home_experts = Divisor(sizes.home_experts);
+    args.experts = reinterpret_cast<uint8_t*>(values.device);
+    args.expert_bytes = channels * sizeof(float);
+    args.clears_slots = clears_slots;
+    return args;
+  }
+  const float* at(const std::vector<float>& all, int32_t number) const { return &all[number * channels]; }
+};
+
+// Experts travel to the slots of the plans, and gradients travel back. Every bit is compared.
+void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans, std::mt19937& random) {
+  const auto channels = pick<int64_t>(random, {4, 20, 1152, 5000});
+  const bool clears_slots = random() % 2;
+  const std::vector<int32_t>& slots = plans[0]->slots.host;
+  std::vector<std::unique_ptr<Experts>> all;
+  for (const auto& plan : plans) {
+    must(cudaSetDevice(device_of(plan->index)));
+    Experts& experts = *all.emplace_back(new Experts{*plan, sizes, channels});
+    for (float& value : experts.values.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
+    look_like_sentinels(experts.values.host, random);
+    experts.values.upload();
+  }
+  const auto run = [&](OpKind op) {
+    session.wait();
+    session.whole([&](Rank& rank) { return all[rank.axis_index.host[0]]->args(op, clears_slots); });
+    session.wait();
+    session.expect_no_failure();
+    std::vector<std::vector<float>> results;
+    for (const auto& experts : all) results.push_back(experts->values.download());
+    return results;
+  };
+  const auto expert_in = [&](int32_t rank, int32_t slot) { return slots[rank * sizes.replicas + slot]; };
+  const std::vector<float> zeros(channels);
+  int32_t num_wrong = 0;
+  const auto compare = [&](const float* found, const float* expected) {
+    num_wrong += std::memcmp(found, expected, channels * sizeof(float)) != 0;
+  };
+
+  std::vector<std::vector<float>> before;
+  for (const auto& experts : all) before.push_back(experts->values.host);
+  const std::vector<std::vector<float>> after = run(OpKind::kReplicate);
+  for (const auto& experts : all) {
+    const int32_t rank = experts->plan.index;
+    for (int32_t e = 0; e < sizes.home_experts; ++e) compare(experts->at(after[rank], e), experts->at(before[rank], e));
+    for (int32_t slot = 0; slot < sizes.replicas; ++slot) {
+      const int32_t expert = expert_in(rank, slot);
+      const float* const found = experts->at(after[rank], sizes.home_experts + slot);
+      if (expert >= 0) {
+        compare(found, experts->at(before[expert / sizes.home_experts], expert % sizes.home_experts));
+      } else if (clears_slots) {
+        compare(found, zeros.data());
+      }
+    }
+  }
+  EXPECT_EQ(num_wrong, 0);
+
+  const std::vector<std::vector<float>> added = run(OpKind::kReplicateBack);
+  for (const auto& experts : all) {
+    const int32_t rank = experts->plan.index;
+    for (int32_t e = 0; e < sizes.home_experts; ++e) {
+      std::vector<float> sum(experts->at(after[rank], e), experts->at(after[rank], e) + channels);
+      for (int32_t slot = 0; slot < sizes.replicas; ++slot) {
+        for (int32_t taker = 0; taker < sizes.num_ranks; ++taker) {
+          if (expert_in(taker, slot) != rank * sizes.home_experts + e) continue;
+          const float* const copy = experts->at(after[taker], sizes.home_experts + slot);
+          for (int64_t i = 0; i < channels; ++i) sum[i] += copy[i];
+        }
+      }
+      compare(experts->at(added[rank], e), sum.data());
+    }
+  }
+  EXPECT_EQ(num_wrong, 0);
 }
 
 Session session_of(const BalanceCase& sizes) {
@@ -176,13 +264,16 @@ std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
   num_tokens = 1 + random() % 40, top_k = 1 + random() % 4;
   Session session = session_of(sizes);
   for (int32_t num_times : {1, 1 + static_cast<int32_t>(random() % 5)}) {
-    check_balance(session, sizes, num_times,
-                  [&](Rank& rank) { choose_ids(rank.ids.host, sizes.num_ranks * sizes.home_experts, random); });
+    const Plans plans = check_balance(session, sizes, num_times, [&](Rank& rank) {
+      choose_ids(rank.ids.host, sizes.num_ranks * sizes.home_experts, random);
+    });
+    if (sizes.node_size == 0) check_copies(session, sizes, plans, random);
   }
   if (random() % 3 == 0 && sizes.num_ranks <= 4) {  // split-phase calls ask which operations the peers have finished
     session.randomize(random);
     session.run_whole();
-    check_balance(session, sizes, 1 + random() % 3, [](Rank&) {});
+    const Plans plans = check_balance(session, sizes, 1 + random() % 3, [](Rank&) {});
+    if (sizes.node_size == 0) check_copies(session, sizes, plans, random);
     session.run_split_phase();
   }
   return ", then a balance: " + std::to_string(sizes.num_ranks) + " ranks, " + std::to_string(sizes.home_experts) +

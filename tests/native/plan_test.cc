@@ -392,6 +392,18 @@ void test_balance() {
   EXPECT_EQ(kMaxBalancedExperts, 4096);  // Group's docstring says so
 }
 
+// The ends of a transfer have as many lanes, whatever devices they are.
+void test_replicate() {
+  for (int32_t max_tokens : {1, 3, 4, 100, 4096, 100'000}) {
+    const CopyPlan plan = plan_replicate(max_tokens, 0, 132);
+    EXPECT_EQ(plan_replicate(max_tokens, 1, 4).num_lanes, plan.num_lanes);
+    EXPECT_EQ(plan.num_lanes >= 1 && plan.num_lanes <= std::min(max_tokens, kMaxCopyLanes), true);
+    EXPECT_EQ(plan.num_blocks >= 1 && plan.num_blocks * kCopyWarps < plan.num_lanes + kCopyWarps, true);
+  }
+  EXPECT_EQ(plan_replicate(4096, 0, 132).num_blocks, 64);
+  EXPECT_EQ(plan_replicate(4096, 24, 132).num_blocks, 24);
+}
+
 int main() {
   test_plans(kDeviceSms, {0, 1, 2, 3, 5, 24, 132, 1000});
   for (int32_t device_sms : {1, 2, 4, 78, 114, 148}) test_plans(device_sms, {0, 1000});
@@ -415,5 +427,6 @@ int main() {
   test_arena();
   test_divisor();
   test_balance();
+  test_replicate();
   return check::exit_status();
 }

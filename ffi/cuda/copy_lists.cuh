@@ -1,0 +1,126 @@
+// Which experts travel between which ranks, from the replica slots of all ranks. A rank takes copies from one other
+// rank only, its source.
+//
+// Each home rank numbers the experts that any rank copies from it, in the order of experts. The rows of these experts,
+// one expert after the other, are the rows of the home rank. Every rank knows the numbers of its own copied experts,
+// and of those of its source.
+#pragma once
+
+#include "ffi/cuda/control_words.cuh"
+#include "ffi/cuda/replicate.h"
+
+namespace jax_ep {
+
+// The sizes of the lists, in shared memory.
+struct CopyCounts {
+  int32_t num_given;      // experts of this rank that are copied
+  int32_t num_of_source;  // experts of the source that are copied, by any rank
+  int32_t source;         // -1 for none
+  uint32_t all_takers;    // bits of the ranks that copy from this rank
+};
+
+struct CopyLists {
+  static constexpr int32_t kNotCopied = -2, kCopiedElsewhere = -1;
+
+  const Operation& op;
+  const ReplicateArgs& args;
+  CopyCounts& counts;
+  int32_t* const given;     // the local number of each copied expert
+  uint32_t* const takers;   // bits of the ranks that copy it
+  int32_t* const taken;     // this rank's slot for each copied expert of the source, or kCopiedElsewhere
+  int32_t* const slots_of;  // [expert, R]: the slot of each home expert at each rank that copies it
+
+  static constexpr int32_t words(int32_t experts_per_rank, int32_t num_ranks) {
+    return experts_per_rank * (3 + num_ranks);
+  }
+  __device__ CopyLists(const Operation& op, const ReplicateArgs& args, CopyCounts& counts, int32_t* words)
+      : op(op),
+        args(args),
+        counts(counts),
+        given(words),
+        takers(reinterpret_cast<uint32_t*>(words) + op.peers.num_home_experts()),
+        taken(words + 2 * op.peers.num_home_experts()),
+        slots_of(words + 3 * op.peers.num_home_experts()) {}
+
+  // Makes the lists. The whole block calls it.
+  __device__ void build() const {
+    const Peers& peers = op.peers;
+    const int32_t experts = peers.num_home_experts(), replicas = peers.replicas;
+    const int32_t first = args.slots[peers.rank * replicas];
+    const int32_t source = first >= 0 ? home_of(first) : -1;
+    for (int32_t i = threadIdx.x; i < experts; i += blockDim.x) {
+      takers[i] = 0;
+      taken[i] = kNotCopied;
+    }
+    __syncthreads();
+    for (int32_t i = threadIdx.x; i < peers.num_ranks * replicas; i += blockDim.x) {
+      const int32_t expert = args.slots[i], rank = i / replicas, slot = i % replicas;
+      if (expert < 0) continue;
+      const int32_t home = home_of(expert), number = expert - home * experts;
+      if (home == peers.rank) {
+        atomicAdd(takers + number, 1u << rank);  // a rank has one copy of an expert at most
+        slots_of[number * peers.num_ranks + rank] = slot;
+      }
+      if (home == source) taken[number] = kCopiedElsewhere;
+    }
+    __syncthreads();
+    for (int32_t slot = threadIdx.x; slot < replicas; slot += blockDim.x) {
+      const int32_t expert = args.slots[peers.rank * replicas + slot];
+      if (expert >= 0) taken[expert - source * experts] = slot;
+    }
+    __syncthreads();
+    if (warp_id() == 0) compact_given();
+    if (warp_id() == blockDim.x / 32 - 1) compact_taken(source);
+    __syncthreads();
+  }
+
+  __device__ int32_t slot_of(int32_t number, int32_t rank) const {
+    return slots_of[given[number] * op.peers.num_ranks + rank];
+  }
+
+ private:
+  __device__ int32_t home_of(int32_t expert) const { return args.by_home_experts.quotient(expert); }
+
+  // Moves the copied experts to the front, in order. A warp calls it.
+  __device__ void compact_given() const {
+    const int32_t experts = op.peers.num_home_experts();
+    int32_t count = 0;
+    uint32_t all = 0;
+    for (int32_t first = 0; first < experts; first += 32) {
+      const int32_t expert = first + lane_id();
+      const uint32_t ranks = expert < experts ? takers[expert] : 0, copied = __ballot_sync(kAllLanes, ranks != 0);
+      const int32_t number = count + __popc(copied & ((1u << lane_id()) - 1));
+      __syncwarp();
+      if (ranks != 0) {
+        given[number] = expert;
+        takers[number] = ranks;
+      }
+      count += __popc(copied);
+      all |= ranks;
+    }
+    all = __reduce_or_sync(kAllLanes, all);
+    if (lane_id() == 0) {
+      counts.num_given = count;
+      counts.all_takers = all;
+    }
+  }
+
+  __device__ void compact_taken(int32_t source) const {
+    const int32_t experts = op.peers.num_home_experts();
+    int32_t count = 0;
+    for (int32_t first = 0; first < experts; first += 32) {
+      const int32_t expert = first + lane_id(), slot = expert < experts ? taken[expert] : kNotCopied;
+      const uint32_t copied = __ballot_sync(kAllLanes, slot != kNotCopied);
+      const int32_t number = count + __popc(copied & ((1u << lane_id()) - 1));
+      __syncwarp();
+      if (slot != kNotCopied) taken[number] = slot;
+      count += __popc(copied);
+    }
+    if (lane_id() == 0) {
+      counts.num_of_source = count;
+      counts.source = source;
+    }
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,237 @@
+#include "ffi/cuda/copy_lists.cuh"
+#include "ffi/cuda/launch.cuh"
+#include "ffi/cuda/replicate.h"
+#include "ffi/cuda/row_ring.cuh"
+#include "ffi/cuda/rows.cuh"
+
+namespace jax_ep {
+namespace {
+
+struct ReplicateShared {
+  State state;
+  CopyCounts counts;
+};
+
+// The steps of both directions. A row is as many bytes of an expert as the arena's rows hold.
+struct Replicate {
+  const Peers& peers;
+  const ReplicateArgs& args;
+  const Operation& op;
+  const CopyLists& lists;
+  const RowRing ring;
+
+  __device__ int32_t row_bytes() const { return peers.layout.max_payload; }
+  __device__ int32_t rows_per_expert() const {
+    return static_cast<int32_t>((args.expert_bytes + row_bytes() - 1) / row_bytes());
+  }
+
+  // A part of an expert.
+  struct Row {
+    int32_t number;  // the expert's, among the copied ones of its home
+    int64_t offset;
+    int32_t bytes;
+  };
+  __device__ Row row_at(int32_t lane, int32_t n) const {
+    const int64_t index = ring.index(lane, n);
+    const auto number = static_cast<int32_t>(index / rows_per_expert());
+    const int64_t offset = (index - int64_t{number} * rows_per_expert()) * row_bytes();
+    return {number, offset, static_cast<int32_t>(min(int64_t{row_bytes()}, args.expert_bytes - offset))};
+  }
+  __device__ uint8_t* expert(int32_t local) const { return args.experts + local * args.expert_bytes; }
+  __device__ uint8_t* slot(int32_t number) const { return expert(peers.num_home_experts() + number); }
+
+  __device__ int32_t rows_given(int32_t lane) const {
+    return ring.rows_of_lane(lane, int64_t{lists.counts.num_given} * rows_per_expert());
+  }
+  __device__ int32_t rows_of_source(int32_t lane) const {
+    return ring.rows_of_lane(lane, int64_t{lists.counts.num_of_source} * rows_per_expert());
+  }
+
+  // Copies the rows of a lane: those of this rank's experts to their takers, and those of the source to the slots here.
+  __device__ void copy(int32_t lane) const {
+    int32_t first_row = -1;
+    const int32_t num_taken = rows_of_source(lane);
+    const auto send = [&](int32_t n) {
+      const Row row = row_at(lane, n);
+      const uint32_t ranks = lists.takers[row.number];
+      ring.await_credits(lane, n, ranks, first_row);
+      if (op.warp_has_failed()) return;
+      ring.send(lane, n, ranks, expert(lists.given[row.number]) + row.offset, row.bytes);
+    };
+    const auto take = [&](int32_t n) {
+      const Row row = row_at(lane, n);
+      const int32_t number = lists.taken[row.number];
+      if (number >= 0) {
+        uint8_t* const to = slot(number) + row.offset;
+        for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
+          uint4 units[RowRing::kBatch];
+          ring.take(lane, n, lists.counts.source, chunk, row.bytes, units);
+#pragma unroll
+          for (int i = 0; i < RowRing::kBatch; ++i) {
+            const int32_t at = RowRing::unit_in_row(chunk + i);
+            if (at < row.bytes) *reinterpret_cast<uint4*>(to + at) = units[i];
+          }
+        }
+      }
+      if (num_taken > ring.depth) ring.give_credit(lane, n, 1u << lists.counts.source);
+    };
+    ring.run_lane(rows_given(lane), num_taken, send, take);
+  }
+
+  // Adds the rows of a lane: those of the slots here travel to the source, and those of this rank's experts get what
+  // their takers send, in float32, in the order of slots, then ranks.
+  template <typename X>
+  __device__ void add(int32_t lane) const {
+    int32_t first_row = -1;
+    const int32_t num_taken = rows_given(lane);
+    const auto send = [&](int32_t n) {
+      const Row row = row_at(lane, n);
+      const int32_t number = lists.taken[row.number];
+      const uint32_t ranks = number >= 0 ? 1u << lists.counts.source : 0;
+      ring.await_credits(lane, n, ranks, first_row);
+      if (ranks == 0 || op.warp_has_failed()) return;
+      ring.send(lane, n, ranks, slot(number) + row.offset, row.bytes);
+    };
+    const auto take = [&](int32_t n) {
+      const Row row = row_at(lane, n);
+      uint8_t* const at = expert(lists.given[row.number]) + row.offset;
+      for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
+        add_batch<X>(lane, n, row, chunk, at);
+      }
+      if (num_taken > ring.depth) ring.give_credit(lane, n, lists.counts.all_takers);
+    };
+    ring.run_lane(rows_of_source(lane), num_taken, send, take);
+  }
+
+  template <typename X>
+  __device__ void add_batch(int32_t lane, int32_t n, const Row& row, int32_t chunk, uint8_t* home) const {
+    constexpr int kSize = Vector<X>::kSize;
+    float sum[RowRing::kBatch][kSize] = {};
+#pragma unroll
+    for (int i = 0; i < RowRing::kBatch; ++i) {
+      const int32_t at = RowRing::unit_in_row(chunk + i);
+      Vector<X> values;
+      if (at >= row.bytes) continue;
+      values.bits = *reinterpret_cast<const uint4*>(home + at);
+      to_floats(values, sum[i]);
+    }
+    for (uint32_t left = lists.takers[row.number]; left != 0;) {
+      const int32_t rank = next_taker(row.number, left);
+      left &= ~(1u << rank);
+      uint4 units[RowRing::kBatch];
+      ring.take(lane, n, rank, chunk, row.bytes, units);
+#pragma unroll
+      for (int i = 0; i < RowRing::kBatch; ++i) {
+        Vector<X> values;
+        values.bits = units[i];
+        float terms[kSize];
+        to_floats(values, terms);
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) sum[i][e] += terms[e];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < RowRing::kBatch; ++i) {
+      const int32_t at = RowRing::unit_in_row(chunk + i);
+      if (at >= row.bytes) continue;
+      Vector<X> values;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) values.element[e] = from_float<X>(sum[i][e]);
+      *reinterpret_cast<uint4*>(home + at) = values.bits;
+    }
+  }
+
+  // The rank in `left` whose copy is in the lowest slot; of several, the lowest rank.
+  __device__ int32_t next_taker(int32_t number, uint32_t left) const {
+    const bool is_left = left >> lane_id() & 1;
+    const int32_t slot = is_left ? lists.slot_of(number, lane_id()) : INT32_MAX;
+    const int32_t lowest = __reduce_min_sync(kAllLanes, slot);
+    return __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_left && slot == lowest))) - 1;
+  }
+
+  // Zeroes the slots without a copy. All blocks share the work.
+  __device__ void clear_slots() const {
+    const int32_t begin = peers.rank * peers.replicas;
+    for (int32_t number = 0; number < peers.replicas; ++number) {
+      if (args.slots[begin + number] >= 0) continue;
+      auto* const units = reinterpret_cast<uint4*>(slot(number));
+      const int64_t step = int64_t{gridDim.x} * blockDim.x, num_units = args.expert_bytes / kUnitBytes;
+      for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < num_units; i += step) units[i] = uint4{};
+    }
+  }
+
+  // The results of a failed operation: the copies, or all gradients, become NaN.
+  __device__ void poison() const {
+    const bool is_back = args.op == OpKind::kReplicateBack;
+    const int64_t first = is_back ? 0 : peers.num_home_experts();
+    const int64_t number = is_back ? peers.num_home_experts() : peers.replicas;
+    fill_bytes(args.experts + first * args.expert_bytes, number * args.expert_bytes, 0xff);
+  }
+};
+
+// kBack: the gradients of copies travel home. X: the type of elements, for the backward pass.
+template <bool kBack, typename X>
+__global__ void __launch_bounds__(kCopyWarps * 32, 1)
+    replicate_kernel(const __grid_constant__ Peers peers, const __grid_constant__ ReplicateArgs args,
+                     const __grid_constant__ CopyPlan plan) {
+  JAX_EP_DYNAMIC_SHARED(16, scratch);
+  JAX_EP_SHARED(ReplicateShared, shared);
+  const Operation op = {peers, args, args.experts, shared.state, static_cast<int32_t>(blockDim.x)};
+  const CopyLists lists(op, args, shared.counts, reinterpret_cast<int32_t*>(scratch));
+  const Replicate replicate = {peers, args, op, lists, RowRing(op, plan)};
+  wait_for_dependencies();
+  op.stamp(Stamp::kBegun);
+  if (op.is_control_warp()) op.enter([](int32_t) { return true; });
+  __syncthreads();  // the block has entered
+  if (shared.state.role == 0) {
+    if (threadIdx.x < peers.num_ranks && !op.state.failed) op.notify(threadIdx.x);
+    op.tell_former_finished();
+  }
+  lists.build();
+  op.stamp(Stamp::kRouted);
+  if (args.clears_slots) replicate.clear_slots();
+  if (!op.warp_has_failed()) {
+    if (lane_id() == 0) op.open_claims(0);
+    while (true) {
+      const int32_t lane = __shfl_sync(kAllLanes, lane_id() == 0 ? static_cast<int32_t>(op.claim()) : 0, 0);
+      if (lane >= plan.num_lanes || op.warp_has_failed()) break;
+      if constexpr (kBack) {
+        replicate.template add<X>(lane);
+      } else {
+        replicate.copy(lane);
+      }
+    }
+  }
+  if (shared.state.role == 0 && op.is_control_warp()) Operation::wait_peers(shared.state);
+  op.end([&] { replicate.poison(); });
+}
+
+using Kernel = void (*)(Peers, ReplicateArgs, CopyPlan);
+
+Kernel kernel_of(OpKind op, ElementType type) {
+  if (op == OpKind::kReplicate) return replicate_kernel<false, float>;
+  return with_element_type(type, [](auto element) -> Kernel { return replicate_kernel<true, decltype(element)>; });
+}
+
+int32_t scratch_bytes(int32_t num_home_experts, int32_t num_ranks) {
+  return static_cast<int32_t>(align_up(4 * CopyLists::words(num_home_experts, num_ranks), 16));
+}
+
+}  // namespace
+
+cudaError_t launch_replicate(const Peers& peers, const ReplicateArgs& args, ElementType type, const CopyPlan& plan,
+                             cudaStream_t stream) {
+  const int32_t scratch = scratch_bytes(peers.num_home_experts(), peers.num_ranks);
+  return launch(kernel_of(args.op, type), {plan.num_blocks, kCopyWarps * 32, scratch}, stream, peers, args, plan);
+}
+
+cudaError_t load_replicate() {
+  cudaError_t status = load_kernel(kernel_of(OpKind::kReplicate, {}), scratch_bytes(kMaxBalancedExperts, 1));
+  for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
+    if (status != cudaSuccess) break;
+    status = load_kernel(kernel_of(OpKind::kReplicateBack, type), scratch_bytes(kMaxBalancedExperts, 1));
+  }
+  return status;
+}
+
+}  // namespace jax_ep
