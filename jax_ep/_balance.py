@@ -105,7 +105,7 @@ def replicate(w: Any, plan: Plan) -> Any:
 
     The home experts come first, then the copies in the replica slots. Empty slots are zero. Differentiable in w: the
     gradients of all copies are added to the gradient of the home expert, in float32, in the order of slots, then ranks.
-    The ranks exchange as many experts as the fullest rank has copies. If the plan copies nothing, they exchange none.
+    If the plan copies nothing, no weights travel.
 
     Without `jax.checkpoint`, a gradient keeps the results until the backward pass. The results have the name
     "jax_ep_replicate" for the policies of `jax.checkpoint`: a policy that does not save it makes the copies again.
