@@ -60,7 +60,7 @@ def replicated_by_share(x, topk_idx, topk_weights, w13, w2, *, group):
     out = ep.combine(swiglu.experts(recv.x, recv.group_sizes, w13, w2), recv)
     # As a sum over ranks, the result is known to be the same on all of them. lax.all_gather moves half as much, and
     # needs check_vma=False.
-    whole = lax.dynamic_update_slice_in_dim(jnp.zeros_like(x) + 0 * out[:1], out, first, axis=0)
+    whole = lax.dynamic_update_slice_in_dim(lax.pcast(jnp.zeros_like(x), axis, to="varying"), out, first, axis=0)
     return lax.psum(whole, axis)[:tokens]
 
 
@@ -116,8 +116,10 @@ RECIPES = {
 }
 
 
-def errors(name: str, devices: list[jax.Device], *, tokens: int, hidden: int, inner: int, backend: str) -> list[float]:
-    """How far a recipe is from the dense layer: its result, then its gradients by x, the weights, w13 and w2."""
+def relative_errors(
+    name: str, devices: list[jax.Device], *, tokens: int, hidden: int, inner: int, backend: str
+) -> list[float]:
+    """Returns the relative errors of a recipe's result, then of its gradients by x, the weights, w13 and w2."""
     recipe = RECIPES[name]
     axes = recipe.axes(len(devices))
     mesh = Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
@@ -167,7 +169,7 @@ def errors(name: str, devices: list[jax.Device], *, tokens: int, hidden: int, in
 
 def main() -> None:
     for name in RECIPES:
-        found = errors(name, jax.devices(), tokens=8 * jax.device_count(), hidden=64, inner=32, backend="auto")
+        found = relative_errors(name, jax.devices(), tokens=8 * jax.device_count(), hidden=64, inner=32, backend="auto")
         print(f"{name}: relative error {found[0]:.1e}; of gradients {max(found[1:]):.1e}")
 
 

@@ -32,7 +32,7 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def positive(name: str, value: Any) -> Any:
-    """`value` is a positive, finite number, static. It is returned as it is: a float32 has other digits as a float."""
+    """`value` is a positive, finite number, static. It is returned unchanged: a float32 has other digits as float."""
     _number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value}; it must be positive and finite")

@@ -81,8 +81,8 @@ def fill(need: jax.Array, room: jax.Array | int, start: jax.Array | int = 0) -> 
     num, index = need.shape[-1], lax.broadcasted_iota(jnp.int32, need.shape, need.ndim - 1)
     room = jnp.broadcast_to(jnp.asarray(room, jnp.int32), need.shape[:-1])[..., None]
     start = jnp.broadcast_to(jnp.asarray(start, jnp.int32), need.shape[:-1])[..., None]
-    # If the i smallest needs are kept whole, the others share what is left. The sum of min(need, level) is the least of
-    # these sums over all i, so that a level fits if it fits for any i.
+    # For each i: keep the i smallest needs whole, and give each of the others `level` rows. These rows are at least
+    # sum(min(need, level)), and exactly that for one i. So a level fits if it fits for one i at least.
     ascending = jnp.sort(need, axis=-1)
     below = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32) - ascending
     level = jnp.max((room - below) // (num - index), axis=-1, keepdims=True)

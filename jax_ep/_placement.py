@@ -94,8 +94,10 @@ def _earlier(values: jax.Array) -> jax.Array:
     """How many of the values before each value are equal to it."""
     order = jnp.argsort(values, stable=True)
     ordered = values[order]
-    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
-    return jnp.zeros_like(values).at[order].set(jnp.arange(values.size, dtype=jnp.int32) - first)
+    index = jnp.arange(values.size, dtype=jnp.int32)
+    # Not searchsorted, which fails in a shard_map that leaves automatic axes out (seen with JAX 0.10 and 0.12).
+    is_first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
+    return jnp.zeros_like(values).at[order].set(index - lax.cummax(jnp.where(is_first, index, 0)))
 
 
 def _slot_of(group: GroupSettings, placement: Placement, expert: jax.Array, position: jax.Array) -> jax.Array:
@@ -168,7 +170,7 @@ def _intervals(load: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array,
     room_end = jnp.cumsum(room[receivers], dtype=jnp.int32)
     last, first = jnp.minimum(room_end, total), jnp.minimum(room_end - room[receivers], total)
     takes = last > first
-    donor = jnp.searchsorted(donor_end, last, side="left")  # the number of each receiver's donor
+    donor = jnp.sum(donor_end < last[:, None], axis=1, dtype=jnp.int32)  # the number of each receiver's donor
     donor = jnp.minimum(donor, num_ranks - 1)
     # The end of the last interval that a donor or an earlier one serves.
     served = jnp.max(jnp.where(takes & (last <= donor_end[:, None]), last, 0), axis=1)

@@ -189,7 +189,7 @@ def test_experts_on_sorted_rows(make_group, mesh):
 
 @pytest.mark.parametrize("options", [{}, {"wire": "fp8"}, {"wire": "fp8", "dequantize": False}], ids=str)
 def test_debug_nans(mesh, monkeypatch, options):
-    """JAX_EP_DEBUG_NANS=1: rows beyond the splits are NaN, and the rows that arrive are as ever."""
+    """JAX_EP_DEBUG_NANS=1: rows beyond the splits are NaN, and the rows that arrive are unchanged."""
     monkeypatch.setenv("JAX_EP_DEBUG_NANS", "1")
     x, splits = make_inputs(SHAPE, mesh.size).x, random_splits(mesh.size, "uneven")
     mask = received(splits)

@@ -126,7 +126,7 @@ def test_capacity_factor(make_group, mesh, layout):
 @pytest.mark.parametrize("alignment", [1, 8])
 @pytest.mark.parametrize("shortage", ["none", "one", "most"])
 def test_capacity(make_group, mesh, layout, alignment, shortage, routing):
-    """Exactly what is needed, one unit (an alignment) less, and far less; what is left over is counted."""
+    """As much as is needed, one unit (an alignment) less, and far less. num_dropped counts the dropped rows."""
     inputs = make_inputs(SMALL_F32, mesh.size, routing)
     needed = oracle.needed_capacity(inputs.topk_idx, SMALL_F32.num_experts, layout, alignment)
     capacity = {"none": needed, "one": needed - alignment, "most": oracle.round_up(needed // 4, alignment)}[shortage]
@@ -314,10 +314,10 @@ def test_types_under_x64(make_group, mesh, layout):
         assert jnp.asarray(1.0).dtype == jnp.float64
 
 
-@pytest.fixture
-def debug_group(mesh, monkeypatch):
+@pytest.fixture(params=("reference", "collectives"))
+def debug_group(mesh, monkeypatch, request):
     monkeypatch.setenv("JAX_EP_DEBUG_NANS", "1")
-    with open_group(mesh, dataclasses.replace(SMALL, dtype="float32"), backend="reference") as group:
+    with open_group(mesh, dataclasses.replace(SMALL, dtype="float32"), backend=request.param) as group:
         yield group
 
 
@@ -325,7 +325,7 @@ def debug_group(mesh, monkeypatch):
     "options", [{}, {"alignment": 8}, {"wire": "fp8", "dequantize": False}, {"capacity": 16}], ids=str
 )
 def test_debug_nans(debug_group, mesh, layout, options):
-    """JAX_EP_DEBUG_NANS=1: unspecified rows are NaN, all others are as ever; and combine reads none of them."""
+    """JAX_EP_DEBUG_NANS=1: unspecified rows are NaN. All other rows are unchanged. combine reads no unspecified row."""
     inputs = make_inputs(dataclasses.replace(SMALL, dtype="float32"), mesh.size, "uneven")
     expected = oracle.dispatch(
         *inputs, num_experts=SMALL.num_experts, layout=layout, **{k: v for k, v in options.items() if k != "dequantize"}

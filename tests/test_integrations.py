@@ -1,4 +1,4 @@
-"""examples/integrations: each takes another library's place, with that library's signatures, and equals a dense layer.
+"""examples/integrations: each module replaces calls of another library, with its signatures, and equals a dense layer.
 
 The callers here are small stand-ins for the libraries' own code.
 """
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep as ep
-from helpers import mesh_axis_of
+from helpers import make_mesh, mesh_axis_of
 from integrations import levanter_grug, maxtext, swiglu, transformer_engine
 
 T, H, INNER, EXPERTS_PER_RANK, K = 8, 16, 8, 2, 3
@@ -62,7 +62,7 @@ def make_group(mesh, backend, **overrides):
         "dtype": jnp.float32,
         "backend": backend,
     }
-    return ep.Group(mesh, mesh.axis_names[0], **settings | overrides)
+    return ep.Group(mesh, **{"axis_name": mesh.axis_names[0]} | settings | overrides)
 
 
 def levanters_layer(backend_function, mesh, capacity_factor, activation):
@@ -106,6 +106,28 @@ def test_levanters_drops_are_those_of_all_ranks(mesh):
         _, dropped = jax.jit(layer)(x, topk_idx, topk_weights, w13, w2)
     rows = np.bincount(topk_idx.ravel() // EXPERTS_PER_RANK, minlength=mesh.size)
     assert dropped == np.maximum(rows - T * K // 2, 0).sum() > 0
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_levanters_drops_beside_a_data_axis(check_vma):
+    """As in Levanter, the batch is split over both axes, and the drops are the same on all devices."""
+    mesh = make_mesh((2, 2), ("data", "expert"))
+    x, topk_idx, topk_weights, w13, w2, _ = make_operands(4)
+    topk_idx %= 2 * EXPERTS_PER_RANK
+    batch = P(("data", "expert"))
+    with make_group(mesh, "reference", num_experts=2 * EXPERTS_PER_RANK, axis_name="expert") as group:
+
+        def local(*args):
+            options = {"num_experts": group.num_experts, "capacity_factor": 0.5, "activation_fn": jax.nn.silu}
+            return levanter_grug.moe_mlp_ep_jax_ep_local(*args, group=group, batch_axes=("data", "expert"), **options)
+
+        specs = {"in_specs": (batch, batch, batch, P("expert"), P("expert")), "out_specs": (batch, P())}
+        layer = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs))
+        _, dropped = layer(x, topk_idx, topk_weights, w13[: group.num_experts], w2[: group.num_experts])
+    ranks = (topk_idx // EXPERTS_PER_RANK).reshape(2, -1)  # of each data shard
+    rows = np.stack([np.bincount(of_shard, minlength=2) for of_shard in ranks])
+    expected = np.maximum(rows - T * K // 2, 0).sum()
+    assert [int(shard.data) for shard in dropped.addressable_shards] == [expected] * 4 and expected > 0
 
 
 def test_maxtext(backend, mesh):
@@ -174,6 +196,16 @@ def test_maxtexts_rows_know_their_expert(mesh):
     assert np.all(fits)
 
 
+def test_maxtexts_calls_that_do_not_fit(mesh):
+    mesh = mesh_axis_of(mesh, "expert")
+    with make_group(mesh, "reference") as group:
+        moves = maxtext.TokenMoves(group, None)
+        with pytest.raises(ValueError, match="rows have 8 channels, and the group has 16: with tensor parallelism"):
+            moves.unsort_output_and_ra2a(jnp.zeros((4, H // 2)), None, None, None, True)
+        with pytest.raises(ValueError, match="24 rows for 8 tokens: call unsort_output_and_ra2a before"):
+            moves.unpermute(jnp.zeros((8 * K, H)), None, None, 2, 4)
+
+
 def te_layer(experts, capacity, mesh, alignment=0):
     """As TransformerEngine's users write a layer: global arrays, and the weights by hand."""
     cfg = transformer_engine.EpLayerConfig(top_k=K, dispatch_output_per_expert_alignment=alignment)
@@ -231,6 +263,28 @@ def test_transformer_engine_takes_batches(mesh):
     expected = x * topk_weights.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(out.reshape(x.shape), expected, rtol=1e-4, atol=1e-4)
     assert np.all(np.asarray(counts) % 4 == 0)
+    experts.close()
+
+
+def test_transformer_engine_beside_data_parallelism():
+    """The leading axis is split over "dp", then "ep": each of the two EP groups moves its own tokens."""
+    mesh = make_mesh((2, 2), ("dp", "ep"))
+    x, topk_idx, topk_weights, *_ = make_operands(4)
+    topk_idx %= 2 * EXPERTS_PER_RANK
+    sizes = {"num_experts": 2 * EXPERTS_PER_RANK, "max_tokens_per_rank": T, "hidden_dim": H}
+    experts = transformer_engine.ExpertParallel(
+        mesh, "ep", **sizes, max_token_dtype=jnp.float32, dp_axes=("dp",), backend="reference"
+    )
+    cfg = transformer_engine.EpLayerConfig(K)
+
+    @jax.jit
+    def there_and_back(x, topk_idx, topk_weights):
+        rows, weights, handle_mem, counts, _ = experts.ep_dispatch(cfg, topk_idx, x, topk_weights, 2 * T * K)
+        return experts.ep_combine(cfg, handle_mem, counts, rows * weights[..., None], len(x)), rows
+
+    out, rows = there_and_back(x, topk_idx, topk_weights)
+    assert rows.shape == (4, 2 * T * K, H)
+    np.testing.assert_allclose(out, x * topk_weights.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-4)
     experts.close()
 
 

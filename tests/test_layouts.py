@@ -24,7 +24,7 @@ def test_fill(num):
         room, start = int(rng.integers(need.sum() + 3)), int(rng.integers(num))
         kept = np.asarray(fill(need, room, start))
         np.testing.assert_array_equal(kept, oracle.fill(need, room, start), err_msg=f"{need} {room} {start}")
-        # What fill is for: all room is used, nobody gets more than they need, and whoever loses has what others have.
+        # All room is used, nobody gets more than they need, and entries that lose rows keep equal numbers, within one.
         assert kept.sum() == min(need.sum(), room)
         assert (kept <= need).all()
         assert (kept[kept < need] >= kept.max(initial=0) - 1).all()
@@ -104,7 +104,7 @@ def test_source_ranks_lose_alike(layout, alignment, factor, skew, bound):
     rates, _ = drop_rates(cached_routing(skew), layout, factor, alignment)
     assert np.ptp(rates) < bound
     if skew:
-        assert rates.min() > 0  # rows are dropped, so that the test says something
+        assert rates.min() > 0  # rows are dropped, so the bound is not met trivially
 
 
 @pytest.mark.parametrize("layout", _layouts.LAYOUTS)

@@ -214,22 +214,26 @@ def test_other_axes_are_left_out(make_group, order, axis_type):
 
 
 @pytest.mark.parametrize(
-    ("experts", "axis_type"),
-    [(experts, axis_type) for experts in ("einsum", "ragged_dot") for axis_type in (AxisType.Auto, AxisType.Explicit)],
+    ("experts", "balance", "axis_type"),
+    [
+        (experts, balance, axis_type)
+        for experts, balance in (("einsum", None), ("ragged_dot", None), ("ragged_dot", 0.0))
+        for axis_type in (AxisType.Auto, AxisType.Explicit)
+    ],
     ids=str,
 )
-def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, axis_type):
+def test_moe_layer_over_two_axes_beside_one_left_out(make_group, experts, balance, axis_type):
     """The layer's own matmuls, with weights that are sharded along the axis that shard_map leaves out."""
     axes = ("data", "ep")
     mesh = mesh_of(axis_type, data=2, ep=2, model=2)
-    group = make_group(mesh, SHAPE, axis_name=axes)
+    group = make_group(mesh, SHAPE, axis_name=axes, replicas=0 if balance is None else 1)
     x, topk_idx, topk_weights, w_gate_up = arguments(4)
     w_down = arguments(4, seed=1)[3][:, : SHAPE.hidden // 2]
 
     def layer_of(mlp):
         return lambda x, topk_idx, topk_weights, w: mlp(x, topk_idx, topk_weights, w["gate_up"], w["down"])
 
-    mlp = partial(ep.moe.mlp, group=group, experts=experts)
+    mlp = partial(ep.moe.mlp, group=group, experts=experts, balance=balance)
     mapped = jax.shard_map(mlp, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes))
     w = {"gate_up": w_gate_up, "down": w_down}
     specs = {"gate_up": P(axes, None, "model"), "down": P(axes, "model")}
@@ -449,7 +453,7 @@ def exported(group, **options):
 
 
 def test_exported_program_runs_with_an_equal_group(make_group):
-    """After its own group is closed, and other groups were made; with gradients."""
+    """The program runs after its group is closed and other groups were made."""
     mesh = mesh_of(ep=4)
     group = make_group(mesh, SHAPE)
     program = exported(group)

@@ -15,7 +15,7 @@ CASES = [*((name, 16) for name in parallelism.RECIPES), ("replicated_by_share", 
 @pytest.mark.parametrize(("recipe", "tokens"), CASES)
 def test_a_recipe_equals_the_dense_layer(backend, mesh, recipe, tokens):
     devices = list(mesh.devices.flat)
-    found = parallelism.errors(recipe, devices, tokens=tokens, hidden=16, inner=8, backend=backend)
+    found = parallelism.relative_errors(recipe, devices, tokens=tokens, hidden=16, inner=8, backend=backend)
     assert max(found) < 1e-5
 
 
@@ -25,7 +25,7 @@ def test_a_recipe_over_two_axes(backend, mesh, monkeypatch):
     recipe = recipe._replace(axes=lambda n: {"major": 2, "minor": n // 2}, group_axis=both[0], w13=both, w2=both)
     monkeypatch.setitem(parallelism.RECIPES, "two_axes", recipe)
     devices = list(mesh.devices.flat)
-    assert max(parallelism.errors("two_axes", devices, tokens=13, hidden=16, inner=8, backend=backend)) < 1e-5
+    assert max(parallelism.relative_errors("two_axes", devices, tokens=13, hidden=16, inner=8, backend=backend)) < 1e-5
 
 
 def test_no_rank_dispatches_more_than_its_share(monkeypatch, mesh):
@@ -39,7 +39,7 @@ def test_no_rank_dispatches_more_than_its_share(monkeypatch, mesh):
 
     monkeypatch.setattr(parallelism.ep, "dispatch", watched)
     for recipe in ("ep_fsdp", "ep_tp", "replicated_by_share"):
-        parallelism.errors(recipe, list(mesh.devices.flat), tokens=16, hidden=16, inner=8, backend="reference")
+        parallelism.relative_errors(recipe, list(mesh.devices.flat), tokens=16, hidden=16, inner=8, backend="reference")
     assert set(most) == {16 // mesh.size}
 
 

@@ -1,7 +1,7 @@
 """The two places of MaxText's `RoutedMoE.sparse_matmul` that move tokens.
 
 MaxText (AI-Hypercomputer/maxtext, src/maxtext/layers/moe.py, main of mid 2026) sorts tokens by expert, exchanges them
-by `ragged_all_to_all`, and sorts again (`ra2a_and_route`). After the experts it does all that backwards
+by `ragged_all_to_all`, and sorts again (`ra2a_and_route`). After the experts, it reverses these steps
 (`unsort_output_and_ra2a`, then `RoutedMoE.unpermute`). Here, dispatch and combine take these places, with the
 signatures that `sparse_matmul` calls. In `sparse_matmul`:
 
@@ -11,8 +11,12 @@ signatures that `sparse_matmul` calls. In `sparse_matmul`:
 
 and call `moves.unpermute` for `self.unpermute`. `get_topk(logits, pre_bias_logits, rngs, input_ids)` returns the
 weights and the experts of each token, both [batch, sequence, K], as `RoutedMoE.get_topk` does. The group is over
-`axis_name=self._expert_parallelism_name`, which may be a tuple of axes. Not here: the losses and bias updates that
-`RoutedMoE.permute` returns (lb_loss, bias_updates): compute them from the router's outputs, or leave them None.
+`axis_name=self._expert_parallelism_name`, which may be a tuple of axes.
+
+Call both functions for one EP rank, too: MaxText skips them there. This module does not compute the losses and bias
+updates that `RoutedMoE.permute` returns (lb_loss, bias_updates): compute them from the router's outputs, or leave them
+None. It does not serve tensor parallelism, which splits the channels of rows before they return: see
+docs/parallelism.md.
 """
 
 from __future__ import annotations
@@ -47,7 +51,10 @@ class TokenMoves:
 
     group: ep.Group
     get_topk: Callable[..., tuple[jax.Array, jax.Array]]
-    capacity: int | None = None  # rows of the receive buffer; None has room for every routing
+    # The rows of the receive buffer, as for `ep.dispatch`. capacity_factor is MaxText's `ragged_buffer_factor`. Without
+    # both, there is room for every routing.
+    capacity: int | None = None
+    capacity_factor: float | None = None
 
     def ra2a_and_route(
         self,
@@ -59,7 +66,7 @@ class TokenMoves:
         rngs: Any,
         input_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, RouteOutput, ep.Dispatched]:
-        """x [batch, sequence, H] -> rows [capacity, H] sorted by local expert, and what the way back needs."""
+        """x [batch, sequence, H] -> rows [capacity, H], sorted by local expert; and what the inverse needs."""
         del num_ep, expert_shard_id  # the group knows them
         weights, experts = self.get_topk(logits, pre_bias_logits, rngs, input_ids)
         top_k = experts.shape[-1]
@@ -70,6 +77,7 @@ class TokenMoves:
             group=self.group,
             layout="ragged",
             capacity=self.capacity,
+            capacity_factor=self.capacity_factor,
         )
         routing = RouteOutput(
             group_sizes=recv.group_sizes,
@@ -91,6 +99,11 @@ class TokenMoves:
         del routing, output_shape
         if not is_batch_sharded_by_expert:
             raise ValueError("the batch is replicated over the EP axis: docs/parallelism.md has the recipe")
+        if intermediate_output.shape[-1] != self.group.hidden:
+            raise ValueError(
+                f"rows have {intermediate_output.shape[-1]} channels, and the group has {self.group.hidden}: with "
+                "tensor parallelism, docs/parallelism.md has the recipe"
+            )
         return ep.combine(intermediate_output, route_metadata)
 
     def unpermute(
@@ -105,4 +118,9 @@ class TokenMoves:
     ) -> jax.Array:
         """[batch, sequence, H]. combine has summed with the weights already."""
         del sorted_selected_experts, weights, use_custom_sort_vjp, group_sizes
+        if len(intermediate) != batch_size * sequence_length:
+            raise ValueError(
+                f"intermediate has {len(intermediate)} rows for {batch_size * sequence_length} tokens: call "
+                "unsort_output_and_ra2a before, also if there is one EP rank"
+            )
         return intermediate.reshape(batch_size, sequence_length, -1)

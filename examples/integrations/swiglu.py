@@ -26,7 +26,7 @@ def dense(
     w2: jax.Array,
     activation: Activation = jax.nn.silu,
 ) -> jax.Array:
-    """The same layer on one device, with every expert on every token: what the integrations must equal."""
+    """The same layer on one device, with every expert on every token. The tests compare each integration with it."""
     gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, w13), 2, axis=-1)
     outputs = jnp.einsum("tei,eih->teh", activation(gate) * up, w2)
     gates = jnp.einsum("tk,tke->te", topk_weights, jax.nn.one_hot(topk_idx, len(w13)))

@@ -1,9 +1,9 @@
 """TransformerEngine's JAX calls for expert parallelism, on jax_ep.
 
 TransformerEngine 2.19 (transformer_engine/jax/ep.py) works on global arrays, whose leading axis is sharded over the EP
-axis. `ep_dispatch` returns five results (four in earlier releases); the fifth tells of overflow. `ep_combine` adds
-without weights: the caller multiplies by `recv_topk_weights` before. The functions here have the same arguments,
-results and meaning.
+axis. `ep_dispatch` returns five results (four in earlier releases). The fifth is the number of rows before any is
+dropped, so a caller can detect overflow. `ep_combine` adds without weights: the caller multiplies by
+`recv_topk_weights` before. The functions here have the same arguments, results and meaning.
 
     experts = ExpertParallel(mesh, "ep", num_experts=E, max_tokens_per_rank=T, hidden_dim=H)  # for ep_bootstrap
     ep_dispatch, ep_combine = experts.ep_dispatch, experts.ep_combine
@@ -26,14 +26,18 @@ import jax_ep as ep
 
 @dataclasses.dataclass(frozen=True)
 class EpLayerConfig:
-    """What is static in a layer, as TransformerEngine's class of that name."""
+    """The static settings of a layer. It has the fields of TransformerEngine's EpLayerConfig."""
 
     top_k: int
     dispatch_output_per_expert_alignment: int = 0
 
 
 class ExpertParallel:
-    """The calls for one mesh. R is the size of the EP axis, or the product of the sizes of several EP axes."""
+    """The calls for one mesh. R is the number of ranks: the product of the sizes of the EP axes and of `dp_axes`.
+
+    The leading axis of all arrays is sharded over dp_axes, then the EP axes. Results have the same sharding, whatever
+    `out_sharding` is.
+    """
 
     def __init__(
         self,
@@ -45,9 +49,11 @@ class ExpertParallel:
         hidden_dim: int,
         max_token_dtype: Any = jnp.bfloat16,
         max_num_sms: int = 0,
+        dp_axes: tuple[str, ...] = (),
         **settings: Any,
     ) -> None:
         self._mesh, self._axis = mesh, ep_axis
+        self._split = P((*dp_axes, *((ep_axis,) if isinstance(ep_axis, str) else ep_axis)))
         self._settings = settings | {
             "num_experts": num_experts,
             "max_tokens_per_rank": max_tokens_per_rank,
@@ -88,7 +94,7 @@ class ExpertParallel:
                 zero_pad=True,
             )
             total = _rows_wanted(topk_idx.reshape(-1), group, alignment)
-            # ep_combine adds without weights. It needs the route, and no rows: H = 0 makes them free.
+            # ep_combine adds without weights. It needs the route but no rows, so handle_mem holds rows with 0 channels.
             handle_mem = dataclasses.replace(recv, x=recv.x[:, :0], weights=jnp.ones_like(recv.weights))
             results = recv.x, recv.weights, handle_mem, recv.group_sizes, total[None]
             return jax.tree.map(lambda array: array[None], results)
@@ -128,8 +134,7 @@ class ExpertParallel:
         return self._groups[cfg.top_k]
 
     def _map(self, on_rank: Any) -> Any:
-        split = P(self._axis)
-        return jax.shard_map(on_rank, mesh=self._mesh, in_specs=split, out_specs=split)
+        return jax.shard_map(on_rank, mesh=self._mesh, in_specs=self._split, out_specs=self._split)
 
 
 def _rows_wanted(experts: jax.Array, group: ep.Group, alignment: int) -> jax.Array:
