@@ -263,6 +263,16 @@ def make_case(options: argparse.Namespace, num_ranks: int) -> Case:
     )
 
 
+def facts(options: argparse.Namespace, case: Case, mesh: Mesh, backend: str) -> dict[str, Any]:
+    """What every result tells of its run: the options, and what ran it."""
+    return {name: value for name, value in vars(options).items() if name != "json"} | {
+        "ranks": case.ranks,
+        "device": mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+        "backend": backend,
+    }
+
+
 def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     """What the JSON file holds."""
     case = make_case(options, mesh.size)
@@ -284,11 +294,7 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         backend, group_bytes = group.backend, group.memory_bytes
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     overheads = {name: ms - medians["ideal"] for name, ms in medians.items()}
-    return {name: value for name, value in vars(options).items() if name != "json"} | {
-        "ranks": case.ranks,
-        "device": mesh.devices.flat[0].device_kind,
-        "jax": jax.__version__,
-        "backend": backend,
+    return facts(options, case, mesh, backend) | {
         "needed_capacity_factor": needed,
         "variants": [
             {
@@ -409,11 +415,7 @@ def measure_skewed(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         balanced.check()
         backend = plain.backend
     dropped = [row["dropped_rows"] for skew in skews for row in skew["variants"] if row["variant"] != "dropping"]
-    return {name: value for name, value in vars(options).items() if name != "json"} | {
-        "ranks": case.ranks,
-        "device": mesh.devices.flat[0].device_kind,
-        "jax": jax.__version__,
-        "backend": backend,
+    return facts(options, case, mesh, backend) | {
         "skews": skews,
         "checked": not any(dropped) and all(skew["difference"] <= TOLERANCE[case.dtype] for skew in skews),
     }

@@ -9,7 +9,7 @@
 namespace jax_ep {
 
 inline constexpr int32_t kMaxBlockWarps = 16;  // a streaming multiprocessor (SM) runs one block of this size
-// The most shared memory, static and dynamic, that a block of any kernel needs. dispatch.cu and combine.cu assert it.
+// The most shared memory, static and dynamic, that a block of any kernel needs. The kernels' operands assert it.
 inline constexpr int64_t kMaxBlockSharedBytes = 204 * 1024;
 inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: concurrent kernels use the other SMs
 inline constexpr int32_t kMostSmsBesideOthers = 64;
@@ -30,7 +30,8 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 // The variants of a kernel.
 //
 // kLowLatency, for few rows: small blocks on many SMs, and little code, because latency depends on instruction fetch.
-// An extra warp, the control warp, moves no rows: it enters the operation (ffi/cuda/epoch.cuh).
+// Its control warp, which enters the operation (ffi/cuda/epoch.cuh), is an extra warp and moves no rows. In the other
+// variants, the control warp is the last of the warps that move rows.
 //
 // kBalanced: large blocks, one per SM.
 //
@@ -66,8 +67,8 @@ struct LaunchPlan {
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(variant)); }
 
-  // False if a block would have two roles that the variant cannot give to one block, and for a done of the low-latency
-  // variant, whose roles need an epoch of their launch's own (roles.cuh).
+  // Of a dispatch: false if a block would have two roles that the variant cannot give to one block, and for a done of
+  // the low-latency variant, whose roles need an epoch of their launch's own (roles.cuh).
   constexpr bool is_possible(Phase phase = Phase::kWhole) const {
     return !has_control_warp(variant) || (first_receiver >= num_senders && phase != Phase::kDone);
   }
@@ -90,8 +91,8 @@ struct LaunchPlan {
 };
 
 // The warp group of a warp within its role, and the warp's index in the warp group. Warp group `index` processes every
-// num_groups-th item, from item `index` on. An item is a row that may exist; of each rank's possible rows, only the
-// first ones exist.
+// num_groups-th item, from item `index` on. An item is a possible row: a source and an index. It exists if the index is
+// less than the number of rows from the source.
 struct WarpGroup {
   int32_t index, num_groups;
   int32_t warp, num_warps;  // in the warp group
@@ -139,7 +140,8 @@ constexpr int32_t log_warp_group(int64_t rows, int32_t warps, int32_t most) {
   return log;
 }
 
-// How many warps share a row in one role. Numbers of warps and of chunks are powers of two.
+// How many warps share a row in one role. Numbers of warps and of chunks are rounded up to powers of two, so a few
+// warps may have fewer chunks.
 class WarpsPerRow {
  public:
   static constexpr int32_t kAnyNumber = 1 << 30;
@@ -476,7 +478,7 @@ inline constexpr int32_t kCopyWarps = 16;  // of a block
 struct CopyPlan {
   int32_t num_blocks, num_lanes;
 };
-// A lane has four rows in flight, if the arena has room for so many.
+// A lane has at least four rows in flight, if the arena has room for so many.
 constexpr CopyPlan plan_replicate(int32_t max_tokens, int32_t num_sms, int32_t device_sms) {
   const int32_t num_lanes = std::clamp(max_tokens / 4, 1, kMaxCopyLanes);
   return {std::min(usable_sms(num_sms, device_sms), (num_lanes + kCopyWarps - 1) / kCopyWarps), num_lanes};

@@ -33,7 +33,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     const uint32_t end = takes_rows ? num_candidates() : 0;
     uint32_t item = warp_group.index;
     Arriving arriving = {};
-    const bool looks = !op.warp_has_failed() && item < end;  // after close(), there are no rows
+    const bool looks = !op.warp_has_failed() && item < end;  // after close(), the arena is unmapped
     if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_recv_from(source); });
     if (kStealsRows && lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
     if (!kIsLowLatency) learn_destinations();
@@ -65,8 +65,8 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   // Work stealing. A sender block that has sent all its tokens claims rows that no receiver has claimed. It may do so
-  // only once every block of the launch has begun: a block that spins keeps its SM, and could starve the sender that it
-  // waits for.
+  // only once every block of the launch has begun: a block that spins keeps its SM, and could keep a sender of its own
+  // launch from starting. If a peer did the same, both ranks would wait for each other.
   __device__ void steal_rows() const {
     const bool judges = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
     if (named_barrier_or(kWorkersBarrier, op.num_workers, judges && !op.all_have_begun())) return;

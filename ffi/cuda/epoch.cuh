@@ -8,7 +8,8 @@
 // CUDA may start the blocks of a launch in any order, and few at a time. So no block may wait for rows before all
 // senders of its launch have entered: a block that waits keeps its SM, and could starve the sender. Senders have the
 // first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in a
-// low-latency dispatch (roles.cuh). A sender that has sent its rows may receive, but only after all_have_begun().
+// low-latency dispatch (roles.cuh). With work stealing, a sender that has sent its rows may receive, but only after
+// all_have_begun().
 #pragma once
 
 #include "ffi/cuda/roles.cuh"
@@ -40,7 +41,7 @@ struct Epoch : Roles {
 
   // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
   // writes to peers. Then enter() waits until the peers have read the former rows of the slot. kRoleByIndex: the
-  // block's role is its index (roles.cuh), and `num_senders` is the number of the first receiver.
+  // block's role is its index (roles.cuh), and roles from `num_senders` on are receivers.
   template <bool kRoleByIndex = false, typename Sends>
   __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();

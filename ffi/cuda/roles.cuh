@@ -39,6 +39,7 @@ struct Roles : Waiting {
       poll_pause();
       if (globaltimer_ns() - asked < kSoonNs) continue;
       if (atomic_cas_relaxed_gpu(op.begun(), word, word + kOneGiven) != word) continue;
+      // Nothing may wait or return between these two: next_given_role() waits for the second without a time-out.
       atomic_exchange_relaxed_gpu(&op.own().given_away[state.role], 1u);
       state.role = kNoRole;
       return;

@@ -1,5 +1,5 @@
-// Bounded waits and failures. Every wait checks the clock and the word `failed`, with which ranks report a failure to
-// one another.
+// Bounded waits and failures. Every wait for a peer checks the clock and the word `failed`, with which ranks report a
+// failure to one another.
 #pragma once
 
 #include "ffi/arena.h"
@@ -64,7 +64,7 @@ struct Waiting {
   const Call& call;
   const void* result;  // its address identifies this launch (EntryWord::tag)
   State& state;
-  int32_t num_workers;  // threads of the block
+  int32_t num_workers;  // threads of the block, without a control warp that is an extra warp
 
   // Records the time of a phase of this block, in a build for benchmarks/native/timeline.cu. A later call for the same
   // phase overwrites it.
