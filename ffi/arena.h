@@ -110,8 +110,12 @@ struct PeerCounters {
   RowCounters arrived, returned;  // rows from the peer to the experts here, and rows that went back
   unsigned long long waited_ns;   // time that this rank has waited for the peer's notifications
 };
+struct PlacementCounters {  // what the plans of balance say of the rank
+  unsigned long long home_rows, planned_rows, copies;
+};
 struct Counters {
   unsigned long long operations[kNumOpKinds], dropped;
+  PlacementCounters placement;
   PeerCounters peer[kMaxRanks];
 };
 

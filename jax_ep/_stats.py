@@ -31,6 +31,9 @@ class GroupStats:
         operations: for each kind of operation, [L] int64: the number of operations that have begun on all ranks. A
             split-phase call counts as one.
         rows_dropped: [L] int64, the sum of `num_dropped`.
+        home_rows, planned_rows: [L] int64, the sums of `home_rows` and `num_rows` of the plans of `balance`: the loads
+            without and with the plans.
+        copies: [L] int64, the copies of experts that these plans gave to the ranks.
         rows_sent, rows_received: [L, R] int64.
         bytes_sent, bytes_received: [L, R] int64.
         seconds_waited: [L, R] float64, the time from when ranks[i] entered an operation until rank r entered it, summed
@@ -48,6 +51,9 @@ class GroupStats:
     devices: tuple[str, ...]
     operations: dict[str, np.ndarray] | None = None
     rows_dropped: np.ndarray | None = None
+    home_rows: np.ndarray | None = None
+    planned_rows: np.ndarray | None = None
+    copies: np.ndarray | None = None
     rows_sent: np.ndarray | None = None
     rows_received: np.ndarray | None = None
     bytes_sent: np.ndarray | None = None

@@ -630,6 +630,7 @@ def test_a_plan_of_many_pairs(kernel_backend, adversary, name):
 
         program = jax.jit(spmd(plans, mesh))
         rng = np.random.default_rng(adversary)
+        counted = {"home_rows": 0, "planned_rows": 0, "copies": 0}
         for share in (0.0, 0.5):
             topk_idx = rng.integers(-1, shape.num_experts + 1, (4, shape.tokens, shape.top_k), dtype=np.int32)
             popular = rng.integers(0, shape.num_experts // 8, topk_idx.shape, dtype=np.int32)
@@ -641,7 +642,14 @@ def test_a_plan_of_many_pairs(kernel_backend, adversary, name):
                 for attribute in ("slot_expert", "num_rows", "home_rows", "topk_slot"):
                     assert_same_bits(getattr(plan, attribute), getattr(expected, attribute), attribute)
                 assert (plan.slots == expected.slot_expert).all()  # every rank knows all of them
-        assert (group.stats().operations["balance"] == 4).all()
+                counted["home_rows"] += expected.home_rows
+                counted["planned_rows"] += expected.num_rows
+                counted["copies"] += (expected.slot_expert >= 0).sum(axis=1)
+        stats = group.stats()
+        here = list(stats.ranks)
+        assert (stats.operations["balance"] == 4).all()
+        for name, number in counted.items():
+            np.testing.assert_array_equal(getattr(stats, name), number[here], name)
 
 
 def test_more_experts_than_the_kernel_plans(kernel_backend):

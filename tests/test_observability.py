@@ -25,7 +25,8 @@ from helpers import (
 from shapes import SMALL, make_inputs
 
 COUNTERS = {
-    "operations", "rows_dropped", "rows_sent", "rows_received", "bytes_sent", "bytes_received", "seconds_waited",
+    "operations", "rows_dropped", "home_rows", "planned_rows", "copies", "rows_sent", "rows_received", "bytes_sent",
+    "bytes_received", "seconds_waited",
 }  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def counted(monkeypatch, mesh):
         peers = [
             [(10 * i + r, 1000, 100 * i + r, 2000, 5 * 10**8 * r) for r in range(mesh.size)] for i in range(mesh.size)
         ]
-        return [({"dispatch": 7, "combine": i}, 2**40 + i, peers[i]) for i in range(mesh.size)]
+        return [({"dispatch": 7, "combine": i}, 2**40 + i, (90, 80 + i, i), peers[i]) for i in range(mesh.size)]
 
     without_gpus(monkeypatch, group_stats=group_stats)
     with open_group(mesh, SMALL) as group:
@@ -54,6 +55,9 @@ def test_counters_are_arrays(counted, mesh):
     np.testing.assert_array_equal(counted.operations["dispatch"], np.full(mesh.size, 7))
     np.testing.assert_array_equal(counted.operations["combine"], ranks)
     np.testing.assert_array_equal(counted.rows_dropped, 2**40 + ranks)
+    np.testing.assert_array_equal(counted.home_rows, np.full(mesh.size, 90))
+    np.testing.assert_array_equal(counted.planned_rows, 80 + ranks)
+    np.testing.assert_array_equal(counted.copies, ranks)
     np.testing.assert_array_equal(counted.rows_sent, 10 * ranks[:, None] + ranks)
     np.testing.assert_array_equal(counted.rows_received, 100 * ranks[:, None] + ranks)
     np.testing.assert_array_equal(counted.bytes_sent, np.full((mesh.size, mesh.size), 1000))

@@ -87,18 +87,23 @@ struct Balance {
     op.sync_workers();
   }
 
-  // Writes what the plan says of ranks.
+  // Writes what the plan says of ranks, and counts what it says of this rank.
   __device__ void write_slots() const {
     const RankPlacements& ranks = placing.ranks;
+    PlacementCounters& counted = op.own().counters.placement;
     for (int32_t i = threadIdx.x; i < peers.num_ranks * placing.num_slots; i += op.num_workers) {
       const int32_t rank = i / placing.num_slots, slot = i % placing.num_slots;
       const int32_t expert = placing.expert_in_slot(rank, slot);
       args.slots[i] = expert;
-      if (rank == peers.rank) args.slot_expert[slot] = expert;
+      if (rank != peers.rank) continue;
+      args.slot_expert[slot] = expert;
+      if (expert >= 0) red_add_relaxed_gpu(&counted.copies, 1);
     }
     if (threadIdx.x != 0) return;
     *args.num_rows = ranks.num_rows[peers.rank];
     *args.home_rows = ranks.load[peers.rank];
+    red_add_relaxed_gpu(&counted.planned_rows, ranks.num_rows[peers.rank]);
+    red_add_relaxed_gpu(&counted.home_rows, ranks.load[peers.rank]);
   }
 
   // Writes the slot of each pair. The rows of an expert have the order of source ranks, tokens, k.

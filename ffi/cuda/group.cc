@@ -366,6 +366,7 @@ std::vector<RankStats> Group::stats() const {
     RankStats& stats = all.emplace_back();
     stats.operations.assign(std::begin(own.operations), std::end(own.operations));
     stats.dropped = own.dropped;
+    stats.placement = own.placement;
     for (int32_t rank = 0; rank < num_ranks(); ++rank) {
       const PeerCounters& here = own.peer[rank];
       const bool is_local = config_.network == nullptr || member.table.pe[rank] == kLocal;

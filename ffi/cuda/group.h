@@ -63,6 +63,7 @@ struct PeerStats {
 struct RankStats {
   std::vector<uint64_t> operations;  // by OpKind
   uint64_t dropped;
+  PlacementCounters placement;
   std::vector<PeerStats> peers;  // by rank, including the rank itself
 };
 

@@ -62,8 +62,8 @@ nb::object group_failure(int64_t id) {
                         failure->expected, failure->seen);
 }
 
-// Of each of this process's ranks: ({name: number} of operations, dropped rows, of each rank: (rows sent, bytes sent,
-// rows received, bytes received, nanoseconds waited)).
+// Of each of this process's ranks: ({name: number} of operations, dropped rows, (rows at home, planned rows, copies),
+// of each rank: (rows sent, bytes sent, rows received, bytes received, nanoseconds waited)).
 nb::list group_stats(int64_t id) {
   std::vector<RankStats> all;
   {
@@ -78,7 +78,8 @@ nb::list group_stats(int64_t id) {
     for (const auto& [sent, received, waited_ns] : rank.peers) {
       peers.append(nb::make_tuple(sent.rows, sent.bytes, received.rows, received.bytes, waited_ns));
     }
-    ranks.append(nb::make_tuple(operations, rank.dropped, peers));
+    const auto& [home_rows, planned_rows, copies] = rank.placement;
+    ranks.append(nb::make_tuple(operations, rank.dropped, nb::make_tuple(home_rows, planned_rows, copies), peers));
   }
   return ranks;
 }

@@ -241,11 +241,15 @@ class NativeGroup:
 
     def stats(self) -> dict[str, Any]:
         counters = self._last_stats if self.closed else self._native.group_stats(self._id)
-        operations, dropped, peers = zip(*counters, strict=True)
+        operations, dropped, placement, peers = zip(*counters, strict=True)
+        home_rows, planned_rows, copies = np.array(placement, np.int64).T
         rows_sent, bytes_sent, rows_received, bytes_received, ns_waited = np.moveaxis(np.array(peers, np.int64), -1, 0)
         return {
             "operations": {op: np.array([of_rank[op] for of_rank in operations], np.int64) for op in operations[0]},
             "rows_dropped": np.array(dropped, np.int64),
+            "home_rows": home_rows,
+            "planned_rows": planned_rows,
+            "copies": copies,
             "rows_sent": rows_sent,
             "rows_received": rows_received,
             "bytes_sent": bytes_sent,

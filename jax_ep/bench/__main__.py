@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import sys
@@ -27,6 +28,8 @@ from jax_ep.bench.floor import measure_floor, over_network
 from jax_ep.bench.models import MODELS
 from jax_ep.bench.options import flag, mismatches, sms_or_auto
 from jax_ep.bench.timing import Timing, time_backward, time_forward
+
+OTHERS = ("balance", "experts")  # modules with a bench of their own: jax-ep bench NAME
 
 
 def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
@@ -250,10 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs the command `jax-ep bench`, in one process or several. Returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] == "experts":
-        from jax_ep.bench import experts
-
-        return experts.run(argv[1:])
+    if argv and argv[0] in OTHERS:
+        return importlib.import_module(f"jax_ep.bench.{argv[0]}").run(argv[1:])
     if not _processes.join():
         allow_virtual_cpus()
     return main(argv)

@@ -27,7 +27,15 @@ class Floor(NamedTuple):
 
 
 def measure_floor(case: Case, topk_idx: np.ndarray, mesh: Mesh) -> Floor | None:
-    """Times pushes of the rows of topk_idx [R, T, K] between the mesh's GPUs.
+    """Times pushes of the rows of topk_idx [R, T, K] between the mesh's GPUs, if link_floor can."""
+    rows = rows_between_ranks(case, topk_idx)
+    dispatch_us = link_floor(mesh, rows, dispatch_row_bytes(case))
+    combine_us = link_floor(mesh, rows.T, row_bytes(case))
+    return None if dispatch_us is None or combine_us is None else Floor(dispatch_us, combine_us)
+
+
+def link_floor(mesh: Mesh, rows: np.ndarray, row_bytes: int) -> float | None:
+    """Times a push of rows[from, to] rows of row_bytes between all of the mesh's GPUs, and a barrier: microseconds.
 
     Returns None if there is no link to measure, or if several processes own the GPUs: one process must push for all.
     """
@@ -35,11 +43,7 @@ def measure_floor(case: Case, topk_idx: np.ndarray, mesh: Mesh) -> Floor | None:
     if _native.cuda is None or devices[0].platform != "gpu" or len(devices) < 2 or mesh.is_multi_process:
         return None
     ordinals = tuple(device.local_hardware_id for device in devices)
-    rows = rows_between_ranks(case, topk_idx)
-    return Floor(
-        _link_floor(ordinals, _hashable(rows), dispatch_row_bytes(case)),
-        _link_floor(ordinals, _hashable(rows.T), row_bytes(case)),
-    )
+    return _link_floor(ordinals, tuple(map(tuple, rows.tolist())), row_bytes)
 
 
 def rows_between_ranks(case: Case, topk_idx: np.ndarray) -> np.ndarray:
@@ -93,10 +97,6 @@ def row_bytes(case: Case) -> int:
 
 def _round_up(num_bytes: int, unit: int) -> int:
     return -(-num_bytes // unit) * unit
-
-
-def _hashable(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, rows.tolist()))
 
 
 @functools.cache  # several cases of one run often need the same measurement

@@ -61,10 +61,10 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
         return x, recv
 
     host_inputs = make_inputs(case)
-    inputs = _place(host_inputs, mesh)
+    inputs = place(host_inputs, mesh)
     y = None
     if exchange.casts:
-        y = _spmd(lambda inputs: exchange.rows(exchange.dispatch(*inputs)), mesh)(inputs)
+        y = spmd(lambda inputs: exchange.rows(exchange.dispatch(*inputs)), mesh)(inputs)
     wall, found, (out, recv) = _time_chain(chain, mesh, pairs, (inputs, y), traced=traced)
 
     def check(inputs: Inputs, out: jax.Array, recv: Any, weights: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
         return (out == inputs.x).all() & (signed.astype(jnp.float32) == expected).all()
 
     signed_weights = (host_inputs.topk_weights * signs_of_experts(case)[host_inputs.topk_idx]).sum(-1)
-    right = _on_all_ranks(lambda: _spmd(check, mesh)(inputs, out, recv, _place(signed_weights, mesh)))
+    right = _on_all_ranks(lambda: spmd(check, mesh)(inputs, out, recv, place(signed_weights, mesh)))
     return Forward(Timing(wall, found, right), host_inputs.topk_idx, inputs, y, recv)
 
 
@@ -87,11 +87,11 @@ def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int
 
     g = forward.inputs.x  # the result must equal g: x is exact, and the weights add up to 1
     wall, found, out = _time_chain(chain, mesh, pairs, (g, forward.y, forward.recv), traced=True)
-    right = _on_all_ranks(lambda: _spmd(lambda out, g: (out == g).all(), mesh)(out, g))
+    right = _on_all_ranks(lambda: spmd(lambda out, g: (out == g).all(), mesh)(out, g))
     return Timing(wall, found, right)
 
 
-def _place(arrays: Any, mesh: Mesh) -> Any:
+def place(arrays: Any, mesh: Mesh) -> Any:
     """Places the arrays of a pytree on the mesh. Their leading axis is the rank; each rank gets its part.
 
     (jax.device_put would make all processes compare the whole arrays.)
@@ -121,7 +121,7 @@ def _times_signs(rows: jax.Array, group_sizes: jax.Array, case: Case) -> jax.Arr
     return rows * jnp.repeat(own, group_sizes, total_repeat_length=rows.shape[0])[:, None]
 
 
-def _spmd(fn: Callable, mesh: Mesh) -> Any:
+def spmd(fn: Callable, mesh: Mesh) -> Any:
     """Jits `fn`, a function of one rank's arrays, for arrays with a leading axis of ranks."""
 
     def on_rank(*args: Any) -> Any:
@@ -149,7 +149,7 @@ def _time_chain(
             jax.block_until_ready(result)
 
     with _processes.rendezvous_of_all("jax_ep.bench", "times") as rendezvous:
-        compiled = _spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
+        compiled = spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
         _expect_room(compiled, mesh)
         rendezvous.exchange(None)  # otherwise, a collective would wait for a process without enough memory
         run(1, 1)
