@@ -473,15 +473,16 @@ constexpr BalancePlan plan_balance(int64_t num_pairs, int32_t num_experts) {
   return {num_warps * 32, std::min(num_warps, room)};
 }
 
-// The launch of a replicate: warps claim lanes of rows (ffi/cuda/row_ring.cuh). All ranks have equally many lanes.
+// The launch of a replicate: warps claim lanes of rows (ffi/cuda/row_ring.cuh). All ranks have equally many lanes. If
+// the kernel also clears slots, the other SMs do so meanwhile.
 inline constexpr int32_t kCopyWarps = 16;  // of a block
 struct CopyPlan {
   int32_t num_blocks, num_lanes;
 };
 // A lane has at least four rows in flight, if the arena has room for so many.
-constexpr CopyPlan plan_replicate(int32_t max_tokens, int32_t num_sms, int32_t device_sms) {
-  const int32_t num_lanes = std::clamp(max_tokens / 4, 1, kMaxCopyLanes);
-  return {std::min(usable_sms(num_sms, device_sms), (num_lanes + kCopyWarps - 1) / kCopyWarps), num_lanes};
+constexpr CopyPlan plan_replicate(int32_t max_tokens, bool clears_slots, int32_t num_sms, int32_t device_sms) {
+  const int32_t num_lanes = std::clamp(max_tokens / 4, 1, kMaxCopyLanes), sms = usable_sms(num_sms, device_sms);
+  return {clears_slots ? sms : std::min(sms, (num_lanes + kCopyWarps - 1) / kCopyWarps), num_lanes};
 }
 
 }  // namespace jax_ep

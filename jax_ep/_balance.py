@@ -169,8 +169,36 @@ def _replicate_fwd(group: Group, w: jax.Array, slots: jax.Array) -> tuple[jax.Ar
 
 def _replicate_bwd(group: Group, saved: tuple[jax.Array, bool], g: jax.Array) -> tuple[jax.Array, None]:
     slots, has_slots = saved
-    total = group._impl.replicate_back(g, slots)
-    return (jnp.concatenate([total, jnp.zeros_like(g[group.experts_per_rank :])]) if has_slots else total), None
+    home, copies = g[: group.experts_per_rank], g[group.experts_per_rank :]
+    total = group._impl.add_copies(home, copies, slots)
+    return (jnp.concatenate([total, jnp.zeros_like(copies)]) if has_slots else total), None
 
 
 _replicate.defvjp(_replicate_fwd, _replicate_bwd)
+
+
+def with_copies(w: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """Returns w [E_local, ...] itself, and the copies that a plan names, [B, ...], in an array of their own.
+
+    So the home experts are not copied, as in the result of `replicate`. Slots without a copy are unspecified: use the
+    result where no row belongs to an empty slot's expert. In the backward pass, the gradients of copies are added to
+    those of w.
+    """
+    w, copies = _with_copies(plan.group, *_compat.vary((w, plan.slots), plan.group.axis_names))
+    return w, checkpoint_name(copies, "jax_ep_replicate")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_copies(group: Group, w: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return w, group._impl.copy_experts(w, slots)
+
+
+def _with_copies_fwd(group: Group, w: jax.Array, slots: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    return _with_copies(group, w, slots), slots
+
+
+def _with_copies_bwd(group: Group, slots: jax.Array, g: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    return group._impl.add_copies(*g, slots), None
+
+
+_with_copies.defvjp(_with_copies_fwd, _with_copies_bwd)

@@ -96,8 +96,12 @@ class Backend(Protocol):
         """Copies the experts in slots [R, B]: w [E_local, ...] or [E_local + B, ...] to [E_local + B, ...]."""
         ...
 
-    def replicate_back(self, g: jax.Array, slots: jax.Array) -> jax.Array:
-        """The transpose of `replicate`: g [E_local + B, ...] to [E_local, ...], added in float32."""
+    def copy_experts(self, w: jax.Array, slots: jax.Array) -> jax.Array:
+        """The copies alone: w [E_local, ...] to [B, ...]. Slots without a copy are unspecified."""
+        ...
+
+    def add_copies(self, g: jax.Array, copies: jax.Array, slots: jax.Array) -> jax.Array:
+        """The transpose: adds the cotangents of copies [B, ...] to g [E_local, ...], in float32."""
         ...
 
     def __copy__(self) -> Self:

@@ -31,6 +31,7 @@ ATTRIBUTES = {
 }
 OPS = {  # in messages
     "combine_back": "combine (backward)",
+    "copy_experts": "replicate",
     "dispatch_back": "dispatch (backward)",
     "replicate_back": "replicate (backward)",
 }
@@ -57,6 +58,7 @@ def buffers(group, declared):
         "R*E": (group.num_ranks * group.slots_per_rank,),
         "B": (group.replicas,),
         "C": (group.slots_per_rank,),
+        "L": (group.experts_per_rank,),
         "D": (64,),
         "N": (CAPACITY,),
         "*rows": (CAPACITY,),
@@ -124,6 +126,10 @@ def test_tolerances_that_no_plan_has(group):
 def test_experts_are_copied_in_place(group):
     with pytest.raises(jax.errors.JaxRuntimeError, match="replicate: .* out must have the memory of experts"):
         jax.block_until_ready(call(group, targets.REPLICATE))
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="replicate .backward.: .* out must have the memory of experts"
+    ):
+        jax.block_until_ready(call(group, targets.REPLICATE_BACK))
 
 
 def test_a_message_in_full(group):

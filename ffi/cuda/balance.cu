@@ -22,51 +22,78 @@ struct Balance {
   __device__ int32_t num_pairs() const { return args.num_tokens * args.top_k; }
   __device__ bool names_expert(int32_t id) const { return is_expert(id, placing.num_experts()); }
 
-  // Calls f with the expert id of each pair of this warp, in order: a lane per pair. Its index is -1 behind the end.
-  template <typename F>
-  __device__ void for_each_pair(F f) const {
-    constexpr int kIdsAtOnce = 4;  // loads that are under way
+  // Calls use(pair, load(pair)) for each pair of this warp, in order: a lane per pair. Behind the end, a lane has pair
+  // -1 and the value that load() gives for the last pair.
+  template <typename Load, typename Use>
+  __device__ void for_each_pair(Load load, Use use) const {
+    constexpr int kAtOnce = 8;  // loads that are under way
     if (warp_id() >= num_counters) return;
     const int32_t share = (num_pairs() + num_counters * 32 - 1) / (num_counters * 32) * 32;
     const int32_t begin = warp_id() * share, end = min(begin + share, num_pairs());
-    for (int32_t first = begin; first < end; first += 32 * kIdsAtOnce) {
-      int32_t ids[kIdsAtOnce];
+    for (int32_t first = begin; first < end; first += 32 * kAtOnce) {
+      decltype(load(0)) values[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kIdsAtOnce; ++i) {
-        const int32_t pair = first + i * 32 + lane_id();
-        ids[i] = pair < end ? __ldg(args.topk_idx + pair) : -1;
-      }
+      for (int i = 0; i < kAtOnce; ++i) values[i] = load(min(first + i * 32 + lane_id(), end - 1));
 #pragma unroll
-      for (int i = 0; i < kIdsAtOnce; ++i) {
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * 32 >= end) break;
         const int32_t pair = first + i * 32 + lane_id();
-        f(pair < end ? pair : -1, ids[i]);
+        use(pair < end ? pair : -1, values[i]);
       }
     }
   }
 
-  // Counts the pairs of each warp, per expert.
+  // Counts the pairs of each warp, per expert. Writes to topk_slot how many earlier pairs of the warp name the same
+  // expert.
   __device__ void count_pairs() const {
     const int32_t num_experts = placing.num_experts();
     for (int32_t i = threadIdx.x; i < num_counters * num_experts; i += op.num_workers) counters[i] = 0;
+    for (int32_t expert = threadIdx.x; expert < num_experts; expert += op.num_workers) {
+      placing.experts.needs[expert] = placing.experts.offset[expert] = 0;
+    }
     op.sync_workers();
-    for_each_pair([&](int32_t, int32_t id) {
-      if (names_expert(id)) atomicAdd(counters + warp_id() * num_experts + id, 1);
+    const int32_t num_bits = 32 - __clz(num_experts);
+    const auto load = [&](int32_t pair) { return __ldg(args.topk_idx + pair); };
+    for_each_pair(load, [&](int32_t pair, int32_t id) {
+      const bool is_row = pair >= 0 && names_expert(id);
+      const uint32_t same = lanes_with_same(is_row ? id : num_experts, num_bits);
+      const uint32_t earlier = same & ((1u << lane_id()) - 1);
+      int32_t* const counter = counters + warp_id() * num_experts + (is_row ? id : 0);
+      const int32_t before = *counter;
+      __syncwarp();
+      if (is_row && earlier == 0) *counter = before + __popc(same);
+      __syncwarp();
+      if (is_row) args.topk_slot[pair] = before + __popc(earlier);
     });
     op.sync_workers();
   }
 
-  // Sends the counts of this rank to all ranks, and sums up theirs. A warp's counters then are the pairs of the warps
-  // before it.
+  // Turns the counters of an expert into the pairs of the warps before. Returns the pairs of all warps.
+  __device__ int32_t sum_counters(int32_t expert) const {
+    constexpr int kAtOnce = 8;  // loads that are under way
+    int32_t count = 0;
+    for (int32_t first = 0; first < num_counters; first += kAtOnce) {
+      int32_t counts[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int32_t warp = min(first + i, num_counters - 1);
+        counts[i] = counters[warp * placing.num_experts() + expert];
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= num_counters) break;
+        counters[(first + i) * placing.num_experts() + expert] = count;
+        count += counts[i];
+      }
+    }
+    return count;
+  }
+
+  // Sends the counts of this rank to all ranks, and sums up theirs.
   __device__ void exchange_counts() const {
     const int32_t num_experts = placing.num_experts();
     for (int32_t expert = threadIdx.x; expert < num_experts; expert += op.num_workers) {
-      int32_t count = 0;
-      for (int32_t warp = 0; warp < num_counters; ++warp) {
-        int32_t& counter = counters[warp * num_experts + expert];
-        const int32_t earlier = count;
-        count += counter;
-        counter = earlier;
-      }
+      const int32_t count = sum_counters(expert);
       if (op.state.failed) continue;
       for (int32_t peer = 0; peer < peers.num_ranks; ++peer) {
         op.send_number(peer, op.counts_at(peer, peers.rank) + expert, count);
@@ -74,15 +101,11 @@ struct Balance {
     }
     if (threadIdx.x < peers.num_ranks && !op.state.failed) op.notify(threadIdx.x);
     op.tell_former_finished();
-    for (int32_t expert = threadIdx.x; expert < num_experts; expert += op.num_workers) {
-      int32_t need = 0, before = 0;
-      for (int32_t source = 0; source < peers.num_ranks; ++source) {
-        const int32_t count = op.wait_number(source, op.counts_at(peers.rank, source) + expert);
-        need += count;
-        before += source < peers.rank ? count : 0;
-      }
-      placing.experts.needs[expert] = need;
-      placing.experts.offset[expert] = before;
+    for (int32_t i = threadIdx.x; i < peers.num_ranks * num_experts; i += op.num_workers) {
+      const int32_t source = i / num_experts, expert = i - source * num_experts;
+      const int32_t count = op.wait_number(source, op.counts_at(peers.rank, source) + expert);
+      atomicAdd(placing.experts.needs + expert, count);
+      if (source < peers.rank) atomicAdd(placing.experts.offset + expert, count);
     }
     op.sync_workers();
   }
@@ -108,17 +131,16 @@ struct Balance {
 
   // Writes the slot of each pair. The rows of an expert have the order of source ranks, tokens, k.
   __device__ void number_pairs() const {
-    const int32_t num_experts = placing.num_experts();
-    for_each_pair([&](int32_t pair, int32_t id) {
+    struct Counted {
+      int32_t id, earlier;
+    };
+    const auto load = [&](int32_t pair) { return Counted{__ldg(args.topk_idx + pair), args.topk_slot[pair]}; };
+    for_each_pair(load, [&](int32_t pair, const Counted& counted) {
+      const auto [id, earlier] = counted;
       const bool is_row = names_expert(id);
-      const uint32_t same = __match_any_sync(kAllLanes, is_row ? id : -1);
-      const uint32_t earlier = same & ((1u << lane_id()) - 1);
-      int32_t* const counter = counters + warp_id() * num_experts + (is_row ? id : 0);
-      const int32_t at = is_row ? placing.experts.offset[id] + *counter + __popc(earlier) : 0;
-      __syncwarp();
-      if (is_row && earlier == 0) *counter += __popc(same);
-      __syncwarp();
-      if (pair >= 0) args.topk_slot[pair] = is_row ? placing.slot_of(id, at) : -1;
+      const int32_t before = is_row ? counters[warp_id() * placing.num_experts() + id] + earlier : 0;
+      if (pair < 0) return;
+      args.topk_slot[pair] = is_row ? placing.slot_of(id, placing.experts.offset[id] + before) : -1;
     });
   }
 

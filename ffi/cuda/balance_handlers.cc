@@ -45,7 +45,7 @@ ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Ope
   args.top_k = static_cast<int32_t>(topk_idx.dimensions()[1]);
   args.topk_idx = data<int32_t>(topk_idx);
   args.tolerance_units = static_cast<int32_t>(attrs.tolerance);
-  args.by_home_experts = Divisor(static_cast<uint32_t>(sizes.experts_per_rank - sizes.replicas));
+  args.by_home_experts = Divisor(static_cast<uint32_t>(sizes.num_home_experts()));
   args.slot_expert = data<int32_t>(slot_expert);
   args.num_rows = data<int32_t>(num_rows);
   args.home_rows = data<int32_t>(home_rows);
@@ -54,62 +54,101 @@ ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Ope
   return enqueue_balance("balance", stream, **member, attrs.group, args);
 }
 
-// Both directions work in place: the result has the memory of `experts`.
-ffi::Error in_place(OpKind op, cudaStream_t stream, int32_t ordinal, int64_t group, uint32_t hash, bool clears_slots,
-                    const Operand& axis_index, const Operand& experts, const Operand& slots, Result out) {
+// A call of replicate or of its backward pass. `experts` has the experts' size and dtype. is_in_place: whether the
+// result has the memory that it must have.
+ffi::Error enqueue_copies(OpKind op, cudaStream_t stream, const Member& member, const CallAttrs& attrs,
+                          const Operand& axis_index, const Operand& experts, const Operand& slots, bool is_in_place,
+                          ReplicateArgs args) {
   const char* const name = name_of(op);
-  const auto member = member_for(name, group, ordinal);
-  if (member.has_error()) return member.error();
-  const Sizes sizes(**member);
-  const bool adds = op == OpKind::kReplicateBack;
-  const ffi::Error error = first_error(
-      {check_axis_index(name, axis_index),
-       check_buffers(
-           name,
-           {{"experts", experts, adds ? Types::floats() : Types::any(), {sizes.experts_per_rank, last_size(experts)}},
-            {"slots", slots, ffi::S32, {sizes.num_ranks, sizes.replicas}},
-            {"out", *out, experts.element_type(), {sizes.experts_per_rank, last_size(experts)}}})});
+  const Sizes sizes(member);
+  const ffi::Error error =
+      first_error({check_axis_index(name, axis_index),
+                   check_buffers(name, {{"slots", slots, ffi::S32, {sizes.num_ranks, sizes.replicas}}})});
   if (error.failure()) return error;
-  if (sizes.replicas == 0 || sizes.has_network || row_bytes(experts) % kUnitBytes != 0 ||
-      experts.untyped_data() != out->untyped_data()) {
+  if (sizes.replicas == 0 || sizes.has_network || row_bytes(experts) % kUnitBytes != 0 || !is_in_place) {
     return ffi::Error::InvalidArgument(std::string(name) + ": the group must have replicas and no network, an expert " +
                                        "must have a multiple of 16 bytes, and out must have the memory of experts");
   }
-  ReplicateArgs args = {};
   args.op = op;
-  args.hash = hash;
+  args.hash = static_cast<uint32_t>(attrs.hash);
   args.axis_index = data<int32_t>(axis_index);
   args.slots = data<int32_t>(slots);
-  args.by_home_experts = Divisor(static_cast<uint32_t>(sizes.experts_per_rank - sizes.replicas));
-  args.experts = static_cast<uint8_t*>(out->untyped_data());
+  args.by_home_experts = Divisor(static_cast<uint32_t>(sizes.num_home_experts()));
   args.expert_bytes = row_bytes(experts);
-  args.clears_slots = clears_slots;
-  return enqueue_replicate(name, stream, **member, group, element_type(experts), args);
+  return enqueue_replicate(name, stream, member, attrs.group, element_type(experts), args);
 }
 
+// In place, in an array that has home experts and slots.
 ffi::Error replicate(cudaStream_t stream, int32_t ordinal, ReplicateAttrs attrs, Operand axis_index, Operand experts,
                      Operand slots, Result out) {
-  return in_place(OpKind::kReplicate, stream, ordinal, attrs.group, static_cast<uint32_t>(attrs.hash),
-                  attrs.clears_slots, axis_index, experts, slots, out);
+  const auto member = member_for("replicate", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const Sizes sizes(**member);
+  const Dims all = {sizes.experts_per_rank, last_size(experts)};
+  const ffi::Error error =
+      check_buffers("replicate", {{"experts", experts, Types::any(), all}, {"out", *out, experts.element_type(), all}});
+  if (error.failure()) return error;
+  ReplicateArgs args = {};
+  args.home = static_cast<uint8_t*>(out->untyped_data());
+  args.copies = args.home + sizes.num_home_experts() * row_bytes(experts);
+  args.clears_slots = attrs.clears_slots;
+  return enqueue_copies(OpKind::kReplicate, stream, **member, {attrs.group, attrs.hash}, axis_index, experts, slots,
+                        experts.untyped_data() == out->untyped_data(), args);
 }
 
+// Into an array of slots only. Slots without a copy stay as they are.
+ffi::Error copy_experts(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand experts,
+                        Operand slots, Result out) {
+  const auto member = member_for("replicate", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const Sizes sizes(**member);
+  const int64_t channels = last_size(experts);
+  const ffi::Error error =
+      check_buffers("replicate", {{"experts", experts, Types::any(), {sizes.num_home_experts(), channels}},
+                                  {"out", *out, experts.element_type(), {sizes.replicas, channels}}});
+  if (error.failure()) return error;
+  ReplicateArgs args = {};
+  args.home = static_cast<uint8_t*>(experts.untyped_data());
+  args.copies = static_cast<uint8_t*>(out->untyped_data());
+  return enqueue_copies(OpKind::kReplicate, stream, **member, attrs, axis_index, experts, slots, true, args);
+}
+
+// Adds the gradients of copies to those of the home experts, in place.
 ffi::Error replicate_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand experts,
-                          Operand slots, Result out) {
-  return in_place(OpKind::kReplicateBack, stream, ordinal, attrs.group, static_cast<uint32_t>(attrs.hash), false,
-                  axis_index, experts, slots, out);
+                          Operand copies, Operand slots, Result out) {
+  const char* const name = name_of(OpKind::kReplicateBack);
+  const auto member = member_for(name, attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const Sizes sizes(**member);
+  const Dims home = {sizes.num_home_experts(), last_size(experts)};
+  const ffi::Error error =
+      check_buffers(name, {{"experts", experts, Types::floats(), home},
+                           {"copies", copies, experts.element_type(), {sizes.replicas, last_size(experts)}},
+                           {"out", *out, experts.element_type(), home}});
+  if (error.failure()) return error;
+  ReplicateArgs args = {};
+  args.home = static_cast<uint8_t*>(out->untyped_data());
+  args.copies = static_cast<uint8_t*>(copies.untyped_data());
+  return enqueue_copies(OpKind::kReplicateBack, stream, **member, attrs, axis_index, experts, slots,
+                        experts.untyped_data() == out->untyped_data(), args);
 }
 
 JAX_EP_DEFINE_HANDLER(kBalance, with_order_token(balance, "balance"), (with_buffers<2, 5>(bind_call<BalanceAttrs>())),
                       kTraits);
 JAX_EP_DEFINE_HANDLER(kReplicate, with_order_token(replicate, "replicate"),
                       (with_buffers<3, 1>(bind_call<ReplicateAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kReplicateBack, with_order_token(replicate_back, name_of(OpKind::kReplicateBack)),
+JAX_EP_DEFINE_HANDLER(kCopyExperts, with_order_token(copy_experts, "replicate"),
                       (with_buffers<3, 1>(bind_call<CallAttrs>())), kTraits);
+JAX_EP_DEFINE_HANDLER(kReplicateBack, with_order_token(replicate_back, name_of(OpKind::kReplicateBack)),
+                      (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
 
 }  // namespace
 
 std::vector<std::pair<const char*, XLA_FFI_Handler*>> balance_targets() {
-  return {{"jax_ep_balance", kBalance}, {"jax_ep_replicate", kReplicate}, {"jax_ep_replicate_back", kReplicateBack}};
+  return {{"jax_ep_balance", kBalance},
+          {"jax_ep_replicate", kReplicate},
+          {"jax_ep_copy_experts", kCopyExperts},
+          {"jax_ep_replicate_back", kReplicateBack}};
 }
 
 }  // namespace jax_ep

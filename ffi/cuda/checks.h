@@ -25,6 +25,7 @@ struct Sizes {
         top_k(member.peers.layout.top_k),
         has_network(member.is_over_network()) {}
 
+  int64_t num_home_experts() const { return experts_per_rank - replicas; }
   Dims topk(int64_t num_tokens) const { return {num_tokens, top_k}; }
   Dims send_slot(int64_t num_tokens) const { return {has_network ? 2 * num_tokens : num_tokens, num_ranks}; }
   Dims recv_row(int64_t num_tokens) const { return {num_ranks, num_tokens, top_k}; }

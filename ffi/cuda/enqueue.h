@@ -201,8 +201,8 @@ inline ffi::Error enqueue_replicate(const char* op, cudaStream_t stream, const M
   if (error.failure()) return error;
   const Peers& peers = member.peers;
   const Kernels kernels = find_group(group)->kernels();
-  const CopyPlan plan =
-      plan_replicate(peers.layout.max_tokens, num_sms(group, args.phase, member.num_sms), member.num_sms);
+  const CopyPlan plan = plan_replicate(peers.layout.max_tokens, args.clears_slots,
+                                       num_sms(group, args.phase, member.num_sms), member.num_sms);
   const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
     return kernels.launch_replicate(peers, args, type, plan, on);
   };

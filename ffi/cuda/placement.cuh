@@ -154,17 +154,28 @@ struct Placing {
     ranks.end[to] = last - before;
   }
 
-  // Sorts each rank's home experts, those with most rows first.
+  // Sorts each rank's home experts, those with most rows first. The threads of an expert, a power of two, share the
+  // comparisons.
   __device__ void sort_lines() const {
-    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
-      const int32_t first = by_home_experts.quotient(expert) * experts_per_rank, need = experts.needs[expert];
+    const int32_t log_threads = min(31 - __clz(max(op.num_workers / num_experts(), 1)), 5);
+    const int32_t part = lane_id() & ((1 << log_threads) - 1);
+    for (int32_t begin = warp_id() * 32; begin < num_experts() << log_threads; begin += op.num_workers) {
+      const int32_t expert = (begin + lane_id()) >> log_threads;
+      const bool is_expert = expert < num_experts();
+      const int32_t first = is_expert ? by_home_experts.quotient(expert) * experts_per_rank : 0;
+      const int32_t need = is_expert ? experts.needs[expert] : 0;
       int32_t place = 0, start = 0;
-      for (int32_t other = first; other < first + experts_per_rank; ++other) {
+      for (int32_t other = first + part; other < first + experts_per_rank; other += 1 << log_threads) {
         const int32_t its_need = experts.needs[other];
         const bool before = precedes(its_need, other, need, expert);
         place += before;
         start += before ? its_need : 0;
       }
+      for (int32_t other_part = 1; other_part < 1 << log_threads; other_part *= 2) {
+        place += __shfl_xor_sync(kAllLanes, place, other_part);
+        start += __shfl_xor_sync(kAllLanes, start, other_part);
+      }
+      if (!is_expert || part != 0) continue;
       experts.place[expert] = place;
       experts.start[expert] = start;
       experts.line[first + place] = expert;

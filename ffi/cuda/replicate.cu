@@ -37,8 +37,8 @@ struct Replicate {
     const int64_t offset = (index - int64_t{number} * rows_per_expert()) * row_bytes();
     return {number, offset, static_cast<int32_t>(min(int64_t{row_bytes()}, args.expert_bytes - offset))};
   }
-  __device__ uint8_t* expert(int32_t local) const { return args.experts + local * args.expert_bytes; }
-  __device__ uint8_t* slot(int32_t number) const { return expert(peers.num_home_experts() + number); }
+  __device__ uint8_t* expert(int32_t local) const { return args.home + local * args.expert_bytes; }
+  __device__ uint8_t* slot(int32_t number) const { return args.copies + number * args.expert_bytes; }
 
   __device__ int32_t rows_given(int32_t lane) const {
     return ring.rows_of_lane(lane, int64_t{lists.counts.num_given} * rows_per_expert());
@@ -149,23 +149,26 @@ struct Replicate {
     return __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_left && slot == lowest))) - 1;
   }
 
-  // Zeroes the slots without a copy. All blocks share the work.
-  __device__ void clear_slots() const {
-    const int32_t begin = peers.rank * peers.replicas;
-    for (int32_t number = 0; number < peers.replicas; ++number) {
-      if (args.slots[begin + number] >= 0) continue;
-      auto* const units = reinterpret_cast<uint4*>(slot(number));
-      const int64_t step = int64_t{gridDim.x} * blockDim.x, num_units = args.expert_bytes / kUnitBytes;
-      for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < num_units; i += step) units[i] = uint4{};
+  // The parts of slots that warps claim, to zero those without a copy.
+  static constexpr int64_t kPartBytes = 64 * 1024;
+  __device__ int64_t parts_per_slot() const { return (args.expert_bytes + kPartBytes - 1) / kPartBytes; }
+  __device__ int64_t num_parts() const { return args.clears_slots ? peers.replicas * parts_per_slot() : 0; }
+
+  __device__ void clear_part(int64_t part) const {
+    const auto number = static_cast<int32_t>(part / parts_per_slot());
+    if (args.slots[peers.rank * peers.replicas + number] >= 0) return;
+    const int64_t begin = (part - number * parts_per_slot()) * kPartBytes;
+    const int64_t end = min(begin + kPartBytes, args.expert_bytes);
+    for (int64_t at = begin + lane_id() * kUnitBytes; at < end; at += 32 * kUnitBytes) {
+      *reinterpret_cast<uint4*>(slot(number) + at) = uint4{};
     }
   }
 
   // The results of a failed operation: the copies, or all gradients, become NaN.
   __device__ void poison() const {
     const bool is_back = args.op == OpKind::kReplicateBack;
-    const int64_t first = is_back ? 0 : peers.num_home_experts();
     const int64_t number = is_back ? peers.num_home_experts() : peers.replicas;
-    fill_bytes(args.experts + first * args.expert_bytes, number * args.expert_bytes, 0xff);
+    fill_bytes(is_back ? args.home : args.copies, number * args.expert_bytes, 0xff);
   }
 };
 
@@ -176,7 +179,7 @@ __global__ void __launch_bounds__(kCopyWarps * 32, 1)
                      const __grid_constant__ CopyPlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(ReplicateShared, shared);
-  const Operation op = {peers, args, args.experts, shared.state, static_cast<int32_t>(blockDim.x)};
+  const Operation op = {peers, args, args.copies, shared.state, static_cast<int32_t>(blockDim.x)};
   const CopyLists lists(op, args, shared.counts, reinterpret_cast<int32_t*>(scratch));
   const Replicate replicate = {peers, args, op, lists, RowRing(op, plan)};
   wait_for_dependencies();
@@ -189,13 +192,16 @@ __global__ void __launch_bounds__(kCopyWarps * 32, 1)
   }
   lists.build();
   op.stamp(Stamp::kRouted);
-  if (args.clears_slots) replicate.clear_slots();
   if (!op.warp_has_failed()) {
     if (lane_id() == 0) op.open_claims(0);
-    while (true) {
-      const int32_t lane = __shfl_sync(kAllLanes, lane_id() == 0 ? static_cast<int32_t>(op.claim()) : 0, 0);
-      if (lane >= plan.num_lanes || op.warp_has_failed()) break;
-      if constexpr (kBack) {
+    while (true) {  // a warp claims lanes, then parts of slots to clear
+      const int64_t claimed = __shfl_sync(kAllLanes, lane_id() == 0 ? op.claim() : 0, 0),
+                    part = claimed - plan.num_lanes;
+      if (part >= replicate.num_parts() || op.warp_has_failed()) break;
+      const auto lane = static_cast<int32_t>(claimed);
+      if (part >= 0) {
+        replicate.clear_part(part);
+      } else if constexpr (kBack) {
         replicate.template add<X>(lane);
       } else {
         replicate.copy(lane);

@@ -1,5 +1,5 @@
 // Replicate copies experts to the ranks whose replica slots name them. Its backward pass adds the copies' gradients to
-// the home expert's. Both work in place, on an array [E_local + B, ...]: home experts, then replica slots.
+// the home expert's, in place.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,8 @@ namespace jax_ep {
 struct ReplicateArgs : Call {  // kReplicate or kReplicateBack
   const int32_t* slots;        // [R, B]: the global expert in each replica slot of each rank; -1 for none
   Divisor by_home_experts;     // of a rank
-  uint8_t* experts;            // [E_local + B, expert_bytes]
+  uint8_t* home;               // [E_local, expert_bytes]: the home experts; kReplicate only reads them
+  uint8_t* copies;             // [B, expert_bytes]: the replica slots; kReplicateBack only reads them
   int64_t expert_bytes;        // a multiple of kUnitBytes
   bool clears_slots;           // kReplicate: whether slots without a copy become zero
 };

@@ -107,6 +107,7 @@ T atomicExch(T* p, T value) {
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline uint32_t __float_as_uint(float x) {
   uint32_t bits;

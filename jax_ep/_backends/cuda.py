@@ -192,24 +192,35 @@ class _CudaOperations(Backend):
             return plain_replicate.replicate(self.group, w, slots)
         has_slots = w.shape[0] == self.group.slots_per_rank
         experts = w if has_slots else jnp.pad(w, [(0, self.group.replicas), *[(0, 0)] * (w.ndim - 1)])
-        return self._in_place(targets.REPLICATE, experts, slots, clears_slots=has_slots)
+        return self._copies(targets.REPLICATE, {"experts": experts, "slots": slots}, True, clears_slots=has_slots)
 
-    def replicate_back(self, g: jax.Array, slots: jax.Array) -> jax.Array:
+    def copy_experts(self, w: jax.Array, slots: jax.Array) -> jax.Array:
+        if not self._kernels_copy(w, w.dtype.name not in _BELOW_A_BYTE):
+            return plain_replicate.copy_experts(self.group, w, slots)
+        return self._copies(targets.COPY_EXPERTS, {"experts": w, "slots": slots}, False)
+
+    def add_copies(self, g: jax.Array, copies: jax.Array, slots: jax.Array) -> jax.Array:
         if not self._kernels_copy(g, g.dtype.name in ("float32", "float16", "bfloat16")):
-            return plain_replicate.replicate_back(self.group, g, slots)
-        return self._in_place(targets.REPLICATE_BACK, g, slots)[: self.group.experts_per_rank]
+            return plain_replicate.add_copies(self.group, g, copies, slots)
+        return self._copies(targets.REPLICATE_BACK, {"experts": g, "copies": copies, "slots": slots}, True)
 
     def _kernels_copy(self, experts: jax.Array, has_type: bool) -> bool:
         """Whether the kernels copy such experts: units of 16 bytes, between ranks that map each other's memory."""
         expert_bytes = experts.size // experts.shape[0] * experts.dtype.itemsize
         return has_type and expert_bytes > 0 and expert_bytes % 16 == 0 and not self._has_network
 
-    def _in_place(self, target: Target, experts: jax.Array, slots: jax.Array, **attributes: Any) -> jax.Array:
-        """Calls a target that changes experts [C, ...] in place."""
-        flat = experts.reshape(experts.shape[0], -1)
-        operands: dict[str, jax.Array | None] = {"experts": flat, "slots": slots}
-        results = target.result_types(operands, {}, {"out": flat.dtype})
-        return self._call(target, operands, results, aliases={1: 0}, **attributes)["out"].reshape(experts.shape)
+    def _copies(
+        self, target: Target, operands: dict[str, jax.Array], is_in_place: bool, **attributes: Any
+    ) -> jax.Array:
+        """Calls a target that copies experts [..., D], or adds them up. In place, the result replaces `experts`."""
+        experts = operands["experts"]
+        flat: dict[str, jax.Array | None] = {
+            name: array if name == "slots" else array.reshape(array.shape[0], -1) for name, array in operands.items()
+        }
+        results = target.result_types(flat, {"B": self.group.replicas}, {"out": experts.dtype})
+        aliases = {1: 0} if is_in_place else {}
+        out = self._call(target, flat, results, aliases=aliases, **attributes)["out"]
+        return out.reshape(-1, *experts.shape[1:])
 
     @property
     def _kernels_cast(self) -> bool:

@@ -12,6 +12,14 @@ from jax_ep._settings import GroupSettings
 
 def replicate(group: GroupSettings, w: jax.Array, slots: jax.Array) -> jax.Array:
     """w [E_local, ...] or [E_local + B, ...], and the experts [R, B] in the replica slots of all ranks."""
+    copies = copy_experts(group, w, slots)
+    if w.shape[0] == group.slots_per_rank:
+        return w.at[group.experts_per_rank :].set(copies)  # XLA writes into a donated w
+    return jnp.concatenate([w, copies])
+
+
+def copy_experts(group: GroupSettings, w: jax.Array, slots: jax.Array) -> jax.Array:
+    """The copies alone, [B, ...]. Slots without a copy are zero."""
     local, rank = group.experts_per_rank, lax.axis_index(group.axis_names)
     number, is_here = _numbers_here(group, slots)
     mine = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
@@ -23,21 +31,18 @@ def replicate(group: GroupSettings, w: jax.Array, slots: jax.Array) -> jax.Array
         return copies.at[slot].set(arrived[source])  # zero if the slot is empty: nobody sends for it
 
     copies = _compat.vary((jnp.zeros((group.replicas, *w.shape[1:]), w.dtype), w), [])[0]
-    copies = lax.fori_loop(0, _num_used_slots(slots), fetch, copies)
-    if w.shape[0] == group.slots_per_rank:
-        return w.at[local:].set(copies)  # XLA writes into a donated w
-    return jnp.concatenate([w, copies])
+    return lax.fori_loop(0, _num_used_slots(slots), fetch, copies)
 
 
-def replicate_back(group: GroupSettings, g: jax.Array, slots: jax.Array) -> jax.Array:
-    """Adds the gradients of copies, g [E_local + B, ...], to those of the home experts: [E_local, ...]."""
+def add_copies(group: GroupSettings, g: jax.Array, copies: jax.Array, slots: jax.Array) -> jax.Array:
+    """Adds the gradients of copies [B, ...] to those of the home experts, g [E_local, ...]."""
     local, rank = group.experts_per_rank, lax.axis_index(group.axis_names)
     number, _ = _numbers_here(group, slots)
     mine = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
 
     def add_slot(slot: jax.Array, total: jax.Array) -> jax.Array:
         goes = (jnp.arange(group.num_ranks) == mine[slot] // local) & (mine[slot] >= 0)  # to the home of the copy
-        copy = jnp.broadcast_to(g[local + slot], (group.num_ranks, *g.shape[1:]))
+        copy = jnp.broadcast_to(copies[slot], (group.num_ranks, *g.shape[1:]))
         arrived = lax.all_to_all(_keep(copy, goes), group.axis_names, 0, 0)  # [R, ...]: this slot of each rank
 
         def add_rank(rank: jax.Array, total: jax.Array) -> jax.Array:
@@ -45,7 +50,7 @@ def replicate_back(group: GroupSettings, g: jax.Array, slots: jax.Array) -> jax.
 
         return lax.fori_loop(0, group.num_ranks, add_rank, total)
 
-    return lax.fori_loop(0, _num_used_slots(slots), add_slot, g[:local].astype(jnp.float32)).astype(g.dtype)
+    return lax.fori_loop(0, _num_used_slots(slots), add_slot, g.astype(jnp.float32)).astype(g.dtype)
 
 
 def _num_used_slots(slots: jax.Array) -> jax.Array:

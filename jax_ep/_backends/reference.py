@@ -56,8 +56,11 @@ class ReferenceBackend(Backend):
     def replicate(self, w: jax.Array, slots: jax.Array) -> jax.Array:
         return plain_replicate.replicate(self.group, w, slots)
 
-    def replicate_back(self, g: jax.Array, slots: jax.Array) -> jax.Array:
-        return plain_replicate.replicate_back(self.group, g, slots)
+    def copy_experts(self, w: jax.Array, slots: jax.Array) -> jax.Array:
+        return plain_replicate.copy_experts(self.group, w, slots)
+
+    def add_copies(self, g: jax.Array, copies: jax.Array, slots: jax.Array) -> jax.Array:
+        return plain_replicate.add_copies(self.group, g, copies, slots)
 
     def dispatch_start(self, call: DispatchCall, *operands: Any, zero_pad: bool) -> None:
         """The whole operation runs in its done."""

@@ -216,14 +216,23 @@ BALANCE = Target(
     ),
     ("tolerance",),
 )
-# In place: the result has the memory of the operand.
+# Of replicate and its gradient, "out" has the memory of "experts". C is E_local + B, L is E_local.
 REPLICATE = Target(
     "replicate",
     (_AXIS_INDEX, Array("experts", "C D"), Array("slots", "R B", _INT)),
     (Array("out", "C D"),),
     ("clears_slots",),
 )
-REPLICATE_BACK = Target("replicate_back", REPLICATE.operands, REPLICATE.results)
+COPY_EXPERTS = Target(
+    "copy_experts",
+    (_AXIS_INDEX, Array("experts", "L D"), Array("slots", "R B", _INT)),
+    (Array("out", "B D"),),
+)
+REPLICATE_BACK = Target(
+    "replicate_back",
+    (_AXIS_INDEX, Array("experts", "L D"), Array("copies", "B D"), Array("slots", "R B", _INT)),
+    (Array("out", "L D"),),
+)
 TARGETS = (
     DISPATCH,
     DISPATCH_LIKE,
@@ -234,6 +243,7 @@ TARGETS = (
     ALL_TO_ALL_BACK,
     BALANCE,
     REPLICATE,
+    COPY_EXPERTS,
     REPLICATE_BACK,
 )
 SPLIT = (DISPATCH, COMBINE)  # the targets that have a start and a done

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import _checks, _compat
+from jax_ep._balance import Plan, replicate, with_copies
 from jax_ep._balance import balance as make_plan
-from jax_ep._balance import replicate
 from jax_ep._combine import combine
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch
@@ -103,7 +102,7 @@ def mlp(
     | name | value | if saved, the backward pass does not repeat |
     | --- | --- | --- |
     | `jax_ep_dispatch` | the result of `dispatch`: rows [rows, H] and their route | the dispatch |
-    | `jax_ep_replicate` | with `balance`: the weights [E_local + B, ...] with the copies | the copies of experts |
+    | `jax_ep_replicate` | with `balance`: the copies [B, ...] with "grouped", else [E_local + B, ...] | the copies |
     | `jax_ep_moe_gate_up` | x @ w_gate_up of each row, [rows, 2I] | the first matmul |
     | `jax_ep_moe_down` | the experts' outputs, [rows, H] | the second matmul |
     | `jax_ep_moe_output` | the result, [T, H] | the combine |
@@ -137,13 +136,21 @@ def mlp(
     layout: Literal["expert", "ragged"] = "expert" if implementation == "einsum" else "ragged"
     plan = None if balance is None else make_plan(tokens[1], group=group, tolerance=balance)
     recv = dispatch(*tokens, group=group, layout=layout, plan=plan, **{"dequantize": True, **dispatch_arguments})
+    weights = _Weights(w_gate_up), _Weights(w_down)
     if plan is not None:
-        w_gate_up, w_down = replicate((w_gate_up, w_down), plan)
+        weights = (
+            _weights_with_copies(w_gate_up, plan, implementation),
+            _weights_with_copies(w_down, plan, implementation),
+        )
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
-    rows, w_gate_up, w_down = _compat.vary((dequantize(recv), w_gate_up, w_down), [])
-    matmul = partial(portable_matmul, group_sizes=recv.group_sizes, implementation=implementation)
+    rows, (for_gate_up, for_down) = _compat.vary((dequantize(recv), weights), [])
 
-    gate_up = checkpoint_name(matmul(rows, w_gate_up), "jax_ep_moe_gate_up")
+    def matmul(rows: jax.Array, weights: _Weights) -> jax.Array:
+        return portable_matmul(
+            rows, weights.w, copies=weights.copies, group_sizes=recv.group_sizes, implementation=implementation
+        )
+
+    gate_up = checkpoint_name(matmul(rows, for_gate_up), "jax_ep_moe_gate_up")
     gate, up = gate_up[..., :inner], gate_up[..., inner:]
     activated = activation(gate)
     if getattr(activated, "shape", None) != gate.shape:
@@ -152,9 +159,23 @@ def mlp(
             "array of the same shape (mlp splits gate and up itself)"
         )
     hidden = (activated * up).astype(group.dtype)
-    y = checkpoint_name(matmul(hidden, w_down), "jax_ep_moe_down")
+    y = checkpoint_name(matmul(hidden, for_down), "jax_ep_moe_down")
     out = checkpoint_name(combine(y, recv), "jax_ep_moe_output")
     return out.reshape(x.shape)
+
+
+class _Weights(NamedTuple):
+    """The weights of all groups of rows: w, then copies if they are in an array of their own."""
+
+    w: jax.Array  # [E_local, ...], or [E_local + B, ...] with the copies
+    copies: jax.Array | None = None  # [B, ...]
+
+
+def _weights_with_copies(w: jax.Array, plan: Plan, implementation: Implementation) -> _Weights:
+    """Adds the copies of a plan. The grouped GEMM reads no weights of empty groups, and takes copies apart from w."""
+    if implementation == "grouped" and plan.group.replicas:
+        return _Weights(*with_copies(w, plan))
+    return _Weights(replicate(w, plan))
 
 
 def _devices_of(group: Group) -> list[Any]:

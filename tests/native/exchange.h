@@ -200,7 +200,7 @@ class Session {
   SplitPhaseCalls::Body body_of(const Member& member, const ReplicateArgs& call) const {
     const Kernels kernels = group().kernels();
     const Peers& peers = member.peers;
-    const CopyPlan plan = plan_replicate(peers.layout.max_tokens, blocks_.number, member.num_sms);
+    const CopyPlan plan = plan_replicate(peers.layout.max_tokens, call.clears_slots, blocks_.number, member.num_sms);
     const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
       return kernels.launch_replicate(peers, call, ElementType::kFloat32, plan, stream);
     };

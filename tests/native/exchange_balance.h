@@ -178,8 +178,9 @@ struct Experts {
     args.axis_index = plan.rank.axis_index.device;
     args.slots = plan.slots.device;
     args.by_home_experts = Divisor(sizes.home_experts);
-    args.experts = reinterpret_cast<uint8_t*>(values.device);
     args.expert_bytes = channels * sizeof(float);
+    args.home = reinterpret_cast<uint8_t*>(values.device);
+    args.copies = args.home + sizes.home_experts * args.expert_bytes;
     args.clears_slots = clears_slots;
     return args;
   }
@@ -188,7 +189,7 @@ struct Experts {
 
 // Experts travel to the slots of the plans, and gradients travel back. Every bit is compared.
 void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans, std::mt19937& random) {
-  const auto channels = pick<int64_t>(random, {4, 20, 1152, 5000});
+  const auto channels = pick<int64_t>(random, {4, 20, 1152, 5000, 40'000});
   const bool clears_slots = random() % 2;
   const std::vector<int32_t>& slots = plans[0]->slots.host;
   std::vector<std::unique_ptr<Experts>> all;
