@@ -16,6 +16,7 @@ import pytest
 import jax_ep as ep
 import oracle
 from helpers import assert_dispatched, assert_same_bits, make_mesh, open_group, run_spmd, spmd, to_numpy
+from jax_ep._balance import with_copies
 from shapes import Shape
 from test_errors import assert_names
 from test_moe import equations
@@ -683,15 +684,22 @@ def test_copies_of_experts_that_take_many_rows(kernel_backend, adversary):
     def there_and_back(topk_idx, weights, numbers, cotangents):
         plan = ep.balance(topk_idx, group=group)
         copied, transpose = jax.vjp(lambda weights: ep.replicate(weights, plan), weights)
-        return copied, ep.replicate(numbers, plan), transpose(cotangents)[0]
+        apart, transpose_apart = jax.vjp(lambda w: with_copies(w, plan), weights["bfloat16"])
+        g = cotangents["bfloat16"]
+        copies = jnp.where((plan.slot_expert >= 0)[:, None, None], apart[1], 0)
+        of_apart = jnp.concatenate([apart[0], copies]), transpose_apart((g[:3], g[3:]))[0]
+        return copied, ep.replicate(numbers, plan), transpose(cotangents)[0], of_apart
 
     with open_group(mesh, case.shape, backend=kernel_backend, replicas=3) as group:
         program = jax.jit(spmd(there_and_back, mesh))
         for routing in ("one_rank", "skewed", "even"):
             topk_idx = make_case(routing, case)[1]
             slots = oracle.balance(topk_idx, num_experts=12, num_slots=3).slot_expert
-            copied, copied_numbers, gradients = to_numpy(program(topk_idx, weights, numbers, cotangents))
+            found = to_numpy(program(topk_idx, weights, numbers, cotangents))
+            copied, copied_numbers, gradients, (apart, gradient_apart) = found
             assert_same_bits(copied_numbers, oracle.replicate(numbers, slots))
+            assert_same_bits(apart, copied["bfloat16"], f"{routing}: copies apart")
+            assert_same_bits(gradient_apart, gradients["bfloat16"], f"{routing}: gradient of copies apart")
             for name, w in weights.items():
                 assert_same_bits(copied[name], oracle.replicate(w[:, :3], slots), f"{routing}: {name}")
                 expected = added_copies(cotangents[name], slots, 3)
@@ -700,4 +708,4 @@ def test_copies_of_experts_that_take_many_rows(kernel_backend, adversary):
                 assert_same_bits(gradients[name], expected, f"{routing}: gradient of {name}")
         if not group._impl._has_network:
             operations = group.stats().operations
-            assert (operations["replicate"] == 3 * 4).all() and (operations["replicate (backward)"] == 3 * 3).all()
+            assert (operations["replicate"] == 3 * 5).all() and (operations["replicate (backward)"] == 3 * 4).all()
