@@ -5,7 +5,7 @@
 #   scripts/gpu_check.sh build native tests                 # all parts of some steps
 #   scripts/gpu_check.sh processes-2-nvlink bench-7-grad    # some parts
 #
-# The steps: build native sanitizer tests train processes bench matmul layer overlap.
+# The steps: build native sanitizer tests train processes bench matmul balance layer overlap.
 #
 # The script uses every GPU that it finds; CUDA_VISIBLE_DEVICES chooses. GPUs must be Hopper or newer, two or more, and a
 # power of two. native, sanitizer, tests-3 and processes-one-gpu use the first GPU only and run on a machine with one.
@@ -30,7 +30,7 @@ set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 [[ $python != */* ]] || python=$(realpath -s "$python")
-steps=${*:-build native sanitizer tests train processes bench matmul layer overlap}
+steps=${*:-build native sanitizer tests train processes bench matmul balance layer overlap}
 logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"
 # Runs Python in tests/. In this folder, Python would import this folder's jax_ep/, which has no native extensions.
@@ -143,6 +143,10 @@ first_gpu=${first_gpu%%,*}
 step matmul-1-experts env CUDA_VISIBLE_DEVICES="$first_gpu" $installed -m jax_ep.bench experts \
   --groups uniform,lognormal,one-hot --json "$logs/matmul-1-experts.json" ${BENCH_ARGS:-}
 step matmul-2-parts env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --json "$logs/matmul-2-parts.json"
+# Balanced placement: its kernels, and a layer's step under skewed routing. The second part needs the grouped GEMM, too.
+step balance-1-kernels $installed -m jax_ep.bench balance --json "$logs/balance-1-kernels.json"
+step balance-2-step "$python" benchmarks/moe_step.py --skew 0 0.5 1 1.5 hot --compute grouped \
+  --json "$logs/balance-2-step.json"
 step layer "$python" benchmarks/moe_step.py --json "$logs/layer.json"
 overlap() {  # overlap NAME ARGUMENT...
   step "overlap-$1" "$python" benchmarks/overlap.py --json "$logs/overlap-$1.json" "${@:2}"

@@ -22,7 +22,7 @@ import gpu_results  # noqa: E402
 from gpu_results import ROOT, Row  # noqa: E402
 from native_hash import native_hash, python_hash  # noqa: E402
 
-MEASURED = ("bench", "matmul", "layer", "overlap", "train", "soak")
+MEASURED = ("bench", "matmul", "balance", "layer", "overlap", "train", "soak")
 NOT_A_FILTER = re.compile(r"--(durations|maxfail)=\S+|-[vqx]+")  # options of pytest that select no tests
 
 
@@ -119,11 +119,11 @@ def rows(found: Any) -> list[Row]:
     """Returns the rows of a step's JSON file. Each row also gets the values that all rows of its table share."""
     if isinstance(found, list):
         return found
-    key = next((key for key in ("rows", "variants") if key in found), None)
+    key = next((key for key in ("rows", "variants", "skews") if key in found), None)
     if key is None:
         return [found]
     shared = {name: value for name, value in found.items() if not isinstance(value, list)}
-    return [shared | row for row in found[key]]
+    return [shared | row for entry in found[key] for row in rows(entry)]
 
 
 # Raw samples, and values that the run itself has once for all rows.

@@ -5,7 +5,7 @@ has one line per row:
 
     runs      a row per call of gpu_check.sh: date, commit, hashes of the native and Python sources, versions
     steps     a row per step: its run, its result, its filter (options of pytest or of the bench), counts of tests
-    bench, matmul, layer, overlap, train, soak    the measurements of the steps with these names
+    bench, matmul, balance, layer, overlap, train, soak    the measurements of the steps with these names
 
 history.csv holds every row that the bench has measured, in all runs on all machines. scripts/plot_results.py draws it.
 """
@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = "history.csv"
 Row = dict[str, Any]
 
-TABLES = ("runs", "steps", "bench", "matmul", "layer", "overlap", "train", "soak")
+TABLES = ("runs", "steps", "bench", "matmul", "balance", "layer", "overlap", "train", "soak")
 HISTORY_COLUMNS = (
     *("date", "commit", "native_hash", "device", "num_devices", "step", "chain", "processes", "nodes"),
     *("tokens", "hidden", "top_k", "experts", "dtype", "wire", "layout", "routing", "num_sms"),

@@ -274,10 +274,56 @@ def layer(machine: Machine) -> str:
     text = (
         f"Value and gradient of one MoE layer: {ideal['tokens']} tokens of {ideal['hidden']} channels per rank, "
         f"top-{ideal['top_k']} of {ideal['experts']} experts of {ideal['expert_hidden']} channels, {ideal['dtype']}. "
-        "Milliseconds of the host's clock; MiB per rank."
+        "Milliseconds of the host's clock; MiB."
     )
     caption = machine.caption(rows.values(), "scripts/gpu_check.sh layer", text)
     return f"{caption}\n\n{markdown(['exchange', 'step', 'beyond no communication', 'memory'], cells)}"
+
+
+def copies(machine: Machine) -> str:
+    """Makes the table of the kernels of balanced placement."""
+    rows = machine.rows("balance", "balance-1-kernels")
+
+    def what(row: Row) -> str:
+        if "routing" not in row:
+            return f"{row['copies']} copies of {row['expert_bytes'] / 1e6:.0f} MB" if row["copies"] else "no copies"
+        return f"{row['routing']} routing, {row['experts']} experts, {row['copies']} copies"
+
+    def share(row: Row) -> str:
+        return f"{row['floor_us'] / row['us']:.2f}" if "floor_us" in row else ""
+
+    cells = [[row["operation"], what(row), us(row["us"]), us(row.get("floor_us")), share(row)] for row in rows]
+    text = "4096 tokens per rank, top-8; microseconds of the kernel. The floor is the time of the link."
+    caption = machine.caption(rows, "scripts/gpu_check.sh balance-1-kernels", text)
+    return f"{caption}\n\n{markdown(['operation', 'case', 'kernel', 'floor', 'floor / kernel'], cells, 2)}"
+
+
+def balanced_step(machine: Machine) -> str:
+    """Makes the table of one MoE layer's training step under skewed routing."""
+    rows = machine.rows("balance", "balance-2-step")
+    names = {"balanced": "balanced", "dropping": "dropping", "worst_case": "worst case"}
+    cells = [
+        [
+            "hot expert" if row["skew"] == "hot" else f"sigma {row['skew']}",
+            names[row["variant"]],
+            f"{row['step_ms']:.2f}",
+            f"{(row['executable_bytes'] + row['group_bytes']) / 2**20:.0f}",
+            f"{row['busiest_rows'] / row['mean_rows']:.2f}",
+            str(row["dropped_rows"]),
+            str(row["buffer_rows"]),
+            str(row["copies"]),
+        ]
+        for row in rows
+    ]
+    first = rows[0]
+    text = (
+        f"Value and gradient of one MoE layer: {first['tokens']} tokens of {first['hidden']} channels per rank, "
+        f"top-{first['top_k']} of {first['experts']} experts of {first['expert_hidden']} channels, {first['dtype']}. "
+        f"Dropping has room for {first['capacity_factor']} times the mean. "
+        "Milliseconds of the host's clock; MiB per rank."
+    )
+    headings = ["routing", "room", "step", "memory", "busiest / mean", "dropped", "buffer rows", "copies"]
+    return f"{machine.caption(rows, 'scripts/gpu_check.sh balance-2-step', text)}\n\n{markdown(headings, cells, 2)}"
 
 
 GEMMS = {"triton": "Triton", "cublas": "cuBLAS", "auto": "auto"}
@@ -338,7 +384,10 @@ def steps(machine: Machine) -> str:
 
 TABLES: dict[str, Callable[[Machine], str]] = {
     function.__name__: function
-    for function in (pairs, shapes, backward, rivals, processes, network, matmul, layer, overlap, overlap_sms, steps)
+    for function in (
+        *(pairs, shapes, backward, rivals, processes, network, matmul, copies, balanced_step, layer, overlap),
+        *(overlap_sms, steps),
+    )
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 import jax_ep as ep
 from helpers import JAX_EP, TESTS, make_mesh
 from jax_ep import _native
+from jax_ep.bench import balance
 from jax_ep.bench.__main__ import _parse, main
 from jax_ep.bench.cases import ROUTINGS, Case, make_inputs
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
@@ -323,6 +324,22 @@ def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
         assert {"floor_dispatch_us", "floor_combine_us", "floor_pair_us", "arena_bytes", "ranks", "num_sms"} <= set(row)
     assert len(capsys.readouterr().out.splitlines()) >= 1 + num_rows
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_balance_and_copies(tmp_path, capsys):
+    """The balance of three routings, and replicate and its gradient without and with copies."""
+    small = f"--tokens=6 --hidden=16 --top-k=2 --experts={2 * jax.device_count()} --expert-mb=0.001,0.002 --chain=2"
+    assert balance.main([*small.split(), f"--json={tmp_path / 'rows.json'}"]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["operation"] for row in rows] == ["balance"] * 3 + ["replicate", "replicate, gradient"] * 3
+    assert all(row["us"] > 0 and row["checked"] for row in rows)
+    assert [row["copies"] > 0 for row in rows[2:]] == [True, False, False, True, True, True, True]
+    assert "WRONG" not in capsys.readouterr().out
+
+
+def test_copies_between_ranks():
+    slots = np.array([[-1, -1], [1, 0], [3, -1]])  # of three ranks with two experts each
+    assert balance.copies_between_ranks(slots, 2).tolist() == [[0, 2, 0], [0, 0, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

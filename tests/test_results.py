@@ -131,6 +131,14 @@ def test_a_file_of_results_has_a_line_per_row(tmp_path):
     assert sum('"step"' in line for line in lines) == 2
 
 
+def test_rows_of_a_table_of_tables():
+    found = {"tokens": 4, "skew": [0.0], "skews": [{"skew": 0.0, "variants": [{"step_ms": 1.0}, {"step_ms": 2.0}]}]}
+    assert gpu_report.rows(found) == [
+        {"tokens": 4, "skew": 0.0, "step_ms": 1.0},
+        {"tokens": 4, "skew": 0.0, "step_ms": 2.0},
+    ]
+
+
 def test_tracked_results_are_small():
     if not (ROOT / ".git").exists():
         pytest.skip("this is not a checkout")

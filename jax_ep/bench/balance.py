@@ -158,27 +158,25 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> Iterator[dict[str, Any]]
     with open_group(case, mesh, options.backend, replicas=case.experts_per_rank) as group:
         for name, tolerance in (("uniform", TOLERANCE), ("uniform", 0.0), ("hot", 0.0)):
             us, plan = time_balance(group, mesh, routing(name, case), tolerance, options.chain)
-            loads = np.asarray(plan.num_rows)
-            row = {"operation": "balance", "routing": name, "experts": case.experts, "tolerance": tolerance, "us": us}
-            right = loads.sum() == topk_rows(case) and loads.max() <= (1 + tolerance) * -(
-                -topk_rows(case) // case.ranks
-            )
-            yield row | {"copies": int((np.asarray(plan.slot_expert) >= 0).sum()), "checked": bool(right)}
+            loads, share = np.asarray(plan.num_rows), case.tokens * case.top_k
+            yield {
+                "operation": "balance",
+                "routing": name,
+                "experts": case.experts,
+                "tolerance": tolerance,
+                "copies": int((np.asarray(plan.slot_expert) >= 0).sum()),
+                "us": us,
+                "checked": bool(loads.sum() == case.ranks * share and loads.max() <= (1 + tolerance) * share),
+            }
         group.check()
     few = dataclasses.replace(case, experts=case.ranks * case.top_k)
     with open_group(few, mesh, options.backend, replicas=few.experts_per_rank) as group:
-        for name, tolerance, num_bytes in (
-            ("uniform", TOLERANCE, options.expert_bytes[:1]),
-            ("hot", 0.0, options.expert_bytes),
-        ):
-            _, plan = time_balance(group, mesh, routing(name, few), tolerance, 1)
-            for expert_bytes in num_bytes:
-                yield from measure_copies(plan, mesh, expert_bytes, options.chain)
+        _, no_copies = time_balance(group, mesh, routing("uniform", few), TOLERANCE, 1)
+        _, plan = time_balance(group, mesh, routing("hot", few), 0.0, 1)
+        yield from measure_copies(no_copies, mesh, options.expert_bytes[0], options.chain)
+        for expert_bytes in options.expert_bytes:
+            yield from measure_copies(plan, mesh, expert_bytes, options.chain)
         group.check()
-
-
-def topk_rows(case: Case) -> int:
-    return case.ranks * case.tokens * case.top_k
 
 
 def measure_copies(plan: ep.Plan, mesh: Mesh, expert_bytes: int, calls: int) -> Iterator[dict[str, Any]]:
@@ -234,18 +232,11 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
 
 
 def _show(row: dict[str, Any]) -> None:
-    size = (
-        f"{row['expert_bytes'] / 1e6:g} MB" if "expert_bytes" in row else f"{row['routing']}, {row['experts']} experts"
-    )
-    of_floor = (
-        f"  floor {row['floor_us']:.1f} us, {row['floor_us'] / row['us']:.2f} of the link"
-        if row.get("floor_us")
-        else ""
-    )
-    wrong = "" if row["checked"] else "  WRONG"
-    print(
-        f"{row['operation']:20}  {size:22}  {row['copies']:3} copies  {row['us']:9.1f} us{of_floor}{wrong}", flush=True
-    )
+    what = f"{row['routing']}, {row['experts']} experts" if "routing" in row else f"{row['expert_bytes'] / 1e6:g} MB"
+    print(f"{row['operation']:20}  {what:22}  {row['copies']:3} copies  {row['us']:9.1f} us", end="")
+    if row.get("floor_us"):
+        print(f"  floor {row['floor_us']:.1f} us, {row['floor_us'] / row['us']:.2f} of the link", end="")
+    print("" if row["checked"] else "  WRONG", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
