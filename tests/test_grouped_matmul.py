@@ -1,6 +1,7 @@
 """grouped_matmul against a dense oracle: one NumPy matrix product per group, in float64."""
 
 import importlib.util
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from jax_ep import _native
 from jax_ep.moe import _grouped_matmul
 from jax_ep.moe._grouped_matmul import grouped_matmul
+from jax_ep.moe._portable_matmul import portable_matmul
 
 K, N = 24, 40
 SIZES = {
@@ -20,6 +22,13 @@ SIZES = {
     "one_hot_group": [0, 0, 13, 0],
     "no_rows": [0, 0, 0, 0],
     "one_group": [13],
+}
+SIZES_WITH_COPIES = {  # of the groups of w, of the groups of copies
+    "ragged": ([3, 5, 1], [4]),
+    "with_empty_groups": ([0, 7, 2], [0, 6, 0]),
+    "rows_of_copies_only": ([0, 0], [9, 4]),
+    "rows_of_w_only": ([5, 8], [0, 0]),
+    "no_copies": ([3, 5], []),
 }
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 RAGGED = ["ragged_dot"]
@@ -75,13 +84,19 @@ def oracle(rows, w, dy, valid, sizes):
     return out, d_rows, d_w
 
 
-def run(rows, w, group_sizes, dy, implementation):
+def run(rows, w, group_sizes, dy, implementation, copies=None, matmul=grouped_matmul):
+    """The value, and the gradients of rows, of w and, if they are given, of copies."""
+
     @jax.jit
-    def value_and_gradients(rows, w, group_sizes, dy):
-        out, vjp = jax.vjp(lambda *a: grouped_matmul(*a, group_sizes, implementation=implementation), rows, w)
+    def value_and_gradients(rows, w, copies, group_sizes, dy):
+        def multiply(rows, w, copies):
+            return matmul(rows, w, group_sizes, implementation=implementation, copies=copies)
+
+        out, vjp = jax.vjp(multiply, rows, w, copies)
         return out, *vjp(dy)
 
-    return [np.asarray(array, np.float64) for array in value_and_gradients(rows, w, group_sizes, dy)]
+    results = value_and_gradients(rows, w, copies, group_sizes, dy)
+    return [np.asarray(array, np.float64) for array in results if array is not None]
 
 
 def expect_close(found, expected, tolerance):
@@ -98,6 +113,66 @@ def test_value_and_gradients(implementation, layout, dtype, sizes):
     expect_close(out[valid], expected[0][valid], TOLERANCES[dtype])
     expect_close(d_rows, expected[1], TOLERANCES[dtype])
     expect_close(d_w, expected[2], TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("matmul", [grouped_matmul, portable_matmul])
+@pytest.mark.parametrize(("home_sizes", "copies_sizes"), SIZES_WITH_COPIES.values(), ids=SIZES_WITH_COPIES)
+@pytest.mark.parametrize(("implementation", "layout", "dtype"), CASES_OF_DTYPES)
+def test_value_and_gradients_with_copies(implementation, layout, dtype, home_sizes, copies_sizes, matmul):
+    num_home, sizes = len(home_sizes), home_sizes + copies_sizes
+    rows, w, group_sizes, dy, valid = arrays(sizes, layout, dtype, num_beyond=3)
+    out, d_rows, d_w, d_copies = run(
+        rows, w[:num_home], group_sizes, dy, implementation, copies=w[num_home:], matmul=matmul
+    )
+    expected = oracle(rows, w, dy, valid, sizes)
+    expect_close(out[valid], expected[0][valid], TOLERANCES[dtype])
+    expect_close(d_rows, expected[1], TOLERANCES[dtype])
+    expect_close(d_w, expected[2][:num_home], TOLERANCES[dtype])
+    expect_close(d_copies, expected[2][num_home:], TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(("implementation", "layout"), [*CASES, *GROUPED])
+def test_vmap_with_copies(implementation, layout):
+    """The weights are common to all elements of the vmap; the copies are not."""
+    sizes = [0, 7, 2, 4, 6]
+    rows, w, group_sizes, dy, valid = arrays(sizes, layout, "bfloat16", num_beyond=3)
+    dtype = jnp.bfloat16 if implementation in ("tokamax", "grouped") else jnp.float32
+    rows, w, dy = (array.astype(dtype) for array in (rows, w, dy))
+
+    def loss(w, copies, factor):
+        out = portable_matmul(rows * factor, w, group_sizes, implementation=implementation, copies=copies * factor)
+        return jnp.sum(jnp.where(valid[..., None], out * dy, 0).astype(jnp.float32))
+
+    copies, factors = jnp.stack([w[3:], 2 * w[3:]]), jnp.array([1, 2], dtype)
+    gradients = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), in_axes=(None, 0, 0)))
+    d_w, d_copies = gradients(w[:3], copies, factors)
+    expected = oracle(rows, w, dy, valid, sizes)[2]
+    for i, factor in enumerate([1, 2]):
+        tolerance = TOLERANCES[jnp.dtype(dtype).name]
+        expect_close(np.asarray(d_w[i], np.float64), factor * expected[:3], tolerance)
+        expect_close(np.asarray(d_copies[i], np.float64), factor**2 * expected[3:], tolerance)
+
+
+@pytest.mark.parametrize(("num_copies", "num_operands", "num_results"), [(None, 3, 2), (0, 4, 3), (2, 4, 3)])
+def test_grouped_passes_both_arrays_to_the_kernels(monkeypatch, num_copies, num_operands, num_results):
+    monkeypatch.setattr(_native, "grouped_matmul", SimpleNamespace(workspace_bytes=lambda num_groups: 128))
+    num_groups = 3 + (num_copies or 0)
+    rows, w, dy = (jnp.zeros(shape, jnp.bfloat16) for shape in ((20, K), (3, K, N), (20, N)))
+    copies = None if num_copies is None else jnp.zeros((num_copies, K, N), jnp.bfloat16)
+
+    def value_and_gradients(rows, w, copies, group_sizes, dy):
+        def multiply(rows, w, copies):
+            return grouped_matmul(rows, w, group_sizes, implementation="grouped", copies=copies)
+
+        out, vjp = jax.vjp(multiply, rows, w, copies)
+        return out, vjp(dy)
+
+    traced = jax.jit(value_and_gradients).trace(rows, w, copies, jnp.zeros(num_groups, jnp.int32), dy)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "concatenate" not in program and "slice" not in program
+    calls = re.findall(rf"@{_grouped_matmul.TARGET}\(.*product = (\d).* : \((.*)\) -> \((.*)\)", program)
+    found = {int(product): (of.count("tensor"), to.count("tensor")) for product, of, to in calls}
+    assert len(calls) == 3 and found == {0: (num_operands, 2), 1: (num_operands, 2), 2: (3, num_results)}
 
 
 @pytest.mark.parametrize(("implementation", "layout"), [*CASES, *GROUPED])
@@ -210,20 +285,30 @@ def test_weights_may_be_replicated_in_shard_map(check_vma, layout):
         ({"w": (0, 4, 6), "group_sizes": (0,)}, ValueError, r"w has shape \(0, 4, 6\); .* at least one group"),
         ({"w_dtype": "bfloat16"}, TypeError, "w has dtype bfloat16; it must be float32"),
         ({"rows_dtype": "int32"}, TypeError, "the dtype of rows"),
+        ({"copies": (2, 3, 6)}, ValueError, r"copies has shape \(2, 3, 6\); .* w has K = 4 and N = 6"),
+        ({"copies": (4, 6)}, ValueError, r"copies has shape \(4, 6\); it must be \[G2, K, N\]"),
+        ({"copies": (1, 4, 6), "copies_dtype": "bfloat16"}, TypeError, "copies has dtype bfloat16; it must be float32"),
+        ({"copies": (1, 4, 6)}, ValueError, "group_sizes has shape .* G = 3"),
+        (
+            {"rows": (2, 5, 4), "copies": (1, 4, 6), "implementation": "einsum"},
+            ValueError,
+            "rows has shape .* with G = 3, the number of groups of w and copies",
+        ),
+        ({"rows": (3, 5, 4), "implementation": "einsum"}, ValueError, "with G = 2, the number of groups of w$"),
         ({"implementation": "grouped"}, ValueError, 'cannot multiply these arrays: .*; use "einsum" or "ragged_dot"'),
     ],
 )
 def test_errors(change, error, words):
     shapes = {"rows": (5, 4), "w": (2, 4, 6), "group_sizes": (2,)}
-    dtypes = {"rows": "float32", "w": "float32", "group_sizes": "int32"}
+    dtypes = {"rows": "float32", "w": "float32", "group_sizes": "int32", "copies": "float32"}
     for name, value in change.items():
         if name.endswith("_dtype"):
             dtypes[name.removesuffix("_dtype")] = value
         elif name != "implementation":
             shapes[name] = value
-    given = [jnp.zeros(shapes[name], dtypes[name]) for name in shapes]
+    given = {name: jnp.zeros(shapes[name], dtypes[name]) for name in shapes}
     with pytest.raises(error, match=words):
-        grouped_matmul(*given, implementation=change.get("implementation", "ragged_dot"))
+        grouped_matmul(**given, implementation=change.get("implementation", "ragged_dot"))
 
 
 def test_grouped_needs_its_module_a_dtype_aligned_channels_and_hopper_gpus(monkeypatch):

@@ -19,7 +19,6 @@ import numpy as np
 from jax_ep import _native
 from jax_ep.bench import models
 from jax_ep.moe import _grouped_matmul as moe
-from jax_ep.moe._grouped_matmul import _Product as Product
 
 PRODUCTS = ("forward", "rows_gradient", "weights_gradient")
 
@@ -119,16 +118,6 @@ def _plain_einsum(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.
     return jnp.einsum("gck,gkn->gcn", rows, w)
 
 
-def _of_grouped() -> Iterator[Candidate]:
-    def run(product: Product, operands: Operands) -> jax.Array:
-        rows, w, dy, group_sizes = operands
-        lhs, rhs = ((rows, w), (dy, w), (rows, dy))[product]
-        return moe._native_product(product, lhs, rhs, group_sizes)
-
-    for product, name in zip(Product, PRODUCTS, strict=True):
-        yield Candidate("grouped", name, partial(run, product))
-
-
 def _of_pallas() -> Iterator[Candidate]:
     """The example kernels that JAX ships for Hopper, with tile shapes that its own tuning tries."""
 
@@ -183,7 +172,7 @@ def candidates(kinds: Sequence[str], *, is_uniform: bool) -> Iterator[Candidate]
     if "einsum" in kinds and is_uniform:
         yield from _of_function("einsum", _padded(_plain_einsum))
     if "grouped" in kinds and _native.grouped_matmul is not None:
-        yield from _of_grouped()
+        yield from _of_function("grouped", lambda rows, w, sizes: moe._grouped(rows, (w,), sizes))
     if "pallas" in kinds:
         yield from _of_pallas()
     if "tokamax" in kinds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -20,7 +20,12 @@ TARGET = "jax_ep_grouped_matmul"  # the FFI target of the implementation "groupe
 
 
 def grouped_matmul(
-    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: Implementation
+    rows: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    implementation: Implementation,
+    copies: jax.Array | None = None,
 ) -> jax.Array:
     """Multiplies each group of rows by the weights of its group. The device knows the groups' sizes, the host does not.
 
@@ -33,6 +38,10 @@ def grouped_matmul(
     All other rows are *beyond the groups*. The result is unspecified in the rows beyond the groups, and may be NaN
     there. Rows beyond the groups, whatever they hold, contribute nothing to any gradient, and their own gradient is
     zero.
+
+    The weights may be in two arrays: `w` has the weights of the first groups, `copies` the weights of the other groups.
+    The implementation "grouped" reads both arrays in place, and writes their gradients to two arrays. The other
+    implementations join the arrays first.
 
     | implementation | rows | dtypes |
     | --- | --- | --- |
@@ -50,10 +59,11 @@ def grouped_matmul(
 
     Args:
         rows: [M, K] or [G, C, K]; bfloat16, float16 or float32.
-        w: [G, K, N], of the dtype of `rows`.
+        w: [G, K, N], of the dtype of `rows`; with `copies`, [G1, K, N], at least one group.
         group_sizes: [G] int32, on the device: the number of rows of each group, at least 0. Their sum must not exceed
             M, and no size may exceed C; surplus rows are beyond the groups.
         implementation: see the table.
+        copies: [G2, K, N], the weights of the last G2 of G = G1 + G2 groups, of the dtype of `rows`; or None.
 
     Returns:
         [M, N] or [G, C, N], of the dtype of `rows`. Sums are accumulated in float32.
@@ -62,35 +72,40 @@ def grouped_matmul(
         TypeError: the dtype of an argument does not fit.
         ValueError: a shape does not fit, or the implementation cannot multiply these arrays or is not installed.
 
-    Differentiable in rows and w, in reverse mode.
+    Differentiable in rows, w and copies, in reverse mode.
 
     Example:
         >>> rows, w = jnp.ones((8, 4)), jnp.ones((2, 4, 3))
         >>> grouped_matmul(rows, w, jnp.array([5, 1], jnp.int32), implementation="ragged_dot")[:6].shape
         (6, 3)
     """
-    _check(rows, w, group_sizes, implementation)
-    rows, w, group_sizes = _compat.vary((rows, w, group_sizes), ())
+    _check(rows, w, copies, group_sizes, implementation)
+    weights = (w,) if copies is None else (w, copies)
+    rows, weights, group_sizes = _compat.vary((rows, weights, group_sizes), ())
     if implementation == "grouped":
-        return _grouped(rows, w, group_sizes)
+        return _grouped(rows, weights, group_sizes)
+    w = jnp.concatenate(weights)
     if implementation == "einsum":
         return _einsum(rows, w, group_sizes)
     ragged = _ragged_dot if implementation == "ragged_dot" else _tokamax
     return ragged(rows, w, group_sizes)
 
 
-def _check(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, implementation: str) -> None:
+def _check(
+    rows: jax.Array, w: jax.Array, copies: jax.Array | None, group_sizes: jax.Array, implementation: str
+) -> None:
     _checks.choice(f"{_OP}: implementation", implementation, IMPLEMENTATIONS)
     dtype = _checks.dtype(f"{_OP}: the dtype of rows", getattr(rows, "dtype", None))
     if rows.ndim not in (2, 3):
         raise ValueError(f"{_OP}: rows has shape {rows.shape}; it must be [M, K] or [G, C, K]")
-    num_groups = rows.shape[0] if rows.ndim == 3 else None
-    _checks.array(_OP, "w", w, {"G": num_groups, "K": None, "N": None}, dtype)
-    if not w.shape[0]:
-        raise ValueError(f"{_OP}: w has shape {w.shape}; it must have at least one group")
-    if w.shape[1] != rows.shape[-1]:
-        raise ValueError(f"{_OP}: w has shape {w.shape}; it must be [G, K, N], and rows has K = {rows.shape[-1]}")
-    _checks.array(_OP, "group_sizes", group_sizes, {"G": w.shape[0]}, jnp.int32)
+    _check_weights(w, copies, rows.shape[-1], dtype)
+    num_groups = w.shape[0] + (0 if copies is None else copies.shape[0])
+    if rows.ndim == 3 and rows.shape[0] != num_groups:
+        raise ValueError(
+            f"{_OP}: rows has shape {rows.shape}; it must be [G, C, K] with G = {num_groups}, the number of groups of w"
+            f"{'' if copies is None else ' and copies'}"
+        )
+    _checks.array(_OP, "group_sizes", group_sizes, {"G": num_groups}, jnp.int32)
     layout = "[G, C, K]" if rows.ndim == 3 else "[M, K]"
     if implementation == "einsum" and rows.ndim == 2:
         raise ValueError(
@@ -107,6 +122,22 @@ def _check(rows: jax.Array, w: jax.Array, group_sizes: jax.Array, implementation
         )
     if implementation == "tokamax" and importlib.util.find_spec("tokamax") is None:
         raise ValueError(f'{_OP}: implementation="tokamax" needs the package tokamax; install it, or use "ragged_dot"')
+
+
+def _check_weights(w: jax.Array, copies: jax.Array | None, num_channels: int, dtype: np.dtype) -> None:
+    _checks.array(_OP, "w", w, {"G": None, "K": None, "N": None}, dtype)
+    if not w.shape[0]:
+        raise ValueError(f"{_OP}: w has shape {w.shape}; it must have at least one group")
+    if w.shape[1] != num_channels:
+        raise ValueError(f"{_OP}: w has shape {w.shape}; it must be [G, K, N], and rows has K = {num_channels}")
+    if copies is None:
+        return
+    _checks.array(_OP, "copies", copies, {"G2": None, "K": None, "N": None}, dtype)
+    if copies.shape[1:] != w.shape[1:]:
+        raise ValueError(
+            f"{_OP}: copies has shape {copies.shape}; it must be [G2, K, N], and w has K = {w.shape[1]} and "
+            f"N = {w.shape[2]}"
+        )
 
 
 # --- einsum ---------------------------------------------------------------------------------------------------------
@@ -192,37 +223,43 @@ def no_grouped_reason(dtype: Any, channels: Iterable[int], devices: Iterable[Any
     return None
 
 
+_Weights: TypeAlias = tuple[jax.Array, ...]  # w, or w and copies
+
+
 @jax.custom_vjp
-def _grouped(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _native_product(_Product.FORWARD, rows, w, group_sizes)
+def _grouped(rows: jax.Array, weights: _Weights, group_sizes: jax.Array) -> jax.Array:
+    shape = (*rows.shape[:-1], weights[0].shape[2])
+    return _native_product(_Product.FORWARD, (rows, *weights), group_sizes, [shape])[0]
 
 
-def _grouped_forward(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
-    return _grouped(rows, w, group_sizes), (rows, w, group_sizes)
+def _grouped_forward(rows: jax.Array, weights: _Weights, group_sizes: jax.Array) -> Any:
+    return _grouped(rows, weights, group_sizes), (rows, weights, group_sizes)
 
 
 def _grouped_backward(residuals: Any, dy: jax.Array) -> Any:
-    rows, w, group_sizes = residuals
-    d_rows = _native_product(_Product.ROWS_GRADIENT, dy, w, group_sizes)
-    return d_rows, _native_product(_Product.WEIGHTS_GRADIENT, rows, dy, group_sizes), None
+    rows, weights, group_sizes = residuals
+    (d_rows,) = _native_product(_Product.ROWS_GRADIENT, (dy, *weights), group_sizes, [rows.shape])
+    d_weights = _native_product(_Product.WEIGHTS_GRADIENT, (rows, dy), group_sizes, [w.shape for w in weights])
+    return d_rows, d_weights, None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _native_product(product: _Product, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """One product of ffi/cuda/grouped_matmul/grouped_matmul.h."""
+def _native_product(
+    product: _Product, operands: Sequence[jax.Array], group_sizes: jax.Array, shapes: Sequence[tuple[int, ...]]
+) -> tuple[jax.Array, ...]:
+    """One product of ffi/cuda/grouped_matmul/grouped_matmul.h.
+
+    Args:
+        operands: lhs, rhs and, for FORWARD and ROWS_GRADIENT, the copies if there are any.
+        shapes: of the result and, for WEIGHTS_GRADIENT, of the gradient of the copies if there are any.
+    """
     native = _native.grouped_matmul
     assert native is not None
-    num_groups = group_sizes.shape[0]
-    shape: tuple[int, ...]
-    if product == _Product.WEIGHTS_GRADIENT:
-        shape = (num_groups, lhs.shape[-1], rhs.shape[-1])
-    else:
-        shape = (*lhs.shape[:-1], rhs.shape[2 if product == _Product.FORWARD else 1])
-    results = (
-        _compat.result_type(lhs, shape, lhs.dtype),
-        _compat.result_type(lhs, (native.workspace_bytes(num_groups),), jnp.uint8),
-    )
-    call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
-    return call(lhs, rhs, group_sizes, product=np.int32(product))[0]
+    lhs, rhs, *copies = operands
+    out, *out_copies = (_compat.result_type(lhs, shape, lhs.dtype) for shape in shapes)
+    workspace = _compat.result_type(lhs, (native.workspace_bytes(group_sizes.shape[0]),), jnp.uint8)
+    call = jax.ffi.ffi_call(TARGET, (out, workspace, *out_copies), vmap_method="sequential")
+    found, _, *found_copies = call(lhs, rhs, group_sizes, *copies, product=np.int32(product))
+    return found, *found_copies

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_ep import _compat
@@ -18,7 +19,12 @@ _LACKS_RULES = ("ragged_dot", "tokamax")
 
 
 def portable_matmul(
-    rows: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: Implementation
+    rows: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    implementation: Implementation,
+    copies: jax.Array | None = None,
 ) -> jax.Array:
     """`grouped_matmul` that also works under vmap, and in a shard_map that leaves explicit axes out.
 
@@ -26,8 +32,10 @@ def portable_matmul(
     Operands must vary over the same mesh axes, and must not be sharded over explicit axes (`_compat.vary`).
     """
     if implementation in _LACKS_RULES:
-        return _one_by_one(implementation, rows, w, group_sizes)
-    return grouped_matmul(rows, w, group_sizes, implementation=implementation)
+        # The join is outside of `_one_by_one`: JAX 0.10.2 does not lower its gradient inside `over_explicit_axes`.
+        weights = w if copies is None else jnp.concatenate((w, copies))
+        return _one_by_one(implementation, rows, weights, group_sizes)
+    return grouped_matmul(rows, w, group_sizes, implementation=implementation, copies=copies)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,7 +9,9 @@
 
 namespace jax_ep {
 
-// The three matrix products of one grouped matmul and its gradients. Rows of group g are consecutive.
+// The three matrix products of one grouped matmul and its gradients. Rows of group g are consecutive. The weights of
+// the first num_home_groups groups are in one array, w; those of the other groups are in a second array, copies. In the
+// formulas, w[g] is the matrix of group g in either array. kWeightsGradient writes two arrays in the same way.
 //
 //   kForward          out[rows of g, n] = rows[rows of g, k] * w[g, k, n]
 //   kRowsGradient     out[rows of g, k] = dy[rows of g, n] * transpose(w[g, k, n])
@@ -23,14 +25,17 @@ enum class GroupedDtype : int32_t { kBfloat16, kFloat16 };
 struct GroupedMatmulArgs {
   GroupedProduct product;
   GroupedDtype dtype;
-  int32_t num_groups;  // at least 1
-  int64_t capacity;    // 0: each group follows the one before it. Otherwise group g begins at row g * capacity.
-  int64_t num_rows;    // rows of the ragged operands, those beyond the groups too
-  int64_t k, n;        // dimensions of a group's weights [k, n]; both multiples of kChannelAlignment
-  const void* lhs;     // kForward, kWeightsGradient: rows; kRowsGradient: dy
-  const void* rhs;     // kForward, kRowsGradient: w; kWeightsGradient: dy
+  int32_t num_groups;       // at least 1
+  int32_t num_home_groups;  // at most num_groups: the groups of w; the groups of copies follow
+  int64_t capacity;         // 0: each group follows the one before it. Otherwise group g begins at row g * capacity.
+  int64_t num_rows;         // rows of the ragged operands, those beyond the groups too
+  int64_t k, n;             // dimensions of a group's weights [k, n]; both multiples of kChannelAlignment
+  const void* lhs;          // kForward, kWeightsGradient: rows; kRowsGradient: dy
+  const void* rhs;          // kForward, kRowsGradient: w; kWeightsGradient: dy
+  const void* copies;       // kForward, kRowsGradient: the second array of weights
   const int32_t* group_sizes;
-  void* out;
+  void* out;         // kWeightsGradient: the gradient of w
+  void* out_copies;  // kWeightsGradient: the gradient of copies
   void* workspace;
   size_t workspace_bytes;
 };

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "ffi/cuda/grouped_matmul/groups.h"
 #include "ffi/cuda/launch.cuh"
 #include "ffi/cuda/ptx.cuh"
@@ -9,6 +11,7 @@ constexpr int32_t kThreads = 1024;
 constexpr int32_t kElementBytes = 2;  // of bfloat16 and float16
 
 using NumberPerThread = int64_t[kThreads];  // in shared memory
+using PointerPerThread = void* [kThreads];  // in shared memory
 
 // Where a group's rows are. `end` is the first row of the next group, or num_rows: the rows between the group and `end`
 // are beyond the groups.
@@ -45,19 +48,28 @@ __device__ Group group_of_thread(const GroupedMatmulArgs& args, int32_t first, i
   return {first_row, static_cast<int32_t>(end - first_row), is_last ? args.num_rows : end};
 }
 
+// The address of an element. Void is void or const void.
+template <typename Void>
+__device__ Void* at(Void* array, int64_t element) {
+  using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;
+  return static_cast<Byte*>(array) + element * kElementBytes;
+}
+
+// The address of group g's matrix [k, n]: in `home` for a home group, else in `copies`.
+template <typename Void>
+__device__ Void* matrix_of_group(const GroupedMatmulArgs& args, Void* home, Void* copies, int32_t g) {
+  const int64_t elements = args.k * args.n;
+  return g < args.num_home_groups ? at(home, g * elements) : at(copies, (g - args.num_home_groups) * elements);
+}
+
 __device__ void write_group(const GroupedMatmulArgs& args, const GroupArrays& arrays, int32_t g, const Group& group) {
-  const auto at = [](const void* base, int64_t element) {
-    return static_cast<const char*>(base) + element * kElementBytes;
-  };
   const auto n = static_cast<int32_t>(args.n), k = static_cast<int32_t>(args.k);
-  const int64_t first_weight = g * args.k * args.n;
-  void* d;
   switch (args.product) {
     case GroupedProduct::kForward:
       arrays.shapes[g] = {group.size, n, k};
       arrays.a[g] = at(args.lhs, group.first_row * k);
-      arrays.b[g] = at(args.rhs, first_weight);
-      d = static_cast<char*>(args.out) + group.first_row * n * kElementBytes;
+      arrays.b[g] = matrix_of_group(args, args.rhs, args.copies, g);
+      arrays.d[g] = at(args.out, group.first_row * n);
       arrays.a_stride[g] = k;
       arrays.b_stride[g] = n;
       arrays.d_stride[g] = n;
@@ -65,8 +77,8 @@ __device__ void write_group(const GroupedMatmulArgs& args, const GroupArrays& ar
     case GroupedProduct::kRowsGradient:
       arrays.shapes[g] = {group.size, k, n};
       arrays.a[g] = at(args.lhs, group.first_row * n);
-      arrays.b[g] = at(args.rhs, first_weight);
-      d = static_cast<char*>(args.out) + group.first_row * k * kElementBytes;
+      arrays.b[g] = matrix_of_group(args, args.rhs, args.copies, g);
+      arrays.d[g] = at(args.out, group.first_row * k);
       arrays.a_stride[g] = n;
       arrays.b_stride[g] = n;
       arrays.d_stride[g] = k;
@@ -76,13 +88,12 @@ __device__ void write_group(const GroupedMatmulArgs& args, const GroupArrays& ar
       arrays.shapes[g] = {group.size > 0 ? k : 0, n, group.size};
       arrays.a[g] = at(args.lhs, group.first_row * k);
       arrays.b[g] = at(args.rhs, group.first_row * n);
-      d = static_cast<char*>(args.out) + first_weight * kElementBytes;
+      arrays.d[g] = matrix_of_group(args, args.out, args.out_copies, g);
       arrays.a_stride[g] = k;
       arrays.b_stride[g] = n;
       arrays.d_stride[g] = n;
       break;
   }
-  arrays.d[g] = d;
 }
 
 // All blocks together write zeros to `num_bytes` bytes, a multiple of 16.
@@ -95,8 +106,8 @@ __device__ void write_zeros(void* begin, int64_t num_bytes) {
 }
 
 __global__ void __launch_bounds__(kThreads) write_arrays(GroupedMatmulArgs args, GroupArrays arrays) {
-  wait_for_dependencies();                      // the GEMM, which begins when this kernel has ended, needs no such wait
-  JAX_EP_SHARED(NumberPerThread, zeros_begin);  // what to fill with zeros, in bytes of `out`
+  wait_for_dependencies();  // the GEMM, which begins when this kernel has ended, needs no such wait
+  JAX_EP_SHARED(PointerPerThread, zeros_begin);  // what to fill with zeros
   JAX_EP_SHARED(NumberPerThread, zeros_bytes);
   int64_t start = 0;
   for (int32_t first = 0; first < args.num_groups; first += kThreads) {
@@ -105,16 +116,15 @@ __global__ void __launch_bounds__(kThreads) write_arrays(GroupedMatmulArgs args,
     if (blockIdx.x == 0 && g < args.num_groups) write_group(args, arrays, g, group);
     if (args.product == GroupedProduct::kForward) continue;
     if (args.product == GroupedProduct::kRowsGradient) {
-      zeros_begin[threadIdx.x] = (group.first_row + group.size) * args.k * kElementBytes;
+      zeros_begin[threadIdx.x] = at(args.out, (group.first_row + group.size) * args.k);
       zeros_bytes[threadIdx.x] = (group.end - group.first_row - group.size) * args.k * kElementBytes;
     } else {
-      const int64_t matrix_bytes = args.k * args.n * kElementBytes;
-      zeros_begin[threadIdx.x] = g * matrix_bytes;
-      zeros_bytes[threadIdx.x] = group.size == 0 ? matrix_bytes : 0;
+      zeros_begin[threadIdx.x] = matrix_of_group(args, args.out, args.out_copies, g);
+      zeros_bytes[threadIdx.x] = group.size == 0 ? args.k * args.n * kElementBytes : 0;
     }
     __syncthreads();
     for (int32_t i = 0; i < kThreads && first + i < args.num_groups; ++i) {
-      if (zeros_bytes[i] > 0) write_zeros(static_cast<char*>(args.out) + zeros_begin[i], zeros_bytes[i]);
+      if (zeros_bytes[i] > 0) write_zeros(zeros_begin[i], zeros_bytes[i]);
     }
     __syncthreads();
   }

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -42,16 +43,27 @@ int64_t product_of(const std::vector<int64_t>& dims) {
   return result;
 }
 
-// lhs, rhs and out as GroupedProduct says, of one dtype. Ragged operands are [M, .] or, padded, [G, C, .].
+// lhs, rhs and out as GroupedProduct says, of one dtype. Ragged operands are [M, .] or, padded, [G, C, .]. If the
+// weights are in two arrays, kForward and kRowsGradient have the operand copies, and kWeightsGradient has the result
+// out_copies.
 ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, GroupSizes group_sizes,
-                          GroupedMatmulAttrs attrs, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Workspace> workspace) {
+                          std::optional<ffi::AnyBuffer> copies, GroupedMatmulAttrs attrs,
+                          ffi::Result<ffi::AnyBuffer> out, ffi::Result<Workspace> workspace,
+                          std::optional<ffi::Result<ffi::AnyBuffer>> out_copies) {
   if (attrs.product < 0 || attrs.product >= kNumGroupedProducts) {
     return invalid("product is " + std::to_string(attrs.product) + "; it must be 0 to 2");
   }
   GroupedMatmulArgs args{};
   args.product = static_cast<GroupedProduct>(attrs.product);
-  if (lhs.element_type() != rhs.element_type() || lhs.element_type() != out->element_type()) {
-    return invalid("the operands and the result must have one dtype");
+  const bool is_weights = args.product == GroupedProduct::kWeightsGradient;
+  if (is_weights ? copies.has_value() : out_copies.has_value()) {
+    return invalid("copies must be an operand of the products 0 and 1, and a result of the product 2");
+  }
+  std::optional<ffi::AnyBuffer> second_weights = copies;
+  if (out_copies) second_weights = **out_copies;
+  if (lhs.element_type() != rhs.element_type() || lhs.element_type() != out->element_type() ||
+      (second_weights && lhs.element_type() != second_weights->element_type())) {
+    return invalid("the operands and the results must have one dtype");
   }
   if (lhs.element_type() != ffi::BF16 && lhs.element_type() != ffi::F16) {
     return invalid("the dtype must be bfloat16 or float16");
@@ -59,16 +71,21 @@ ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffe
   args.dtype = lhs.element_type() == ffi::BF16 ? GroupedDtype::kBfloat16 : GroupedDtype::kFloat16;
   args.num_groups = static_cast<int32_t>(group_sizes.dimensions()[0]);
 
-  const bool is_weights = args.product == GroupedProduct::kWeightsGradient;
   const std::vector<int64_t> ragged = dimensions(lhs);
   const std::vector<int64_t> weights = dimensions(is_weights ? *out : rhs);
   const std::vector<int64_t> other = dimensions(is_weights ? rhs : *out);
   const bool is_padded = ragged.size() == 3;
   if (weights.size() != 3 || (ragged.size() != 2 && !is_padded) || other.size() != ragged.size() ||
-      weights[0] != args.num_groups || (is_padded && ragged[0] != args.num_groups)) {
+      (is_padded && ragged[0] != args.num_groups)) {
     return invalid("rows must be [M, K] or [G, C, K], weights [G, K, N], and group_sizes [G]");
   }
+  const std::vector<int64_t> no_copies = {0, weights[1], weights[2]};
+  if ((second_weights ? dimensions(*second_weights) : no_copies) !=
+      std::vector<int64_t>{args.num_groups - weights[0], weights[1], weights[2]}) {
+    return invalid("weights must be [G1, K, N], copies [G2, K, N], and group_sizes [G1 + G2]; without copies, G2 is 0");
+  }
   if (args.num_groups == 0) return invalid("there are no groups; there must be at least one");
+  args.num_home_groups = static_cast<int32_t>(weights[0]);
   args.k = weights[1];
   args.n = weights[2];
   args.capacity = is_padded ? ragged[1] : 0;
@@ -88,8 +105,10 @@ ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffe
   }
   args.lhs = lhs.untyped_data();
   args.rhs = rhs.untyped_data();
+  if (copies) args.copies = copies->untyped_data();
   args.group_sizes = group_sizes.typed_data();
   args.out = out->untyped_data();
+  if (out_copies) args.out_copies = (*out_copies)->untyped_data();
   args.workspace = workspace->typed_data();
   args.workspace_bytes = workspace->size_bytes();
   const std::string error = grouped_matmul_on_device(args, stream);
@@ -102,9 +121,11 @@ XLA_FFI_DEFINE_HANDLER(kGroupedMatmul, grouped_matmul,
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<GroupSizes>()
+                           .OptionalArg<ffi::AnyBuffer>()
                            .Attrs<GroupedMatmulAttrs>()
                            .Ret<ffi::AnyBuffer>()
-                           .Ret<Workspace>(),
+                           .Ret<Workspace>()
+                           .OptionalRet<ffi::AnyBuffer>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 NB_MODULE(_grouped_matmul, m) {
