@@ -128,7 +128,8 @@ def test_value_and_gradients_with_copies(implementation, layout, dtype, home_siz
     expect_close(out[valid], expected[0][valid], TOLERANCES[dtype])
     expect_close(d_rows, expected[1], TOLERANCES[dtype])
     expect_close(d_w, expected[2][:num_home], TOLERANCES[dtype])
-    expect_close(d_copies, expected[2][num_home:], TOLERANCES[dtype])
+    has_rows = np.array(copies_sizes, int) > 0  # elsewhere, the gradient of copies is unspecified
+    expect_close(d_copies[has_rows], expected[2][num_home:][has_rows], TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("implementation", "layout"), [*CASES, *GROUPED])

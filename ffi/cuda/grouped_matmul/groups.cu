@@ -55,11 +55,13 @@ __device__ Void* at(Void* array, int64_t element) {
   return static_cast<Byte*>(array) + element * kElementBytes;
 }
 
+__device__ bool is_home(const GroupedMatmulArgs& args, int32_t g) { return g < args.num_home_groups; }
+
 // The address of group g's matrix [k, n]: in `home` for a home group, else in `copies`.
 template <typename Void>
 __device__ Void* matrix_of_group(const GroupedMatmulArgs& args, Void* home, Void* copies, int32_t g) {
   const int64_t elements = args.k * args.n;
-  return g < args.num_home_groups ? at(home, g * elements) : at(copies, (g - args.num_home_groups) * elements);
+  return is_home(args, g) ? at(home, g * elements) : at(copies, (g - args.num_home_groups) * elements);
 }
 
 __device__ void write_group(const GroupedMatmulArgs& args, const GroupArrays& arrays, int32_t g, const Group& group) {
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) write_arrays(GroupedMatmulArgs args,
       zeros_bytes[threadIdx.x] = (group.end - group.first_row - group.size) * args.k * kElementBytes;
     } else {
       zeros_begin[threadIdx.x] = matrix_of_group(args, args.out, args.out_copies, g);
-      zeros_bytes[threadIdx.x] = group.size == 0 ? args.k * args.n * kElementBytes : 0;
+      zeros_bytes[threadIdx.x] = group.size == 0 && is_home(args, g) ? args.k * args.n * kElementBytes : 0;
     }
     __syncthreads();
     for (int32_t i = 0; i < kThreads && first + i < args.num_groups; ++i) {
