@@ -63,8 +63,8 @@ def grouped_matmul(
         group_sizes: [G] int32, on the device: the number of rows of each group, at least 0. Their sum must not exceed
             M, and no size may exceed C; surplus rows are beyond the groups.
         implementation: see the table.
-        copies: [G2, K, N], the weights of the last G2 of G = G1 + G2 groups, of the dtype of `rows`; or None. Its gradient
-            is unspecified in groups without rows.
+        copies: [G2, K, N], the weights of the last G2 of G = G1 + G2 groups, of the dtype of `rows`; or None. Its
+            gradient is unspecified in groups without rows.
 
     Returns:
         [M, N] or [G, C, N], of the dtype of `rows`. Sums are accumulated in float32.
