@@ -14,6 +14,8 @@ inline constexpr int32_t kMaxTopK = 32;
 inline constexpr int64_t kChannelsPerScale = 128;
 // balance counts its tolerance in units of 1 / 4096
 inline constexpr int32_t kToleranceUnit = 4096;
+// blocks of a kernel of balance that goes over all pairs (token, k)
+inline constexpr int32_t kMaxBalanceBlocks = 32;
 // in place of the ordinal of a device that belongs to another process
 inline constexpr int32_t kElsewhere = -1;
 

@@ -450,27 +450,37 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   return plan;
 }
 
-// The launch of a balance, which has one block. Few pairs (token, k) and few experts have few threads.
+// The launches of a balance: one block plans, and others count the pairs (token, k) before and number them afterwards
+// (ffi/cuda/pairs.cuh). Few pairs and few experts have few threads.
+inline constexpr int32_t kPairThreads = 512;
 struct BalancePlan {
-  int32_t num_workers;   // threads, without the control warp
-  int32_t num_counters;  // warps that count and number pairs: each has a counter per expert in shared memory
+  int32_t num_workers;   // threads of the block that plans, without the control warp
+  int32_t num_blocks;    // that count, and that number
+  int32_t num_counters;  // warps of a block that count: each has a counter per expert in shared memory
 
   constexpr int32_t block_threads() const { return num_workers + 32; }
+  constexpr int32_t counters_bytes(int32_t num_experts) const {
+    return static_cast<int32_t>(align_up(4 * num_experts * num_counters, 16));
+  }
 };
 
-// The dynamic shared memory of the block: five words per expert, and the counters.
-inline constexpr int32_t kWordsPerExpert = 5, kMaxBalanceScratch = 96 * 1024;
-constexpr int32_t balance_scratch_bytes(int32_t num_experts, int32_t num_counters) {
-  return static_cast<int32_t>(align_up(4 * num_experts * (kWordsPerExpert + num_counters), 16));
+// The dynamic shared memory of the block that plans: six words per expert.
+inline constexpr int32_t kWordsPerExpert = 6, kMaxBalanceScratch = 96 * 1024;
+constexpr int32_t balance_scratch_bytes(int32_t num_experts) {
+  return static_cast<int32_t>(align_up(4 * num_experts * kWordsPerExpert, 16));
 }
-inline constexpr int32_t kMaxBalancedExperts = kMaxBalanceScratch / (4 * (kWordsPerExpert + 1));
+inline constexpr int32_t kMaxBalancedExperts = kMaxBalanceScratch / (4 * kWordsPerExpert);
+// The size of the array `work` of a balance (BalanceWork).
+constexpr int64_t balance_work_words(int64_t num_experts, int64_t num_ranks) {
+  return (kMaxBalanceBlocks + 2) * num_experts + 4 * num_ranks + 1;
+}
 
 constexpr BalancePlan plan_balance(int64_t num_pairs, int32_t num_experts) {
-  constexpr int64_t kPairsPerThread = 8;
-  const int64_t useful = std::max<int64_t>(num_experts, num_pairs / kPairsPerThread);
-  const int32_t num_warps = static_cast<int32_t>(std::clamp<int64_t>((useful + 31) / 32, 1, 31));
-  const int32_t room = kMaxBalanceScratch / (4 * num_experts) - kWordsPerExpert;
-  return {num_warps * 32, std::min(num_warps, room)};
+  constexpr int64_t kPairsPerBlock = 4 * kPairThreads;
+  const int64_t num_warps = std::clamp<int64_t>(divide_up(num_experts, 32), 8, 31);
+  const int64_t num_blocks = std::clamp<int64_t>(divide_up(num_pairs, kPairsPerBlock), 1, kMaxBalanceBlocks);
+  const int32_t room = kMaxBalanceScratch / (4 * num_experts);
+  return {static_cast<int32_t>(num_warps * 32), static_cast<int32_t>(num_blocks), std::min(kPairThreads / 32, room)};
 }
 
 // The launch of a replicate: warps claim lanes of rows (ffi/cuda/row_ring.cuh). All ranks have equally many lanes. If

@@ -8,6 +8,7 @@ MAX_RANKS = 32  # of a group on the CUDA backend: one per lane of a warp
 MAX_TOP_K = 32  # experts of a token
 CHANNELS_PER_SCALE = 128  # channels of an fp8 row that share one float32 scale
 TOLERANCE_UNIT = 4096  # balance counts its tolerance in units of 1 / 4096
+MAX_BALANCE_BLOCKS = 32  # blocks of a kernel of balance that goes over all pairs (token, k)
 ELSEWHERE = -1  # in place of the ordinal of a device that belongs to another process
 
 

@@ -612,9 +612,9 @@ def test_a_closed_group(errors_mesh):
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
-# Of the first, several warps of a block number the pairs; of the second, not all warps have room for counters.
+# Of the first, several blocks count the pairs; of the second, not all warps have room for counters.
 LARGE = {
-    "tokens": (Shape("many_tokens", 160, 4, HIDDEN, 200, "float32"), 40),
+    "tokens": (Shape("many_tokens", 160, 4, HIDDEN, 1200, "float32"), 40),
     "experts": (Shape("many_experts", 2048, 8, HIDDEN, 40, "float32"), 3),
 }
 

@@ -1,5 +1,6 @@
 #include "ffi/cuda/balance.h"
 #include "ffi/cuda/launch.cuh"
+#include "ffi/cuda/pairs.cuh"
 #include "ffi/cuda/placement.cuh"
 
 namespace jax_ep {
@@ -10,99 +11,50 @@ struct BalanceShared {
   RankPlacements ranks;
 };
 
-// The steps of a balance. A pair is a (token, k) that names an expert.
+// The steps of one block that plans. The pairs of this rank are counted.
 struct Balance {
   const Peers& peers;
   const BalanceArgs& args;
   const Operation op;
   const Placing placing;
-  int32_t* const counters;  // [num_counters, E], in shared memory
-  const int32_t num_counters;
+  const BalanceWork work;
+  int32_t* const counts;  // [E], in shared memory: the pairs of this rank
 
-  __device__ int32_t num_pairs() const { return args.num_tokens * args.top_k; }
-  __device__ bool names_expert(int32_t id) const { return is_expert(id, placing.num_experts()); }
-
-  // Calls use(pair, load(pair)) for each pair of this warp, in order: a lane per pair. Behind the end, a lane has pair
-  // -1 and the value that load() gives for the last pair.
-  template <typename Load, typename Use>
-  __device__ void for_each_pair(Load load, Use use) const {
+  // Sums up the counts of all blocks. In work, a block's counts then are the pairs of the blocks before it.
+  __device__ void sum_blocks(int32_t num_blocks) const {
     constexpr int kAtOnce = 8;  // loads that are under way
-    if (warp_id() >= num_counters) return;
-    const int32_t share = (num_pairs() + num_counters * 32 - 1) / (num_counters * 32) * 32;
-    const int32_t begin = warp_id() * share, end = min(begin + share, num_pairs());
-    for (int32_t first = begin; first < end; first += 32 * kAtOnce) {
-      decltype(load(0)) values[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) values[i] = load(min(first + i * 32 + lane_id(), end - 1));
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i * 32 >= end) break;
-        const int32_t pair = first + i * 32 + lane_id();
-        use(pair < end ? pair : -1, values[i]);
-      }
-    }
-  }
-
-  // Counts the pairs of each warp, per expert. Writes to topk_slot how many earlier pairs of the warp name the same
-  // expert.
-  __device__ void count_pairs() const {
     const int32_t num_experts = placing.num_experts();
-    for (int32_t i = threadIdx.x; i < num_counters * num_experts; i += op.num_workers) counters[i] = 0;
     for (int32_t expert = threadIdx.x; expert < num_experts; expert += op.num_workers) {
+      int32_t sum = 0;
+      for (int32_t first = 0; first < num_blocks; first += kAtOnce) {
+        int32_t found[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          found[i] = work.block_counts[min(first + i, num_blocks - 1) * num_experts + expert];
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i >= num_blocks) break;
+          work.block_counts[(first + i) * num_experts + expert] = sum;
+          sum += found[i];
+        }
+      }
+      counts[expert] = sum;
       placing.experts.needs[expert] = placing.experts.offset[expert] = 0;
     }
-    op.sync_workers();
-    const int32_t num_bits = 32 - __clz(num_experts);
-    const auto load = [&](int32_t pair) { return __ldg(args.topk_idx + pair); };
-    for_each_pair(load, [&](int32_t pair, int32_t id) {
-      const bool is_row = pair >= 0 && names_expert(id);
-      const uint32_t same = lanes_with_same(is_row ? id : num_experts, num_bits);
-      const uint32_t earlier = same & ((1u << lane_id()) - 1);
-      int32_t* const counter = counters + warp_id() * num_experts + (is_row ? id : 0);
-      const int32_t before = *counter;
-      __syncwarp();
-      if (is_row && earlier == 0) *counter = before + __popc(same);
-      __syncwarp();
-      if (is_row) args.topk_slot[pair] = before + __popc(earlier);
-    });
-    op.sync_workers();
-  }
-
-  // Turns the counters of an expert into the pairs of the warps before. Returns the pairs of all warps.
-  __device__ int32_t sum_counters(int32_t expert) const {
-    constexpr int kAtOnce = 8;  // loads that are under way
-    int32_t count = 0;
-    for (int32_t first = 0; first < num_counters; first += kAtOnce) {
-      int32_t counts[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int32_t warp = min(first + i, num_counters - 1);
-        counts[i] = counters[warp * placing.num_experts() + expert];
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i >= num_counters) break;
-        counters[(first + i) * placing.num_experts() + expert] = count;
-        count += counts[i];
-      }
-    }
-    return count;
   }
 
   // Sends the counts of this rank to all ranks, and sums up theirs.
   __device__ void exchange_counts() const {
-    const int32_t num_experts = placing.num_experts();
-    for (int32_t expert = threadIdx.x; expert < num_experts; expert += op.num_workers) {
-      const int32_t count = sum_counters(expert);
-      if (op.state.failed) continue;
-      for (int32_t peer = 0; peer < peers.num_ranks; ++peer) {
-        op.send_number(peer, op.counts_at(peer, peers.rank) + expert, count);
-      }
+    const int32_t num_words = peers.num_ranks * placing.num_experts();
+    for (int32_t i = threadIdx.x; i < num_words && !op.state.failed; i += op.num_workers) {
+      const int32_t peer = i / placing.num_experts(), expert = i - peer * placing.num_experts();
+      op.send_number(peer, op.counts_at(peer, peers.rank) + expert, counts[expert]);
     }
     if (threadIdx.x < peers.num_ranks && !op.state.failed) op.notify(threadIdx.x);
     op.tell_former_finished();
-    for (int32_t i = threadIdx.x; i < peers.num_ranks * num_experts; i += op.num_workers) {
-      const int32_t source = i / num_experts, expert = i - source * num_experts;
+    for (int32_t i = threadIdx.x; i < num_words; i += op.num_workers) {
+      const int32_t source = i / placing.num_experts(), expert = i - source * placing.num_experts();
       const int32_t count = op.wait_number(source, op.counts_at(peers.rank, source) + expert);
       atomicAdd(placing.experts.needs + expert, count);
       if (source < peers.rank) atomicAdd(placing.experts.offset + expert, count);
@@ -129,27 +81,26 @@ struct Balance {
     red_add_relaxed_gpu(&counted.home_rows, ranks.load[peers.rank]);
   }
 
-  // Writes the slot of each pair. The rows of an expert have the order of source ranks, tokens, k.
-  __device__ void number_pairs() const {
-    struct Counted {
-      int32_t id, earlier;
-    };
-    const auto load = [&](int32_t pair) { return Counted{__ldg(args.topk_idx + pair), args.topk_slot[pair]}; };
-    for_each_pair(load, [&](int32_t pair, const Counted& counted) {
-      const auto [id, earlier] = counted;
-      const bool is_row = names_expert(id);
-      const int32_t before = is_row ? counters[warp_id() * placing.num_experts() + id] + earlier : 0;
-      if (pair < 0) return;
-      args.topk_slot[pair] = is_row ? placing.slot_of(id, placing.experts.offset[id] + before) : -1;
-    });
+  // Writes what number_pairs_kernel needs of the plan.
+  __device__ void write_work() const {
+    for (int32_t expert = threadIdx.x; expert < placing.num_experts(); expert += op.num_workers) {
+      work.offset[expert] = placing.experts.offset[expert];
+      work.place[expert] = placing.experts.place[expert];
+    }
+    for (int32_t rank = threadIdx.x; rank < peers.num_ranks; rank += op.num_workers) {
+      work.begin[rank] = placing.ranks.begin[rank];
+      work.end[rank] = placing.ranks.end[rank];
+      work.first_copy[rank] = placing.ranks.first_copy[rank];
+      work.takers[rank] = static_cast<int32_t>(placing.ranks.takers[rank]);
+    }
+    if (threadIdx.x == 0) *work.is_valid = 1;
   }
 
   // The results of a failed balance: no row goes anywhere.
   __device__ void poison() const {
-    for (int32_t i = threadIdx.x; i < num_pairs(); i += blockDim.x) args.topk_slot[i] = -1;
     for (int32_t i = threadIdx.x; i < peers.num_ranks * placing.num_slots; i += blockDim.x) args.slots[i] = -1;
     for (int32_t i = threadIdx.x; i < placing.num_slots; i += blockDim.x) args.slot_expert[i] = -1;
-    if (threadIdx.x == 0) *args.num_rows = *args.home_rows = 0;
+    if (threadIdx.x == 0) *args.num_rows = *args.home_rows = *work.is_valid = 0;
   }
 };
 
@@ -167,7 +118,8 @@ __global__ void __launch_bounds__(1024, 1)
   const Placing placing = {
       op,        shared.ranks,        experts, args.by_home_experts, peers.num_ranks, experts_per_rank,
       num_slots, args.tolerance_units};
-  const Balance balance = {peers, args, op, placing, words + kWordsPerExpert * num_experts, plan.num_counters};
+  const BalanceWork work(args, num_experts, peers.num_ranks);
+  const Balance balance = {peers, args, op, placing, work, words + 5 * num_experts};
   if (!op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);
@@ -177,7 +129,7 @@ __global__ void __launch_bounds__(1024, 1)
   if (op.is_control_warp()) {
     op.enter([](int32_t) { return true; });
   } else {
-    balance.count_pairs();
+    balance.sum_blocks(plan.num_blocks);
   }
   __syncthreads();  // the block has entered
   if (op.is_worker()) {
@@ -185,7 +137,7 @@ __global__ void __launch_bounds__(1024, 1)
     op.stamp(Stamp::kRouted);
     placing.place();
     balance.write_slots();
-    balance.number_pairs();
+    balance.write_work();
   } else {
     Operation::wait_peers(shared.state);
   }
@@ -195,12 +147,23 @@ __global__ void __launch_bounds__(1024, 1)
 }  // namespace
 
 cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, cudaStream_t stream) {
-  const int32_t num_experts = peers.num_ranks * peers.num_home_experts();
+  const int32_t experts_per_rank = peers.num_home_experts(), num_experts = peers.num_ranks * experts_per_rank;
   const BalancePlan plan = plan_balance(int64_t{args.num_tokens} * args.top_k, num_experts);
-  const int32_t scratch = balance_scratch_bytes(num_experts, plan.num_counters);
-  return launch(balance_kernel, {1, plan.block_threads(), scratch}, stream, peers, args, plan);
+  const Grid pairs = {plan.num_blocks, kPairThreads, 0};
+  cudaError_t status = launch(count_pairs_kernel, {plan.num_blocks, kPairThreads, plan.counters_bytes(num_experts)},
+                              stream, args, num_experts, peers.num_ranks, plan.num_counters);
+  if (status == cudaSuccess) {
+    status = launch(balance_kernel, {1, plan.block_threads(), balance_scratch_bytes(num_experts)}, stream, peers, args,
+                    plan);
+  }
+  if (status != cudaSuccess) return status;
+  return launch(number_pairs_kernel, pairs, stream, args, experts_per_rank, peers.num_ranks, peers.replicas);
 }
 
-cudaError_t load_balance() { return load_kernel(balance_kernel, kMaxBalanceScratch); }
+cudaError_t load_balance() {
+  cudaError_t status = load_kernel(count_pairs_kernel, kMaxBalanceScratch);
+  if (status == cudaSuccess) status = load_kernel(balance_kernel, kMaxBalanceScratch);
+  return status == cudaSuccess ? load_kernel(number_pairs_kernel, 0) : status;
+}
 
 }  // namespace jax_ep

@@ -15,12 +15,13 @@ struct BalanceArgs : Call {
   Divisor by_home_experts;  // of a rank
   // The results, which jax_ep.Plan describes:
   int32_t *slot_expert, *num_rows, *home_rows, *slots, *topk_slot;
+  int32_t* work;  // [balance_work_words()]: what one kernel leaves for the next
 };
 
-// Enqueues one kernel. The group has replicas, and at most kMaxBalancedExperts experts.
+// Enqueues three kernels: pairs.cuh has the first and the last. The group has replicas, and at most kMaxBalancedExperts experts.
 cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, cudaStream_t stream);
 
-// Loads the kernel on the current device. Loading a kernel while a peer waits can deadlock.
+// Loads the kernels on the current device. Loading a kernel while a peer waits can deadlock.
 cudaError_t load_balance();
 
 }  // namespace jax_ep

@@ -17,7 +17,7 @@ struct ReplicateAttrs {
 namespace {
 
 ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Operand axis_index, Operand topk_idx,
-                   Result slot_expert, Result num_rows, Result home_rows, Result slots, Result topk_slot) {
+                   Result slot_expert, Result num_rows, Result home_rows, Result slots, Result topk_slot, Result work) {
   const auto member = member_for("balance", attrs.group, ordinal);
   if (member.has_error()) return member.error();
   const Sizes sizes(**member);
@@ -28,6 +28,7 @@ ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Ope
                                        std::to_string(sizes.num_ranks * kToleranceUnit));
   }
   const Dims topk = sizes.topk(size(topk_idx, 0));
+  const int64_t work_words = balance_work_words(sizes.num_ranks * sizes.num_home_experts(), sizes.num_ranks);
   const ffi::Error error =
       first_error({check_axis_index("balance", axis_index),
                    check_buffers("balance", {{"topk_idx", topk_idx, ffi::S32, topk},
@@ -35,7 +36,8 @@ ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Ope
                                              {"num_rows", *num_rows, ffi::S32, {}},
                                              {"home_rows", *home_rows, ffi::S32, {}},
                                              {"slots", *slots, ffi::S32, {sizes.num_ranks, sizes.replicas}},
-                                             {"topk_slot", *topk_slot, ffi::S32, topk}})});
+                                             {"topk_slot", *topk_slot, ffi::S32, topk},
+                                             {"work", *work, ffi::S32, {work_words}}})});
   if (error.failure()) return error;
   BalanceArgs args = {};
   args.op = OpKind::kBalance;
@@ -51,6 +53,7 @@ ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Ope
   args.home_rows = data<int32_t>(home_rows);
   args.slots = data<int32_t>(slots);
   args.topk_slot = static_cast<int32_t*>(topk_slot->untyped_data());
+  args.work = data<int32_t>(work);
   return enqueue_balance("balance", stream, **member, attrs.group, args);
 }
 
@@ -133,7 +136,7 @@ ffi::Error replicate_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs,
                         experts.untyped_data() == out->untyped_data(), args);
 }
 
-JAX_EP_DEFINE_HANDLER(kBalance, with_order_token(balance, "balance"), (with_buffers<2, 5>(bind_call<BalanceAttrs>())),
+JAX_EP_DEFINE_HANDLER(kBalance, with_order_token(balance, "balance"), (with_buffers<2, 6>(bind_call<BalanceAttrs>())),
                       kTraits);
 JAX_EP_DEFINE_HANDLER(kReplicate, with_order_token(replicate, "replicate"),
                       (with_buffers<3, 1>(bind_call<ReplicateAttrs>())), kTraits);

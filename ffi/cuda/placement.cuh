@@ -59,17 +59,6 @@ struct Placing {
     op.sync_workers();
   }
 
-  // The slot, counted over all ranks, of the row at `at` on the own line of the expert's home.
-  __device__ int32_t slot_of(int32_t expert, int32_t at) const {
-    const int32_t home = by_home_experts.quotient(expert), slots_per_rank = experts_per_rank + num_slots;
-    for (uint32_t left = ranks.takers[home]; left != 0; left &= left - 1) {
-      const int32_t to = __ffs(static_cast<int>(left)) - 1;
-      if (at < ranks.begin[to] || at >= ranks.end[to]) continue;
-      return to * slots_per_rank + experts_per_rank + experts.place[expert] - ranks.first_copy[to];
-    }
-    return home * slots_per_rank + expert - home * experts_per_rank;
-  }
-
   // The expert in replica slot `slot` of a rank; -1 for none.
   __device__ int32_t expert_in_slot(int32_t rank, int32_t slot) const {
     if (slot >= ranks.num_copies[rank]) return -1;

@@ -149,6 +149,9 @@ struct Replicate {
     return __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_left && slot == lowest))) - 1;
   }
 
+  // Whether this rank sends rows or takes some.
+  __device__ bool has_rows() const { return lists.counts.num_given > 0 || lists.counts.num_of_source > 0; }
+
   // The parts of slots that warps claim, to zero those without a copy.
   static constexpr int64_t kPartBytes = 64 * 1024;
   __device__ int64_t parts_per_slot() const { return (args.expert_bytes + kPartBytes - 1) / kPartBytes; }
@@ -162,6 +165,12 @@ struct Replicate {
     for (int64_t at = begin + lane_id() * kUnitBytes; at < end; at += 32 * kUnitBytes) {
       *reinterpret_cast<uint4*>(slot(number) + at) = uint4{};
     }
+  }
+
+  // Without rows, warps need no claims, which take microseconds: all warps share the parts evenly.
+  __device__ void clear_slots() const {
+    const int32_t step = static_cast<int32_t>(gridDim.x) * kCopyWarps;
+    for (int64_t part = op.state.role * kCopyWarps + warp_id(); part < num_parts(); part += step) clear_part(part);
   }
 
   // The results of a failed operation: the copies, or all gradients, become NaN.
@@ -192,7 +201,9 @@ __global__ void __launch_bounds__(kCopyWarps * 32, 1)
   }
   lists.build();
   op.stamp(Stamp::kRouted);
-  if (!op.warp_has_failed()) {
+  if (!replicate.has_rows()) {
+    replicate.clear_slots();
+  } else if (!op.warp_has_failed()) {
     if (lane_id() == 0) op.open_claims(0);
     while (true) {  // a warp claims lanes, then parts of slots to clear
       const int64_t claimed = __shfl_sync(kAllLanes, lane_id() == 0 ? op.claim() : 0, 0),

@@ -18,7 +18,7 @@ from jax_ep import _compat, _layouts, _placement, _wires
 from jax_ep._backends import plain_replicate, targets
 from jax_ep._backends.native_group import GroupOfPrograms, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
-from jax_ep._constants import CHANNELS_PER_SCALE, Layout
+from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
@@ -42,6 +42,11 @@ class RouteArrays(NamedTuple):
     num_recv_per_rank: jax.Array
     counts: jax.Array
     group_sizes: jax.Array
+
+
+def balance_work_words(group: GroupSettings) -> int:
+    """The size of the array "work" of a balance: balance_work_words in ffi/plan.h."""
+    return (MAX_BALANCE_BLOCKS + 2) * group.num_experts + 4 * group.num_ranks + 1
 
 
 class _CudaOperations(Backend):
@@ -183,8 +188,10 @@ class _CudaOperations(Backend):
         if not self.group.replicas:  # nobody moves: the ranks only exchange how many rows each gets
             return _placement.plan(self.group, topk_idx, tolerance_units)
         operands: dict[str, jax.Array | None] = {"topk_idx": topk_idx}
-        results = targets.BALANCE.result_types(operands, {"B": self.group.replicas, "R": self.group.num_ranks}, {})
+        sizes = {"B": self.group.replicas, "R": self.group.num_ranks, "W": balance_work_words(self.group)}
+        results = targets.BALANCE.result_types(operands, sizes, {})
         got = self._call(targets.BALANCE, operands, results, agreed=(tolerance_units,), tolerance=tolerance_units)
+        del got["work"]
         return _placement.PlanArrays(**got)
 
     def replicate(self, w: jax.Array, slots: jax.Array) -> jax.Array:

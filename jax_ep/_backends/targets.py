@@ -213,6 +213,7 @@ BALANCE = Target(
         Array("home_rows", "", _INT),
         Array("slots", "R B", _INT),
         Array("topk_slot", "T K", _INT),
+        Array("work", "W", _INT),  # what one kernel leaves for the next
     ),
     ("tolerance",),
 )

@@ -1,7 +1,7 @@
 """`jax-ep bench balance`: times balance, replicate and the gradient of replicate, beside the floor of the link.
 
-Each operation runs in a chain of dependent calls in one executable. `us` is the median time of its kernel on the GPUs'
-time lines. Where there is no such kernel, it is the time of the chain on the host's clock, divided by the calls.
+Each operation runs in a chain of dependent calls in one executable. `us` is the median time of its kernels on the GPUs'
+time lines. Where there are no such kernels, it is the time of the chain on the host's clock, divided by the calls.
 `floor_us` is the time that the link needs for the same copies (`floor.link_floor`). For balance, and without copies, it
 is null.
 
@@ -35,6 +35,7 @@ from jax_ep.bench.options import mismatches
 from jax_ep.bench.timeline import TRACE_OPTIONS, trace
 from jax_ep.bench.timing import place, spmd
 
+BALANCE_KERNELS = ("count_pairs_kernel", "balance_kernel", "number_pairs_kernel")
 EXECUTIONS = 5
 TOLERANCE = 1.0  # with uniform routing: of the plan that copies nothing
 
@@ -49,8 +50,13 @@ def routing(name: str, case: Case) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def time_us(chain: Callable, operands: tuple[Any, ...], mesh: Mesh, kernel: str, calls: int) -> tuple[float, Any]:
-    """Returns the time of one of the `calls` calls of a chain, and the result of the chain."""
+def time_us(
+    chain: Callable, operands: tuple[Any, ...], mesh: Mesh, kernels: Sequence[str], calls: int
+) -> tuple[float, Any]:
+    """Returns the time of one of the `calls` calls of a chain, and the result of the chain.
+
+    A call runs these kernels. On a GPU's time line, its time is from the start of the first to the end of the last.
+    """
     compiled = spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
     result = jax.block_until_ready(compiled(*operands))
 
@@ -58,12 +64,15 @@ def time_us(chain: Callable, operands: tuple[Any, ...], mesh: Mesh, kernel: str,
         for _ in range(EXECUTIONS):
             jax.block_until_ready(compiled(*operands))
 
-    times = [
-        event.duration_ns / 1e3
-        for events in trace(run)
-        for number, event in enumerate(event for event in events if kernel in event.name)
-        if number % calls  # the first call of a chain waits for the other ranks' hosts
-    ]
+    times = []
+    for events in trace(run):
+        ours = sorted((e for e in events if any(name in e.name for name in kernels)), key=lambda event: event.start_ns)
+        firsts, lasts = ours[:: len(kernels)], ours[len(kernels) - 1 :: len(kernels)]
+        us = [
+            (last.start_ns + last.duration_ns - first.start_ns) / 1e3 for first, last in zip(firsts, lasts, strict=True)
+        ]
+        # The first call of a chain waits for the other ranks' hosts.
+        times += [time for number, time in enumerate(us) if number % calls]
     if times:
         return statistics.median(times), result
     start = time.perf_counter()
@@ -95,7 +104,7 @@ def time_balance(
             topk_idx, _ = lax.optimization_barrier((topk_idx, plan.num_rows))
         return plan
 
-    return time_us(chain, (place(topk_idx, mesh),), mesh, "balance_kernel", calls)
+    return time_us(chain, (place(topk_idx, mesh),), mesh, BALANCE_KERNELS, calls)
 
 
 def time_replicate(plan: ep.Plan, mesh: Mesh, experts: jax.Array, calls: int) -> tuple[float, bool]:
@@ -108,7 +117,7 @@ def time_replicate(plan: ep.Plan, mesh: Mesh, experts: jax.Array, calls: int) ->
         wanted = jnp.maximum(plan.slot_expert, 0).astype(w.dtype)  # the first expert's and an empty slot's are zeros
         return w, (copies == wanted[:, None]).all()
 
-    us, (_, right) = time_us(chain, (experts, plan), mesh, "replicate_kernel", calls)
+    us, (_, right) = time_us(chain, (experts, plan), mesh, ["replicate_kernel"], calls)
     return us, bool(right.all())
 
 
@@ -126,7 +135,7 @@ def time_gradient(plan: ep.Plan, mesh: Mesh, experts: jax.Array, calls: int) -> 
         wanted = (1 + copies.sum(axis=0)).astype(g.dtype)
         return g, (g[: group.experts_per_rank] == wanted[:, None]).all()
 
-    us, (_, right) = time_us(chain, (experts, plan), mesh, "replicate_kernel", calls)
+    us, (_, right) = time_us(chain, (experts, plan), mesh, ["replicate_kernel"], calls)
     return us, bool(right.all())
 
 

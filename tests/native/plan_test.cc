@@ -378,15 +378,17 @@ void test_divisor() {
 }
 
 void test_balance() {
-  EXPECT_EQ(plan_balance(4096 * 8, 256).num_workers, 31 * 32);
-  EXPECT_EQ(plan_balance(4096 * 8, 256).num_counters, 31);
-  EXPECT_EQ(plan_balance(0, 1).num_workers, 32);
+  EXPECT_EQ(plan_balance(4096 * 8, 256).num_blocks, 16);
+  EXPECT_EQ(plan_balance(4096 * 8, 256).num_counters, 16);
+  EXPECT_EQ(plan_balance(0, 1).num_blocks, 1);
   for (int32_t num_experts = 1; num_experts <= kMaxBalancedExperts; ++num_experts) {
     for (int64_t num_pairs : {0, 8, 300, 1 << 20}) {
       const BalancePlan plan = plan_balance(num_pairs, num_experts);
-      EXPECT_EQ(plan.num_counters >= 1 && 32 * plan.num_counters <= plan.num_workers, true);
+      EXPECT_EQ(plan.num_counters >= 1 && 32 * plan.num_counters <= kPairThreads, true);
+      EXPECT_EQ(plan.num_blocks >= 1 && plan.num_blocks <= kMaxBalanceBlocks, true);
+      EXPECT_EQ(plan.counters_bytes(num_experts) <= kMaxBalanceScratch, true);
       EXPECT_EQ(plan.num_workers % 32 == 0 && plan.block_threads() <= 1024, true);
-      EXPECT_EQ(balance_scratch_bytes(num_experts, plan.num_counters) <= kMaxBalanceScratch, true);
+      EXPECT_EQ(balance_scratch_bytes(num_experts) <= kMaxBalanceScratch, true);
     }
   }
   EXPECT_EQ(kMaxBalancedExperts, 4096);  // Group's docstring says so
