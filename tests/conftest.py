@@ -25,6 +25,8 @@ from not_emulated import reason_not_emulated
 
 if ONE_OF_SEVERAL:
     jax.distributed.initialize()
+if jax.default_backend() == "gpu":  # which multiplies float32 in TF32 by default
+    jax.config.update("jax_default_matmul_precision", "highest")
 
 hypothesis.settings.register_profile("jax_ep", deadline=None, derandomize=ONE_OF_SEVERAL or "CI" in os.environ)
 hypothesis.settings.load_profile("jax_ep")

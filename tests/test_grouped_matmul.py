@@ -49,13 +49,6 @@ CASES_OF_DTYPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def full_precision():
-    """On GPUs, XLA multiplies float32 in TF32 by default."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 def arrays(sizes, layout, dtype, num_beyond, beyond=0.0):
     """rows, w, group_sizes, dy and a mask of the valid rows; rows and dy hold `beyond` in all other rows."""
     rng = np.random.default_rng(len(sizes) + sum(sizes))

@@ -12,6 +12,7 @@ import pytest
 
 from helpers import open_group, spmd, wait_for_all_devices
 from jax_ep._backends import targets
+from jax_ep._backends.cuda import balance_work_words
 from jax_ep._backends.targets import NONE, Result
 from jax_ep._constants import CHANNELS_PER_SCALE, Layout
 from shapes import SMALL
@@ -59,6 +60,7 @@ def buffers(group, declared):
         "B": (group.replicas,),
         "C": (group.slots_per_rank,),
         "L": (group.experts_per_rank,),
+        "W": (balance_work_words(group),),
         "D": (64,),
         "N": (CAPACITY,),
         "*rows": (CAPACITY,),

@@ -20,6 +20,7 @@ from jax_ep._backends.native_group import GroupOfPrograms, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
 from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, Layout
 from jax_ep._ordered_calls import ordered_call
+from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
 _BELOW_A_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")  # several elements share a byte
