@@ -65,13 +65,13 @@ struct Operation : Epoch {
     const int32_t peer = lane_id();
     Counters& counters = op.own().counters;
     if (peer < op.peers.num_ranks) {
-      const unsigned long long* const announced = &op.own().op[op.state.slot][peer];
+      const unsigned long long* const notification = &op.own().op[op.state.slot][peer];
       const uint64_t begun = globaltimer_ns();
       uint64_t looked = begun;  // of this lane; after the loop, the clock shows the time of the warp's last lane
       unsigned long long seen = 0;
       const bool came = op.wait_for(peer, op.state.epoch, [&] {
         looked = globaltimer_ns();
-        seen = load_relaxed(announced);
+        seen = load_relaxed(notification);
         return static_cast<uint32_t>(seen >> 32);
       });
       const uint32_t hash = static_cast<uint32_t>(seen);

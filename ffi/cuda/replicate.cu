@@ -167,10 +167,17 @@ struct Replicate {
     }
   }
 
-  // Without rows, warps need no claims, which take microseconds: all warps share the parts evenly.
+  // The same for a rank without rows: all threads share a slot, and claim nothing. Claims take microseconds.
   __device__ void clear_slots() const {
-    const int32_t step = static_cast<int32_t>(gridDim.x) * kCopyWarps;
-    for (int64_t part = op.state.role * kCopyWarps + warp_id(); part < num_parts(); part += step) clear_part(part);
+    if (!args.clears_slots) return;
+    const int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kUnitBytes;
+    const int64_t step = int64_t{gridDim.x} * blockDim.x * kUnitBytes;
+    for (int32_t number = 0; number < peers.replicas; ++number) {
+      if (args.slots[peers.rank * peers.replicas + number] >= 0) continue;
+      for (int64_t at = first; at < args.expert_bytes; at += step) {
+        *reinterpret_cast<uint4*>(slot(number) + at) = uint4{};
+      }
+    }
   }
 
   // The results of a failed operation: the copies, or all gradients, become NaN.

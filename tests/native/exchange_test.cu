@@ -3,12 +3,13 @@
 //
 //   exchange_test [MOST_RANKS [quick | all [PART]]]
 //
-// runs all parts, or one: "exchange", "all_to_all", "layouts", "dispatch_layout", "group_arrays". "quick" is for the
-// sanitizers, under which a kernel takes long. On emulated GPUs,
+// runs all parts, or one: "exchange", "all_to_all", "layouts", "balance", "dispatch_layout", "group_arrays". "quick" is
+// for the sanitizers, under which a kernel takes long. On emulated GPUs,
 //
 //   exchange_test seeds FIRST COUNT [SETTINGS]
 //
 // runs COUNT short exchanges, in each of which a seed decides everything (exchange_seeds.h).
+#include <cstdlib>
 #include <string>
 #include <tuple>
 
@@ -215,6 +216,9 @@ void for_ranks_and_forms(int32_t most_ranks, Check check) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // Each rank has a stream of its own, and a kernel that waits for another rank must not hold up that rank's stream.
+  // With more hardware queues than streams, no two streams share one.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 #ifdef JAX_EP_EMULATOR
   if (argc > 3 && std::strcmp(argv[1], "seeds") == 0) {
     return run_seeds(std::atoll(argv[2]), std::atoll(argv[3]), argc > 4 ? argv[4] : "");

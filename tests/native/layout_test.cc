@@ -149,7 +149,7 @@ void test_counters() {
   constexpr size_t begin = offsetof(Control, counters), end = begin + sizeof(Counters);
   EXPECT_EQ(begin % 8, size_t{0});
   EXPECT_EQ(begin >= offsetof(Control, num_rows) + sizeof(Control::num_rows), true);
-  EXPECT_EQ(sizeof(Counters), 8 * (kNumOpKinds + 1 + 5 * size_t{kMaxRanks}));
+  EXPECT_EQ(sizeof(Counters), 8 * (kNumOpKinds + 4 + 5 * size_t{kMaxRanks}));
   EXPECT_EQ(static_cast<size_t>(counts_offset(0, 0, 8, 32)) >= end, true);
   for (int32_t experts_per_rank : {1, 2, 7, 32}) {  // two counts are loaded as a unit
     EXPECT_EQ(counts_offset(1, 3, 8, experts_per_rank) % kUnitBytes, 0);
