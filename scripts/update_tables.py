@@ -274,7 +274,7 @@ def layer(machine: Machine) -> str:
     text = (
         f"Value and gradient of one MoE layer: {ideal['tokens']} tokens of {ideal['hidden']} channels per rank, "
         f"top-{ideal['top_k']} of {ideal['experts']} experts of {ideal['expert_hidden']} channels, {ideal['dtype']}. "
-        "Milliseconds of the host's clock; MiB."
+        "Milliseconds of the host's clock; MiB per rank."
     )
     caption = machine.caption(rows.values(), "scripts/gpu_check.sh layer", text)
     return f"{caption}\n\n{markdown(['exchange', 'step', 'beyond no communication', 'memory'], cells)}"
@@ -285,9 +285,10 @@ def copies(machine: Machine) -> str:
     rows = machine.rows("balance", "balance-1-kernels")
 
     def what(row: Row) -> str:
-        if "routing" not in row:
-            return f"{row['copies']} copies of {row['expert_bytes'] / 1e6:.0f} MB" if row["copies"] else "no copies"
-        return f"{row['routing']} routing, {row['experts']} experts, {row['copies']} copies"
+        number = {0: "no copies", 1: "1 copy"}.get(row["copies"], f"{row['copies']} copies")
+        if "routing" in row:
+            return f"{row['routing']} routing, {row['experts']} experts, {number}"
+        return f"{number} of {row['expert_bytes'] / 1e6:.0f} MB" if row["copies"] else number
 
     def share(row: Row) -> str:
         return f"{row['floor_us'] / row['us']:.2f}" if "floor_us" in row else ""

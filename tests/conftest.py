@@ -196,10 +196,14 @@ if HAS_EMULATED:
 
 @pytest.fixture(params=(1, 2, 3, 4), ids="seed{}".format)
 def adversary(request):
-    """The seed by which emulated GPUs run threads, blocks and launches in another order, and show stores late."""
-    _native.emulated.set_adversary(request.param)
+    """The seed by which emulated GPUs run threads, blocks and launches in another order, and show stores late.
+
+    On real GPUs, it is the seed of the test's inputs only.
+    """
+    set_adversary = _native.emulated.set_adversary if HAS_EMULATED else lambda seed: None
+    set_adversary(request.param)
     yield request.param
-    _native.emulated.set_adversary(0)
+    set_adversary(0)
 
 
 # --- devices and groups ---------------------------------------------------------------------------------------------
