@@ -61,6 +61,11 @@ class DispatchOptions:
             num_groups = group.experts_per_rank if tolerance_units is None else group.slots_per_rank
             capacity = _layouts.capacity_for(self.layout, most_rows, num_groups=num_groups, alignment=alignment)
             origin = ", which is enough for any routing"
+        elif isinstance(capacity, float):
+            raise TypeError(
+                f"{op}: capacity is {capacity}, a float; it must be an int, a number of rows: for a multiple of what a "
+                f"balanced router sends, give capacity_factor={capacity}"
+            )
         elif _checks.integer(f"{op}: capacity", capacity, 1) % alignment:
             raise ValueError(
                 f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "

@@ -137,7 +137,7 @@ DISPATCH = [
     ({"layout": np.zeros(2)}, ValueError, ["expert", "ragged"]),
     ({"capacity": 12, "alignment": 8}, ValueError, [12, 8, 16]),
     ({"capacity": -8}, ValueError, [-8]),
-    ({"capacity": 8.5}, TypeError, ["8.5", "a float", "int, such as 9"]),
+    ({"capacity": 8.5}, TypeError, ["8.5", "a float", "capacity_factor=8.5"]),
     ({"capacity": jnp.int32(8)}, TypeError, ["an array", "int known when tracing"]),
     ({"capacity": 2**33}, ValueError, [2**33, "int32", 2**31 - 1]),
     ({"capacity": None, "alignment": 2**30}, ValueError, [9 * 2**30, "any routing", 2**30]),

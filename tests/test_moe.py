@@ -548,6 +548,7 @@ MLP = [
     ({"w_gate_up": lambda w: w[:, :, :47]}, ValueError, [47, "2I", "even"]),
     ({"w_gate_up": cast(jnp.bfloat16)}, TypeError, ["bfloat16", "w_gate_up.astype('float32')"]),
     ({"w_gate_up": None}, TypeError, ["NoneType", "array"]),
+    ({"w_gate_up": lambda w: w[:, :, :24]}, ValueError, ["(2, 32, 24)", "w_down has I = 24", "2I = 48"]),
     ({"w_down": lambda w: w[:1]}, ValueError, ["(1, 24, 32)", "E_local = 2", "in_specs"]),
     ({"w_down": lambda w: w[:, :12]}, ValueError, ["(2, 12, 32)", "I = 24"]),
     ({"w_down": lambda w: w.swapaxes(1, 2)}, ValueError, ["(2, 32, 24)", "I = 24"]),

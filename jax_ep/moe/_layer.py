@@ -251,6 +251,11 @@ def _check_weights(op: str, group: Group, w_gate_up: Any, w_down: Any) -> int:
             f"{op}: w_gate_up has shape {tuple(w_gate_up.shape)}; its last dimension, 2I, must be even and positive: I "
             "columns for gate, then I for up"
         )
+    if getattr(w_down, "shape", ())[1:] == (columns, group.hidden):
+        raise ValueError(
+            f"{op}: w_gate_up has shape {tuple(w_gate_up.shape)}, and w_down has I = {columns}; the last dimension of "
+            f"w_gate_up must be 2I = {2 * columns}: I columns for gate, then I for up"
+        )
     _checks.array(op, "w_down", w_down, {"E_local": local, "I": columns // 2, "H": group.hidden}, group.dtype)
     return columns // 2
 
