@@ -53,7 +53,7 @@ class Plan:
 
 @_compat.named
 def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tolerance: float = 0.0) -> Plan:
-    """Plans which rank computes which rows, so that no rank computes more than its share. Call it inside `shard_map`.
+    """Plans which rank computes which rows, so that ranks compute equally many. Call it inside `shard_map`.
 
     With group.replicas = E_local, each rank gets at most ceil(N / R) rows for any routing, where N is the number of
     valid pairs (token, k) of all ranks; and each rank takes rows of one other rank only. These rows need copies of that
@@ -180,9 +180,8 @@ _replicate.defvjp(_replicate_fwd, _replicate_bwd)
 def with_copies(w: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """Returns w [E_local, ...] itself, and the copies that a plan names, [B, ...], in an array of their own.
 
-    So the home experts are not copied, as in the result of `replicate`. Slots without a copy are unspecified: use the
-    result where no row belongs to an empty slot's expert. In the backward pass, the gradients of copies are added to
-    those of w.
+    Unlike `replicate`, it does not copy the home experts. Slots without a copy are unspecified: the caller must not
+    read them, and need not give them a gradient. In the backward pass, the gradients of copies are added to those of w.
     """
     w, copies = _with_copies(plan.group, *_compat.vary((w, plan.slots), plan.group.axis_names))
     return w, checkpoint_name(copies, "jax_ep_replicate")

@@ -17,13 +17,13 @@ class GroupStats:
     """Counters of this process's ranks since their group was made. L ranks in this process, R ranks in the group.
 
     A row is one token on its way to, or back from, one rank, however many of its experts are on that rank. Its bytes
-    are those of payload, scales and headers as they travel, without the words that announce an operation. Entry [i, r]
+    are those of payload, scales and headers as they travel, without notifications. Entry [i, r]
     of an array [L, R] is about `ranks[i]` and rank r. If both are the same rank, the rows stay on the device. The
     backends "reference" and "collectives" count nothing: all fields except `ranks` and `devices` are None.
 
-    The ranks of the experts count the rows. This process cannot read the counters of a rank r on another host. Then
-    entry [i, r] of the rows and bytes sent lacks rows to experts of rank r, and entry [i, r] of the rows and bytes
-    received lacks rows that came back from them.
+    The rank that holds the experts counts the rows in both directions. This process cannot read the counters of a rank
+    on another host. So the rows sent to experts there are missing, and so are the rows that came back from them.
+    `jax_ep.replicate` counts as an operation, but the bytes of its copies are in no counter.
 
     Attributes:
         ranks: L numbers: the ranks of this process in their expert-parallel group.

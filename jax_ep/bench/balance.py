@@ -5,8 +5,9 @@ time lines. Where there are no such kernels, it is the time of the chain on the 
 `floor_us` is the time that the link needs for the same copies (`floor.link_floor`). For balance, and without copies, it
 is null.
 
-Two routings are timed. In "uniform", no rank is over its limit, so nothing is copied. In "hot", every token names the
-first K experts of rank 0, so the plan moves their rows to the other ranks.
+balance is timed with uniform routing and a tolerance of 1, where nothing is copied; with uniform routing and a
+tolerance of 0; and with the routing "hot", where every token names the experts 0 to K - 1. replicate and its gradient
+are timed without copies, and with those of "hot", in a group whose ranks have K experts each.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from jax_ep.bench.timing import place, spmd
 
 BALANCE_KERNELS = ("count_pairs_kernel", "balance_kernel", "number_pairs_kernel")
 EXECUTIONS = 5
-TOLERANCE = 1.0  # with uniform routing: of the plan that copies nothing
+TOLERANCE = 1.0  # so large that uniform routing needs no copies
 
 
 def hot(case: Case) -> np.ndarray:
-    """Every token names the first K experts of rank 0: [R, T, K]."""
+    """Every token names the experts 0 to K - 1: [R, T, K]."""
     return np.broadcast_to(np.arange(case.top_k), (case.ranks, case.tokens, case.top_k))
 
 
@@ -53,9 +54,10 @@ def routing(name: str, case: Case) -> np.ndarray:
 def time_us(
     chain: Callable, operands: tuple[Any, ...], mesh: Mesh, kernels: Sequence[str], calls: int
 ) -> tuple[float, Any]:
-    """Returns the time of one of the `calls` calls of a chain, and the result of the chain.
+    """Returns the time of a call in a chain of `calls` calls, and the result of the chain.
 
-    A call runs these kernels. On a GPU's time line, its time is from the start of the first to the end of the last.
+    A call runs these kernels. On a GPU's time line, its time is from the start of the first to the end of the last, and
+    the result is the median.
     """
     compiled = spmd(chain, mesh).lower(*operands).compile(TRACE_OPTIONS)
     result = jax.block_until_ready(compiled(*operands))
