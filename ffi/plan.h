@@ -451,7 +451,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
 }
 
 // The launches of a balance: one block plans, and others count the pairs (token, k) before and number them afterwards
-// (ffi/cuda/pairs.cuh). Few pairs and few experts have few threads.
+// (ffi/cuda/pairs.cuh). Few pairs have few blocks, and few experts have few threads in the block that plans.
 inline constexpr int32_t kPairThreads = 512;
 struct BalancePlan {
   int32_t num_workers;   // threads of the block that plans, without the control warp
@@ -475,10 +475,11 @@ constexpr int64_t balance_work_words(int64_t num_experts, int64_t num_ranks) {
   return (kMaxBalanceBlocks + 2) * num_experts + 4 * num_ranks + 1;
 }
 
-constexpr BalancePlan plan_balance(int64_t num_pairs, int32_t num_experts) {
+constexpr BalancePlan plan_balance(int64_t num_pairs, int32_t num_experts, int32_t num_sms, int32_t device_sms) {
   constexpr int64_t kPairsPerBlock = 4 * kPairThreads;
   const int64_t num_warps = std::clamp<int64_t>(divide_up(num_experts, 32), 8, 31);
-  const int64_t num_blocks = std::clamp<int64_t>(divide_up(num_pairs, kPairsPerBlock), 1, kMaxBalanceBlocks);
+  const int64_t most = std::min(kMaxBalanceBlocks, usable_sms(num_sms, device_sms));
+  const int64_t num_blocks = std::clamp<int64_t>(divide_up(num_pairs, kPairsPerBlock), 1, most);
   const int32_t room = kMaxBalanceScratch / (4 * num_experts);
   return {static_cast<int32_t>(num_warps * 32), static_cast<int32_t>(num_blocks), std::min(kPairThreads / 32, room)};
 }

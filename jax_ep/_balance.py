@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -197,7 +198,30 @@ def _with_copies_fwd(group: Group, w: jax.Array, slots: jax.Array) -> tuple[tupl
 
 
 def _with_copies_bwd(group: Group, slots: jax.Array, g: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-    return group._impl.add_copies(*g, slots), None
+    return _add_copies(group)(*g, slots), None
+
+
+def _add_copies(group: Group) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Returns add_copies, with a rule for vmap over copies of weights that all elements share.
+
+    Then g is one gradient, the sum over all elements. It must be added once, and the copies of each element.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def add(g: jax.Array, copies: jax.Array, slots: jax.Array) -> jax.Array:
+        return group._impl.add_copies(g, copies, slots)
+
+    @add.def_vmap
+    def add_of_all(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        g, *of_elements = (
+            a if batched or i == 0 else jnp.broadcast_to(a, (size, *a.shape))
+            for i, (a, batched) in enumerate(zip(operands, is_batched, strict=True))
+        )
+        if is_batched[0]:
+            return jax.lax.map(lambda element: add(*element), (g, *of_elements)), True
+        return jax.lax.scan(lambda total, element: (add(total, *element), None), g, tuple(of_elements))[0], False
+
+    return add
 
 
 _with_copies.defvjp(_with_copies_fwd, _with_copies_bwd)

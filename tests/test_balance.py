@@ -17,6 +17,7 @@ import jax_ep as ep
 import oracle
 from helpers import assert_dispatched, assert_same_bits, make_mesh, open_group, run_spmd, spmd, to_numpy
 from jax_ep._balance import with_copies
+from jax_ep.moe import _layer
 from shapes import Shape
 from test_errors import assert_names
 from test_moe import equations
@@ -447,6 +448,49 @@ def test_vmap(on_reference):
     found = on_reference(batch, case, topk_weights, w, xs, ids)
     for i in range(2):
         np.testing.assert_allclose(found[:, i], dense(xs[:, i], ids[:, i], topk_weights, w), rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_of_a_vmap_with_copies_apart():
+    """All elements share the weights: what goes straight to them counts once, and the copies of each element count."""
+    case, mesh = CASES["aligned"], make_mesh((4,))
+    _, topk_idx, _, w = make_case("skewed", case)
+    ids = np.stack([topk_idx, case.num_experts - 1 - topk_idx], axis=1)
+    with open_group(mesh, case.shape, backend="reference", replicas=case.replicas) as group:
+
+        def loss(w, ids):
+            plan = ep.balance(ids, group=group)
+            home, copies = with_copies(w, plan)
+            copies = jnp.where((plan.slot_expert >= 0)[:, None, None], copies, 0)
+            return jnp.sum(home * home) + 3 * jnp.sum(copies * copies)
+
+        def gradients(ids, w):
+            together = jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, ids)))(w)
+            one_by_one = sum(jax.grad(loss)(w, ids[i]) for i in range(2))
+            return together, one_by_one, jax.grad(loss)(w, ids[0])
+
+        together, one_by_one, of_first = run_spmd(gradients, mesh, ids, w)
+    np.testing.assert_allclose(together, one_by_one, rtol=1e-5)
+    assert np.abs(of_first - 2 * w).max() > 0.1  # some experts have copies
+
+
+def test_gradients_of_empty_copies_are_zero_where_rows_may_be_dropped(monkeypatch):
+    """The grouped GEMM may leave them unwritten only if each copy has rows."""
+    case, asked = CASES["aligned"], []
+
+    def matmul(rows, w, group_sizes, *, implementation, copies, leaves_empty_copies):
+        asked.append((copies is not None, leaves_empty_copies))
+        return jnp.zeros((len(rows), w.shape[2]), rows.dtype)
+
+    monkeypatch.setattr(_layer, "portable_matmul", matmul)
+    monkeypatch.setattr(_layer, "no_grouped_reason", lambda *_: None)
+    x, topk_idx, topk_weights, _ = make_case("skewed", case)
+    weights = np.zeros((4, case.local, HIDDEN, 16), np.float32), np.zeros((4, case.local, 8, HIDDEN), np.float32)
+    mesh = make_mesh((4,))
+    for replicas, options in ((case.local, {}), (case.local, {"capacity_factor": 4.0}), (1, {})):
+        with open_group(mesh, case.shape, backend="reference", replicas=replicas) as group:
+            layer = partial(ep.moe.mlp, group=group, balance=0.0, experts="grouped", **options)
+            jax.eval_shape(spmd(layer, mesh), x, topk_idx, topk_weights, *weights)
+    assert asked == [(True, True)] * 2 + [(True, False)] * 4
 
 
 def test_donated_weights_with_slots_are_used_in_place():

@@ -486,7 +486,7 @@ def test_the_grouped_gemm_is_taken_where_all_devices_can_run_it(reference_group,
     group, arrays = reference_group(mesh), make_case(SHAPE, mesh.size)[:-1]
     asked, taken = [], []
 
-    def take(rows, w, group_sizes, implementation, copies):
+    def take(rows, w, group_sizes, implementation, copies, leaves_empty_copies):
         taken.append(implementation)
         return jax.lax.ragged_dot(rows, w, group_sizes)
 

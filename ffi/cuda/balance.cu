@@ -72,11 +72,12 @@ struct Balance {
       args.slots[i] = expert;
       if (rank != peers.rank) continue;
       args.slot_expert[slot] = expert;
-      if (expert >= 0) red_add_relaxed_gpu(&counted.copies, 1);
+      if (expert >= 0 && !op.state.failed) red_add_relaxed_gpu(&counted.copies, 1);
     }
     if (threadIdx.x != 0) return;
     *args.num_rows = ranks.num_rows[peers.rank];
     *args.home_rows = ranks.load[peers.rank];
+    if (op.state.failed) return;
     red_add_relaxed_gpu(&counted.planned_rows, ranks.num_rows[peers.rank]);
     red_add_relaxed_gpu(&counted.home_rows, ranks.load[peers.rank]);
   }
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(1024, 1)
       op,        shared.ranks,        experts, args.by_home_experts, peers.num_ranks, experts_per_rank,
       num_slots, args.tolerance_units};
   const BalanceWork work(args, num_experts, peers.num_ranks);
-  const Balance balance = {peers, args, op, placing, work, words + 5 * num_experts};
+  const Balance balance = {peers, args, op, placing, work, words + (kWordsPerExpert - 1) * num_experts};
   if (!op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);
@@ -146,9 +147,8 @@ __global__ void __launch_bounds__(1024, 1)
 
 }  // namespace
 
-cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, cudaStream_t stream) {
+cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, const BalancePlan& plan, cudaStream_t stream) {
   const int32_t experts_per_rank = peers.num_home_experts(), num_experts = peers.num_ranks * experts_per_rank;
-  const BalancePlan plan = plan_balance(int64_t{args.num_tokens} * args.top_k, num_experts);
   const Grid pairs = {plan.num_blocks, kPairThreads, 0};
   cudaError_t status = launch(count_pairs_kernel, {plan.num_blocks, kPairThreads, plan.counters_bytes(num_experts)},
                               stream, args, num_experts, peers.num_ranks, plan.num_counters);

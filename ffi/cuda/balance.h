@@ -18,8 +18,9 @@ struct BalanceArgs : Call {
   int32_t* work;  // [balance_work_words()]: what one kernel leaves for the next
 };
 
-// Enqueues three kernels: pairs.cuh has the first and the last. The group has replicas, and at most kMaxBalancedExperts experts.
-cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, cudaStream_t stream);
+// Enqueues three kernels: pairs.cuh has the first and the last. The group has replicas, and at most kMaxBalancedExperts
+// experts.
+cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, const BalancePlan& plan, cudaStream_t stream);
 
 // Loads the kernels on the current device. Loading a kernel while a peer waits can deadlock.
 cudaError_t load_balance();

@@ -191,7 +191,12 @@ inline ffi::Error enqueue_balance(const char* op, cudaStream_t stream, const Mem
   if (error.failure()) return error;
   const Peers& peers = member.peers;
   const Kernels kernels = find_group(group)->kernels();
-  const auto launch = [&peers, args, kernels](cudaStream_t on) { return kernels.launch_balance(peers, args, on); };
+  const BalancePlan plan =
+      plan_balance(int64_t{args.num_tokens} * args.top_k, peers.num_ranks * peers.num_home_experts(),
+                   num_sms(group, args.phase, member.num_sms), member.num_sms);
+  const auto launch = [&peers, args, plan, kernels](cudaStream_t on) {
+    return kernels.launch_balance(peers, args, plan, on);
+  };
   return begin(group, member, args, {}, stream, {launch, 1});
 }
 

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kCopyWarps * 32, 1)
                      const __grid_constant__ CopyPlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(ReplicateShared, shared);
-  const Operation op = {peers, args, args.copies, shared.state, static_cast<int32_t>(blockDim.x)};
+  const Operation op = {peers, args, kBack ? args.home : args.copies, shared.state, static_cast<int32_t>(blockDim.x)};
   const CopyLists lists(op, args, shared.counts, reinterpret_cast<int32_t*>(scratch));
   const Replicate replicate = {peers, args, op, lists, RowRing(op, plan)};
   wait_for_dependencies();

@@ -1,4 +1,4 @@
-"""The CUDA backend: each operation is one XLA FFI call, which launches one kernel (ffi/cuda/) on the rank's device.
+"""The CUDA backend: each operation is one XLA FFI call, which launches its kernel (ffi/cuda/) on the rank's device.
 
 `targets.py` declares the operands and results of each call. This file does not depend on how devices reach each other's
 memory: only the native group knows that (ffi/cuda/group.h).

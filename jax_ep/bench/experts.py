@@ -172,7 +172,7 @@ def candidates(kinds: Sequence[str], *, is_uniform: bool) -> Iterator[Candidate]
     if "einsum" in kinds and is_uniform:
         yield from _of_function("einsum", _padded(_plain_einsum))
     if "grouped" in kinds and _native.grouped_matmul is not None:
-        yield from _of_function("grouped", lambda rows, w, sizes: moe._grouped(rows, (w,), sizes))
+        yield from _of_function("grouped", lambda rows, w, sizes: moe._grouped(False, rows, (w,), sizes))
     if "pallas" in kinds:
         yield from _of_pallas()
     if "tokamax" in kinds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib.util
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -26,6 +27,7 @@ def grouped_matmul(
     *,
     implementation: Implementation,
     copies: jax.Array | None = None,
+    leaves_empty_copies: bool = False,
 ) -> jax.Array:
     """Multiplies each group of rows by the weights of its group. The device knows the groups' sizes, the host does not.
 
@@ -63,8 +65,9 @@ def grouped_matmul(
         group_sizes: [G] int32, on the device: the number of rows of each group, at least 0. Their sum must not exceed
             M, and no size may exceed C; surplus rows are beyond the groups.
         implementation: see the table.
-        copies: [G2, K, N], the weights of the last G2 of G = G1 + G2 groups, of the dtype of `rows`; or None. Its
-            gradient is unspecified in groups without rows.
+        copies: [G2, K, N], the weights of the last G2 of G = G1 + G2 groups, of the dtype of `rows`; or None.
+        leaves_empty_copies: whether the gradient of `copies` may be unspecified in groups without rows. "grouped" then
+            writes no zeros there.
 
     Returns:
         [M, N] or [G, C, N], of the dtype of `rows`. Sums are accumulated in float32.
@@ -84,7 +87,7 @@ def grouped_matmul(
     weights = (w,) if copies is None else (w, copies)
     rows, weights, group_sizes = _compat.vary((rows, weights, group_sizes), ())
     if implementation == "grouped":
-        return _grouped(rows, weights, group_sizes)
+        return _grouped(leaves_empty_copies, rows, weights, group_sizes)
     w = jnp.concatenate(weights)
     if implementation == "einsum":
         return _einsum(rows, w, group_sizes)
@@ -227,20 +230,23 @@ def no_grouped_reason(dtype: Any, channels: Iterable[int], devices: Iterable[Any
 _Weights: TypeAlias = tuple[jax.Array, ...]  # w, or w and copies
 
 
-@jax.custom_vjp
-def _grouped(rows: jax.Array, weights: _Weights, group_sizes: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(leaves_empty_copies: bool, rows: jax.Array, weights: _Weights, group_sizes: jax.Array) -> jax.Array:
     shape = (*rows.shape[:-1], weights[0].shape[2])
     return _native_product(_Product.FORWARD, (rows, *weights), group_sizes, [shape])[0]
 
 
-def _grouped_forward(rows: jax.Array, weights: _Weights, group_sizes: jax.Array) -> Any:
-    return _grouped(rows, weights, group_sizes), (rows, weights, group_sizes)
+def _grouped_forward(
+    leaves_empty_copies: bool, rows: jax.Array, weights: _Weights, group_sizes: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _grouped(leaves_empty_copies, rows, weights, group_sizes), (rows, weights, group_sizes)
 
 
-def _grouped_backward(residuals: Any, dy: jax.Array) -> Any:
+def _grouped_backward(leaves_empty_copies: bool, residuals: Any, dy: jax.Array) -> Any:
     rows, weights, group_sizes = residuals
     (d_rows,) = _native_product(_Product.ROWS_GRADIENT, (dy, *weights), group_sizes, [rows.shape])
-    d_weights = _native_product(_Product.WEIGHTS_GRADIENT, (rows, dy), group_sizes, [w.shape for w in weights])
+    shapes = [w.shape for w in weights]
+    d_weights = _native_product(_Product.WEIGHTS_GRADIENT, (rows, dy), group_sizes, shapes, leaves_empty_copies)
     return d_rows, d_weights, None
 
 
@@ -248,7 +254,11 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def _native_product(
-    product: _Product, operands: Sequence[jax.Array], group_sizes: jax.Array, shapes: Sequence[tuple[int, ...]]
+    product: _Product,
+    operands: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    shapes: Sequence[tuple[int, ...]],
+    leaves_empty_copies: bool = False,
 ) -> tuple[jax.Array, ...]:
     """One product of ffi/cuda/grouped_matmul/grouped_matmul.h.
 
@@ -262,5 +272,6 @@ def _native_product(
     out, *out_copies = (_compat.result_type(lhs, shape, lhs.dtype) for shape in shapes)
     workspace = _compat.result_type(lhs, (native.workspace_bytes(group_sizes.shape[0]),), jnp.uint8)
     call = jax.ffi.ffi_call(TARGET, (out, workspace, *out_copies), vmap_method="sequential")
-    found, _, *found_copies = call(lhs, rhs, group_sizes, *copies, product=np.int32(product))
+    attributes = {"product": np.int32(product), "leaves_empty_copies": leaves_empty_copies}
+    found, _, *found_copies = call(lhs, rhs, group_sizes, *copies, **attributes)
     return found, *found_copies

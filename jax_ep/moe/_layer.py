@@ -136,6 +136,10 @@ def mlp(
     layout: Literal["expert", "ragged"] = "expert" if implementation == "einsum" else "ragged"
     plan = None if balance is None else make_plan(tokens[1], group=group, tolerance=balance)
     recv = dispatch(*tokens, group=group, layout=layout, plan=plan, **{"dequantize": True, **dispatch_arguments})
+    # A plan copies no expert without rows. So a copy has rows unless dispatch drops them, which the default room
+    # excludes.
+    has_default_room = not any(dispatch_arguments.get(name) is not None for name in ("capacity", "capacity_factor"))
+    leaves_empty_copies = has_default_room and group.replicas == group.experts_per_rank
     weights = _Weights(w_gate_up), _Weights(w_down)
     if plan is not None:
         weights = (
@@ -147,7 +151,12 @@ def mlp(
 
     def matmul(rows: jax.Array, weights: _Weights) -> jax.Array:
         return portable_matmul(
-            rows, weights.w, copies=weights.copies, group_sizes=recv.group_sizes, implementation=implementation
+            rows,
+            weights.w,
+            recv.group_sizes,
+            implementation=implementation,
+            copies=weights.copies,
+            leaves_empty_copies=leaves_empty_copies,
         )
 
     gate_up = checkpoint_name(matmul(rows, for_gate_up), "jax_ep_moe_gate_up")

@@ -25,6 +25,7 @@ def portable_matmul(
     *,
     implementation: Implementation,
     copies: jax.Array | None = None,
+    leaves_empty_copies: bool = False,
 ) -> jax.Array:
     """`grouped_matmul` that also works under vmap, and in a shard_map that leaves explicit axes out.
 
@@ -35,7 +36,9 @@ def portable_matmul(
         # The join is outside of `_one_by_one`: JAX 0.10.2 does not lower its gradient inside `over_explicit_axes`.
         weights = w if copies is None else jnp.concatenate((w, copies))
         return _one_by_one(implementation, rows, weights, group_sizes)
-    return grouped_matmul(rows, w, group_sizes, implementation=implementation, copies=copies)
+    return grouped_matmul(
+        rows, w, group_sizes, implementation=implementation, copies=copies, leaves_empty_copies=leaves_empty_copies
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

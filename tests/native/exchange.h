@@ -195,7 +195,12 @@ class Session {
   SplitPhaseCalls::Body body_of(const Member& member, const BalanceArgs& call) const {
     const Kernels kernels = group().kernels();
     const Peers& peers = member.peers;
-    return {[&peers, kernels, call](cudaStream_t stream) { return kernels.launch_balance(peers, call, stream); }, 1};
+    const BalancePlan plan = plan_balance(int64_t{call.num_tokens} * call.top_k,
+                                          peers.num_ranks * peers.num_home_experts(), blocks_.number, member.num_sms);
+    const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
+      return kernels.launch_balance(peers, call, plan, stream);
+    };
+    return {launch, 1};
   }
   SplitPhaseCalls::Body body_of(const Member& member, const ReplicateArgs& call) const {
     const Kernels kernels = group().kernels();

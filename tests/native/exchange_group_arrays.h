@@ -31,8 +31,8 @@ std::vector<RowsOfGroup> rows_of_groups(const std::vector<int32_t>& sizes, int64
 }
 
 // The weights of the last num_copies groups are in the second array.
-void run_group_arrays(GroupedProduct product, const std::vector<int32_t>& sizes, int32_t num_copies, int64_t capacity,
-                      int64_t num_rows) {
+void run_group_arrays(GroupedProduct product, const std::vector<int32_t>& sizes, int32_t num_copies,
+                      bool leaves_empty_copies, int64_t capacity, int64_t num_rows) {
   must(cudaSetDevice(0));
   const int64_t k = 8, n = 16;
   const auto num_groups = static_cast<int32_t>(sizes.size());
@@ -44,6 +44,7 @@ void run_group_arrays(GroupedProduct product, const std::vector<int32_t>& sizes,
   Array<uint16_t> copies(num_copies * k * n), out_copies(num_copies * k * n);
   GroupArrays host = {};
   GroupedMatmulArgs args = {product, GroupedDtype::kBfloat16, num_groups, num_home_groups, capacity, num_rows, k, n};
+  args.leaves_empty_copies = leaves_empty_copies;
   args.workspace_bytes = static_cast<char*>(group_arrays(args).gemm_workspace) - static_cast<char*>(nullptr);
   Array<char> workspace(args.workspace_bytes);
   group_sizes.host = sizes;
@@ -60,7 +61,7 @@ void run_group_arrays(GroupedProduct product, const std::vector<int32_t>& sizes,
   args.workspace = workspace.host.data();
   host = group_arrays(args);
 
-  std::vector<uint16_t> expected(out.host.size(), 0x1111);
+  std::vector<uint16_t> expected(out.host.size(), 0x1111), expected_copies(out_copies.host.size(), 0x1111);
   const auto groups = rows_of_groups(sizes, capacity, num_rows);
   for (int32_t g = 0; g < num_groups; ++g) {
     const auto [first, size, end] = groups[g];
@@ -83,11 +84,13 @@ void run_group_arrays(GroupedProduct product, const std::vector<int32_t>& sizes,
         break;
       default:
         EXPECT_EQ(found, (std::vector<int64_t>{m > 0 ? k : 0, n, m, first * k, first * n, weights}));
-        if (size == 0 && is_home) std::fill_n(expected.begin() + weights, k * n, 0);
+        if (size == 0 && (is_home || !leaves_empty_copies)) {
+          std::fill_n((is_home ? expected : expected_copies).begin() + weights, k * n, 0);
+        }
     }
   }
   EXPECT_EQ(out.host == expected, true);
-  EXPECT_EQ(out_copies.host == std::vector<uint16_t>(out_copies.host.size(), 0x1111), true);
+  EXPECT_EQ(out_copies.host == expected_copies, true);
 }
 
 // Sizes of groups: empty ones, negative ones, and in some cases more than there are rows. In half of the cases, all
@@ -100,7 +103,7 @@ void run_group_arrays_of(std::mt19937& random, int32_t num_groups) {
   const int64_t num_rows = capacity > 0 ? num_groups * capacity : std::max<int64_t>(total + random() % 9 - 4, 1);
   const auto product = static_cast<GroupedProduct>(random() % kNumGroupedProducts);
   const auto num_copies = static_cast<int32_t>(random() % 2 ? random() % (num_groups + 1) : 0);
-  run_group_arrays(product, sizes, num_copies, capacity, num_rows);
+  run_group_arrays(product, sizes, num_copies, random() % 2, capacity, num_rows);
 }
 
 void run_all_group_arrays() {

@@ -34,8 +34,9 @@ struct GroupedMatmulArgs {
   const void* rhs;          // kForward, kRowsGradient: w; kWeightsGradient: dy
   const void* copies;       // kForward, kRowsGradient: the second array of weights
   const int32_t* group_sizes;
-  void* out;         // kWeightsGradient: the gradient of w
-  void* out_copies;  // kWeightsGradient: the gradient of copies
+  void* out;                 // kWeightsGradient: the gradient of w
+  void* out_copies;          // kWeightsGradient: the gradient of copies
+  bool leaves_empty_copies;  // kWeightsGradient: out_copies need no zeros in groups without rows
   void* workspace;
   size_t workspace_bytes;
 };

@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(kThreads) write_arrays(GroupedMatmulArgs args,
       zeros_bytes[threadIdx.x] = (group.end - group.first_row - group.size) * args.k * kElementBytes;
     } else {
       zeros_begin[threadIdx.x] = matrix_of_group(args, args.out, args.out_copies, g);
-      zeros_bytes[threadIdx.x] = group.size == 0 && is_home(args, g) ? args.k * args.n * kElementBytes : 0;
+      const bool is_zero = group.size == 0 && (is_home(args, g) || !args.leaves_empty_copies);
+      zeros_bytes[threadIdx.x] = is_zero ? args.k * args.n * kElementBytes : 0;
     }
     __syncthreads();
     for (int32_t i = 0; i < kThreads && first + i < args.num_groups; ++i) {

@@ -54,7 +54,7 @@ inline GroupArrays group_arrays(const GroupedMatmulArgs& args) {
 }
 
 // Enqueues the kernel that writes `arrays`. It also writes zeros to the part of the result that the GEMM skips: for
-// kWeightsGradient the weights of empty home groups, for kRowsGradient the rows beyond the groups.
+// kWeightsGradient the weights of empty groups, for kRowsGradient the rows beyond the groups.
 cudaError_t write_group_arrays(const GroupedMatmulArgs& args, const GroupArrays& arrays, int32_t num_sms,
                                cudaStream_t stream);
 

@@ -21,12 +21,14 @@ using Workspace = ffi::Buffer<ffi::U8, 1>;
 
 struct GroupedMatmulAttrs {
   int32_t product;
+  bool leaves_empty_copies;
 };
 
 }  // namespace
 }  // namespace jax_ep
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::GroupedMatmulAttrs, StructMember<int32_t>("product"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::GroupedMatmulAttrs, StructMember<int32_t>("product"),
+                                      StructMember<bool>("leaves_empty_copies"));
 
 namespace jax_ep {
 namespace {
@@ -109,6 +111,7 @@ ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffe
   args.group_sizes = group_sizes.typed_data();
   args.out = out->untyped_data();
   if (out_copies) args.out_copies = (*out_copies)->untyped_data();
+  args.leaves_empty_copies = attrs.leaves_empty_copies;
   args.workspace = workspace->typed_data();
   args.workspace_bytes = workspace->size_bytes();
   const std::string error = grouped_matmul_on_device(args, stream);
