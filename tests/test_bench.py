@@ -108,9 +108,10 @@ def test_wrong_gradients_are_found(case, exchange, right, backend):
     assert timing.right is right
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_have_the_names_that_the_bench_looks_for(kind):
-    assert f" {kind}_kernel(" in (TESTS.parent / "ffi" / "cuda" / f"{kind}.cu").read_text()
+@pytest.mark.parametrize("name", [*(f"{kind}_kernel" for kind in KINDS), *balance.BALANCE_KERNELS, "replicate_kernel"])
+def test_kernels_have_the_names_that_the_bench_looks_for(name):
+    sources = [path.read_text() for path in (TESTS.parent / "ffi" / "cuda").glob("*.cu*")]
+    assert sum(f" {name}(const __grid_constant__" in source for source in sources) == 1
 
 
 DISPATCH, COMBINE = "void jax_ep::dispatch_kernel<4>(jax_ep::Peers)", "void jax_ep::combine_kernel<4>(jax_ep::Peers)"
@@ -335,6 +336,20 @@ def test_balance_and_copies(tmp_path, capsys):
     assert all(row["us"] > 0 and row["checked"] for row in rows)
     assert [row["copies"] > 0 for row in rows[2:]] == [True, False, False, True, True, True, True]
     assert "WRONG" not in capsys.readouterr().out
+
+
+def test_the_time_of_a_balance_is_that_of_its_kernels(monkeypatch, mesh):
+    """From the start of the first kernel to the end of the last, without the first call of a chain."""
+
+    def call(start, duration):
+        names = [f"void jax_ep::{name}(jax_ep::Peers)" for name in balance.BALANCE_KERNELS]
+        return [Event(name, start + 1000 * i, duration) for i, name in enumerate(names)] + [Event("copy", start, 5000)]
+
+    gpu = call(20_000, 700) + call(0, 90_000)
+    monkeypatch.setattr(balance, "trace", lambda run: [gpu, gpu])
+    ranks = np.zeros((mesh.size, 1), np.float32)
+    us, result = balance.time_us(lambda x: x + 1, (ranks,), mesh, balance.BALANCE_KERNELS, calls=2)
+    assert us == 2.7 and (np.asarray(result) == 1).all()
 
 
 def test_copies_between_ranks():
