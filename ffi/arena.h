@@ -27,7 +27,8 @@ inline constexpr int kChunkBytes = kUnitBytes * kChunkUnits;
 inline constexpr uint8_t kSentinelByte = 0xfd;  // a unit of 16 sentinel bytes has not arrived
 
 // The header of a row for one k. A dispatch fills all fields. A combine fills only `weight`, for the cotangents of the
-// router's weights, and `epoch`.
+// router's weights, and `epoch`. (In a header for a forwarder, `expert` is the global number, and `epoch` is the row's
+// index at its destination.)
 struct alignas(kUnitBytes) RowHeader {
   int32_t expert;    // local expert on the receiving rank, or -1 if this k has none there
   int32_t position;  // the row's number among the rows of the same source for the same expert
@@ -44,7 +45,9 @@ struct ArenaLayout {
   int32_t max_payload = 0;  // bytes, a multiple of 16; the scales of an fp8 row fit in the bytes that fp8 saves
   int32_t num_slots = 0;    // a power of two, so that epochs may wrap
   int32_t header_bytes = 0, row_stride = 0;
-  int32_t escape_masks_per_row = 0;  // one per chunk of the payload, and one per unit of scales
+  // One per chunk of the payload, and one per unit of scales. A row in fp8 has half as many chunks, and no more units
+  // of scales than chunks.
+  int32_t escape_masks_per_row = 0;
   int64_t escape_masks_begin = 0;
   int64_t bytes = 0;
 
@@ -131,8 +134,9 @@ inline constexpr int32_t kMaxLowLatencyBlocks = 640;  // of one launch
 struct EntryWord {
   uint32_t num_entered;
   // Bit s: the newest operation of slot s was a whole operation. kNewestIsWhole: the newest operation of the group was
-  // one. A whole operation ends only after every peer has notified it, and a peer does so only after it has ended all
-  // earlier whole operations. So a launch that finds both bits set knows that its slot is free on all ranks.
+  // one. A whole operation ends only after every peer has notified this rank of it. A peer does so only after it has
+  // ended all earlier whole operations. So if a launch finds the bit of its slot and kNewestIsWhole set, the slot is
+  // free on all ranks.
   uint32_t whole_slots;
   uint32_t newest_epoch;
   uint32_t tags;
@@ -186,7 +190,8 @@ struct Control {
   // them.
   unsigned long long num_rows[kMaxSlots][kNumRowsCopies][kMaxRanks];
   // Of low-latency dispatches (ffi/cuda/roles.cuh). begun: at index epoch % 2, {number of roles that have been given
-  // away, number of senders that have begun}. given_away[role]: 1 until another block has taken the role.
+  // away, number of senders that have begun}. given_away[role]: 1 from when a receiver gives the role away until
+  // another block takes it.
   alignas(128) unsigned long long begun[2];
   uint32_t given_away[kMaxLowLatencyBlocks];
   Counters counters;

@@ -75,8 +75,8 @@ struct LaunchPlan {
 
   constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
-  // By node, the blocks between the senders and the receivers forward the rows of other nodes. In a launch of one
-  // block, that block forwards them.
+  // Over a network, a row may go by node: once to a rank of the node, the forwarder, which passes it on. Then the
+  // blocks between the senders and the receivers forward rows. In a launch of one block, that block forwards them.
   constexpr int32_t num_forwarders() const { return std::max(first_receiver - num_senders, 1); }
   constexpr bool forwards(int32_t block) const {
     return first_receiver == 0 || (block >= num_senders && block < first_receiver);
@@ -91,16 +91,17 @@ struct LaunchPlan {
 };
 
 // The warp group of a warp within its role, and the warp's index in the warp group. Warp group `index` processes every
-// num_groups-th item, from item `index` on. An item is a possible row: a source and an index. It exists if the index is
-// less than the number of rows from the source.
+// num_groups-th item, from item `index` on. An item is a token (senders of a dispatch, receivers of a combine) or a
+// possible row: a rank and an index. A possible row exists if the index is less than the number of rows from or to the
+// rank.
 struct WarpGroup {
   int32_t index, num_groups;
   int32_t warp, num_warps;  // in the warp group
 
   // Warp groups with consecutive indices are in one block if `by_block` is true, in the low-latency variant, and if a
   // block has at most one warp group. Otherwise they are in different blocks, so that all blocks get equally many of
-  // the rows that exist. The indices of a block's warp groups are then even and odd alternately, because even and odd
-  // items may differ. `block` is negative for a block that moves no rows.
+  // the rows that exist. The indices of a block's warp groups are then even and odd alternately: with two ranks, even
+  // items are rows of one rank, and odd items rows of the other. `block` is negative for a block that moves no rows.
   constexpr WarpGroup(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block,
                       int32_t log_warps, bool by_block = false)
       : index((block * plan.block_warps() + warp_of_block) >> log_warps),
@@ -193,11 +194,11 @@ struct Send {
 struct Receive {
   WarpsPerRow warps;
 };
-// Sixteenths of the blocks that receive at most. More blocks receive if senders leave blocks unused.
+// At most so many sixteenths of the blocks receive. More blocks receive if senders leave blocks unused.
 struct ReceiverSixteenths {
   int32_t number;
 };
-// Whose number of blocks is the smallest that keeps the rounds at a minimum. All other blocks have the other role.
+// The role that has only as many blocks as it needs for its minimum of rounds. All other blocks have the other role.
 enum class Fewest { kReceivers, kSenders };
 
 // The preferred shape of a launch, before plan_launch fits it to the SMs and to the number of rows.
@@ -331,8 +332,7 @@ inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
 
 }  // namespace dispatch_shapes
 
-// Plans a dispatch. A block computes the destinations of its warp groups' next tokens together, at the cost of one.
-// `is_combine_back`: the backward pass of combine. `num_chunks`: the chunks of a row in transit.
+// Plans a dispatch. `is_combine_back`: the backward pass of combine. `num_chunks`: the chunks of a row in transit.
 constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                    int32_t num_sms, int32_t device_sms, bool is_combine_back) {
   using namespace dispatch_shapes;
@@ -408,8 +408,8 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_ranks, int
   return num_tokens <= most_balanced ? Variant::kBalanced : Variant::kThroughput;
 }
 
-// Plans a combine. If routing is uniform, a sum has top_k / num_ranks rows. If all of this is little work, own rows go
-// through the arena like a peer's, so that all rows are summed at once. top_k == 0 means all_to_all_back: rows are not
+// Plans a combine. If there is little to read, own rows go through the arena like a peer's. Then senders sum all rows,
+// and at the same time. top_k == 0 means all_to_all_back: rows are not
 // summed, and own rows go back like a peer's.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t num_sms, int32_t device_sms) {

@@ -71,7 +71,7 @@ struct CombineReceiver : CombineSender<Config> {
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
     if constexpr (kVariant == Variant::kBalanced) {
-      // If sums come from few ranks, registers are left for more chunks.
+      // If sums come from few ranks, and none from this rank, registers are left for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
         return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, warp_group);
       }

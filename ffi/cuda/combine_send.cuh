@@ -82,8 +82,9 @@ struct CombineSender : CombineSums<Config> {
     int32_t rank, source;
   };
 
-  // By node, a sum for a remote rank goes to that rank's rail peer in this node. There, its source is this rank's rail
-  // peer in the other node. The own sums of the latter never arrive under this source: they come by node.
+  // By node, a sum for a remote rank first goes to the rank of this node that has the same number in its node, the rail
+  // peer. There it takes arena rows of a remote source: of this rank's rail peer in the other node. These are free,
+  // because sums of that rank come by node, too.
   __device__ Hop next_hop(int32_t peer) const {
     if (!by_node() || !is_remote(peers, peer)) return {peer, peers.rank};
     const Nodes& nodes = nodes_of(peers);

@@ -76,8 +76,8 @@ struct CombineSums : CombineOperands<Config> {
     return __shfl_sync(kAllLanes, number, 0);
   }
 
-  // Sums a part. The caller must go through all parts of a row in their order. Without a ring, N is 1 for a receiver,
-  // which sums an own row.
+  // Sums a part. With a ring, the caller must go through all parts of a row in their order. Without one, N is 1 for a
+  // receiver, which sums own rows, and larger for a sender.
   template <int N = kSumsAtOnce>
   __device__ UnitSums<N> partial_sums(const SourceRow& source, int32_t part, const WarpGroup& warp_group) const {
     float total[N][kSize];

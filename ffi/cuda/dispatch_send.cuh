@@ -116,7 +116,7 @@ struct DispatchSender : Routing<Config> {
                            const WarpGroup& warp_group) const {
     RowAddress row = {};  // at rank = lane
     if (index >= 0) row = RowAddress(op, lane_id(), source_at(lane_id()), index);
-    const int32_t end = __any_sync(kAllLanes, index >= 0) ? parts() : 1;  // a row that is not sent has a header here
+    const int32_t end = __any_sync(kAllLanes, index >= 0) ? parts() : 1;  // of a row that is not sent, the header
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end; part += warp_group.num_warps) {
       const int32_t next = part + warp_group.num_warps;

@@ -40,8 +40,9 @@ struct Epoch : Roles {
   __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_workers); }
 
   // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
-  // writes to peers. Then enter() waits until the peers have read the former rows of the slot. kRoleByIndex: the
-  // block's role is its index (roles.cuh), and roles from `num_senders` on are receivers.
+  // writes to peers. Such a block waits until all peers have read the former rows of the slot, and another block until
+  // this rank has. kRoleByIndex: the block's role is its index (roles.cuh). A role from `num_senders` on is a
+  // receiver's, and may be given away: then state.role is kNoRole.
   template <bool kRoleByIndex = false, typename Sends>
   __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();
@@ -109,8 +110,8 @@ struct Epoch : Roles {
       return fail_overlap();
     }
     if (state.ticket != 0) return;
-    // The former launch and the next launch use the other index. All blocks of the former launch must have left. Then
-    // its count is reset for the next launch.
+    // At the other index are the words of the former launch, and the next launch will use them. All blocks of the
+    // former launch must have left. The words are reset for the next launch.
     const bool has_former_left = epoch & 1 ? launches.x == launches.z : launches.y == launches.w;
     if (!has_former_left && !state.failed) fail_overlap();
     store_relaxed(&own().num_left[~epoch & 1], 0);
@@ -158,8 +159,8 @@ struct Epoch : Roles {
   }
 
   // epoch_before: the former operation of the slot. newest_known: the newest operation of the slot whose rows `peer`
-  // has read, but not newer than epoch_before. (If this block sends the peer no rows, the peer may have read the rows
-  // of this operation already.)
+  // has read, but at most epoch_before, as wait_for() compares for equality. (The peer may be further: it need not wait
+  // for a block that sends it no rows.)
   __device__ uint32_t epoch_before() const { return state.epoch - peers.layout.num_slots; }
   __device__ uint32_t newest_known(int32_t peer) const {
     const uint32_t finished = load_acquire(&own().finished[state.slot][peer]);
@@ -215,7 +216,8 @@ struct Epoch : Roles {
     stamp(Stamp::kLeft);
   }
 
-  // One of the blocks that have seen the failure poisons the results, after all other blocks have left.
+  // Poisons the results of a failed operation. One of the blocks that have entered does so, after the others have left,
+  // or after a bounded wait. A block that has not entered does so at once.
   template <typename Poison>
   __device__ __forceinline__ void poison_once(Poison poison) const {
     JAX_EP_SHARED(bool, poisons);

@@ -5,12 +5,12 @@
 // sentinel again for the next operation. There is no flag, and so no fence between data and flag: the receiver uses the
 // units that have arrived while the others are in transit.
 //
-// Data may equal the sentinel or the escape. In place of such a unit, the sender sends the escape. For the chunk, it
-// also sends an escape mask: a word with the epoch, and a bit per lane that is set if the lane's unit is the sentinel.
-// A receiver that finds an escape waits for the escape mask. On both sides, the code for escapes is out of line, so
-// that other data does not pay for it.
+// Data may equal the sentinel. In place of such a unit, the sender sends a second pattern, the escape; also in place of
+// a unit that equals the escape. For the chunk, it sends an escape mask: a word with the epoch, and a bit per lane that
+// is set if the lane's unit is the sentinel. A receiver that finds an escape waits for the escape mask. On both sides,
+// the code for escapes is out of line, so that other data does not pay for it.
 //
-// Headers need no escapes: they hold their epoch.
+// Headers need no escapes: they hold their epoch. (Headers for a forwarder do not: a signal follows them.)
 #pragma once
 
 #include "ffi/cuda/network_rows.cuh"
@@ -71,7 +71,8 @@ struct RowAddress {
   }
 };
 
-// The units that a warp sends at once: one from each lane for which `present` is true.
+// The units of a chunk, as a warp sends them: one per lane. For a lane without a unit, `present` is false in of() and
+// send().
 struct Chunk {
   uint4 unit;
   uint32_t sentinels;  // if has_escapes: a bit for each lane whose unit equals the sentinel

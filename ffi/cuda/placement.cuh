@@ -1,5 +1,6 @@
 // Exactly balanced placement of a group's rows, computed by one block. jax_ep/_placement.py explains the algorithm and
-// has the same steps with the same names.
+// has the same steps with the same names. The own line of a rank has the rows of its home experts, those of the expert
+// with most rows first. The common line has the excess of all donors.
 #pragma once
 
 #include "ffi/cuda/balance.h"
@@ -25,7 +26,7 @@ struct RankPlacements {
 // Arrays [E] in shared memory. E counts home experts.
 struct ExpertPlacements {
   int32_t* needs;   // the rows of the whole group that name the expert
-  int32_t* offset;  // of this rank's first row: on the own line of the expert's home, if that is a donor
+  int32_t* offset;  // of this rank's first row: among the expert's rows or, if any rank is a donor, on the own line
   int32_t* start;   // where the expert begins on the own line
   int32_t* place;   // the expert's place on the own line
   int32_t* line;    // [R, L]: the expert at each place
@@ -135,7 +136,7 @@ struct Placing {
     return amount > than || (amount == than && index < than_index);
   }
 
-  // Rank `to` takes [first, last) of the line of all donors from donor number `from`.
+  // Rank `to` takes [first, last) of the common line from donor number `from`: an interval of that donor's own line.
   __device__ void set_interval(int32_t to, int32_t from, int32_t first, int32_t last) const {
     const int32_t before = from > 0 ? ranks.served[from - 1] : 0;  // where the donor's own line begins
     ranks.source[to] = ranks.donor[from];
@@ -143,7 +144,7 @@ struct Placing {
     ranks.end[to] = last - before;
   }
 
-  // Sorts each rank's home experts, those with most rows first. The threads of an expert, a power of two, share the
+  // Sorts each rank's home experts, those with most rows first. One to 32 threads per expert, a power of two, share its
   // comparisons.
   __device__ void sort_lines() const {
     const int32_t log_threads = min(31 - __clz(max(op.num_workers / num_experts(), 1)), 5);
@@ -198,8 +199,8 @@ struct Placing {
     }
   }
 
-  // How many rows each rank computes. If one has more than any rank has at home, nobody moves. A warp calls it, with a
-  // lane per rank.
+  // The number of rows that each rank computes. If the largest would exceed the largest home load, no row moves. A warp
+  // calls it, with a lane per rank.
   __device__ void finish() const {
     const int32_t rank = lane_id();
     const bool is_rank = rank < num_ranks;

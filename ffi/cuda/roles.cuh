@@ -39,7 +39,8 @@ struct Roles : Waiting {
       poll_pause();
       if (globaltimer_ns() - asked < kSoonNs) continue;
       if (atomic_cas_relaxed_gpu(op.begun(), word, word + kOneGiven) != word) continue;
-      // Nothing may wait or return between these two: next_given_role() waits for the second without a time-out.
+      // The line above counts the role as given away, and the next line records it. Nothing may wait or return between
+      // them: next_given_role() waits for the record without a time-out.
       atomic_exchange_relaxed_gpu(&op.own().given_away[state.role], 1u);
       state.role = kNoRole;
       return;
@@ -61,7 +62,7 @@ struct Roles : Waiting {
     return state.role;
   }
 
-  // The blocks that have given away their roles have counted them already, and record them in given_away soon.
+  // Takes a role from given_away. If needed, waits for one: its block has counted it already, and records it soon.
   __device__ __noinline__ static int32_t next_given_role(State& state) {
     uint32_t* const given_away = operation_of<Roles>(state).own().given_away;
     for (uint32_t role = 0;; role = role + 1 == gridDim.x ? 0 : role + 1) {

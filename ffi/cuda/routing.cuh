@@ -1,5 +1,5 @@
-// The destinations of rows. Each rank counts its tokens and sends the counts to every rank; each rank computes prefix
-// sums over the counts that arrive.
+// The destinations of rows. Each rank counts its rows per expert, and sends each rank the counts of that rank's
+// experts. Each rank computes prefix sums over the counts that arrive.
 #pragma once
 
 #include "ffi/cuda/share_room.cuh"
@@ -20,7 +20,7 @@ struct Routing : DispatchOperands<Config> {
   };
 
   // Notifies every rank of the operation. With a new route or with splits, first sends every rank the number of rows
-  // for each of its experts.
+  // for each expert of that rank.
   __device__ void notify(const Ids& ids) const {
     const Lookup lookup = this->lookup();
     clear(lookup);
@@ -134,6 +134,7 @@ struct Routing : DispatchOperands<Config> {
     if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
     if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_recv_from(threadIdx.x);
     __syncwarp();
+    // Workers meet the barrier in await_destinations(). A control warp that is an additional warp only arrives at it.
     if (op.is_worker()) return;
     if (op.state.failed) give_up();
     named_barrier_arrive(kDestinationsBarrier, blockDim.x);

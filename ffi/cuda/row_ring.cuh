@@ -46,8 +46,8 @@ struct RowRing {
 
   // --- sending ------------------------------------------------------------------------------------------------------
 
-  // Waits until the ranks in `ranks` have taken the rows whose place row n of the lane gets. first_row: the first row
-  // that this warp has sent to rank = lane_id(), or -1; this function sets it.
+  // Waits until the ranks in `ranks` have taken row n - depth of the lane, in whose place row n goes. first_row: the
+  // first row of the lane that goes to rank = lane_id(), or -1; this function sets it. Rows before it need no credit.
   __device__ void await_credits(int32_t lane, int32_t n, uint32_t ranks, int32_t& first_row) const {
     const int32_t rank = lane_id();
     if (ranks >> rank & 1) {
@@ -118,7 +118,7 @@ struct RowRing {
     };
     take_units(op, [=](int) { return source; }, units, addresses, resolve, [] { return true; });
     escaped = __reduce_or_sync(kAllLanes, escaped);
-    // The next row at this place has the same epoch.
+    // Clears the masks: the next row at this place has the same epoch, and must not find them.
     if (lane_id() < kBatch && escaped >> lane_id() & 1) {
       store_relaxed(row.escape_masks + first + lane_id(), tagged(op.state.epoch - 1, 0));
     }
