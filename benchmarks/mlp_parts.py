@@ -128,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row['implementation']:10} {row['part']:12} {row['us']:10.1f}")
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"backend": group.backend, **vars(options), "rows": rows}, file, indent=1)
+            told = {name: value for name, value in vars(options).items() if name != "json"}
+            json.dump({"backend": group.backend, **told, "rows": rows}, file, indent=1)
     return 0
 
 

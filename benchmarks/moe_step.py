@@ -79,7 +79,7 @@ from jax_ep.bench import report
 from jax_ep.bench.cases import Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, Exchange, LaxExchange, LocalExchange, open_group
-from jax_ep.bench.options import mismatches
+from jax_ep.bench.options import case_of, mismatches
 from jax_ep.moe._grouped_matmul import grouped_matmul
 
 WARM_UPS = 2
@@ -250,17 +250,7 @@ def executable_bytes(step: Any) -> int:
 
 
 def make_case(options: argparse.Namespace, num_ranks: int) -> Case:
-    return Case(
-        ranks=num_ranks,
-        tokens=options.tokens,
-        hidden=options.hidden,
-        top_k=options.top_k,
-        experts=options.experts,
-        dtype=options.dtype,
-        wire=None,
-        layout=LAYOUTS[options.compute],
-        routing="router",
-    )
+    return case_of(options, num_ranks, layout=LAYOUTS[options.compute], routing="router")
 
 
 def facts(options: argparse.Namespace, case: Case, mesh: Mesh, backend: str) -> dict[str, Any]:

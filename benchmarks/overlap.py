@@ -48,7 +48,7 @@ from jax_ep.bench import report
 from jax_ep.bench.cases import Case, Inputs, make_inputs
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, open_group
-from jax_ep.bench.options import mismatches, sms_or_auto
+from jax_ep.bench.options import case_of, mismatches, sms_or_auto
 from jax_ep.bench.timeline import KINDS, TRACE_OPTIONS, Event, trace
 
 STEPS = 8
@@ -266,18 +266,7 @@ def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     """Measures all forms. Returns the content of the JSON file."""
     rows = []
     for num_sms in options.num_sms:
-        case = Case(
-            ranks=mesh.size,
-            tokens=options.tokens,
-            hidden=options.hidden,
-            top_k=options.top_k,
-            experts=options.experts,
-            dtype=options.dtype,
-            wire=None,
-            layout="ragged",
-            routing="uniform",
-            num_sms=num_sms,
-        )
+        case = case_of(options, mesh.size, routing="uniform", num_sms=num_sms)
         with open_group(case, mesh, options.backend) as group:
             bench = make_bench(group, case, options.gemm_rows)
             rows += [

@@ -408,8 +408,8 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_ranks, int
   return num_tokens <= most_balanced ? Variant::kBalanced : Variant::kThroughput;
 }
 
-// Plans a combine. If there is little to read, own rows go through the arena like a peer's. Then senders sum all rows,
-// and at the same time. top_k == 0 means all_to_all_back: rows are not
+// Plans a combine. If there is little to read, own rows go through the arena like a peer's: the senders sum own rows
+// and the peers' rows at the same time. top_k == 0 means all_to_all_back: rows are not
 // summed, and own rows go back like a peer's.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t num_sms, int32_t device_sms) {

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,11 @@ def test_rows_of_a_table_of_tables():
         {"tokens": 4, "skew": 0.0, "step_ms": 1.0},
         {"tokens": 4, "skew": 0.0, "step_ms": 2.0},
     ]
+
+
+def test_results_name_no_path_of_the_machine():
+    for path in gpu_results.RESULTS.glob("*.json"):
+        assert not re.search(r': "(/|[A-Z]:)', path.read_text()), path.name
 
 
 def test_tracked_results_are_small():

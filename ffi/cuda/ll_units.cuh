@@ -5,8 +5,8 @@
 // sentinel again for the next operation. There is no flag, and so no fence between data and flag: the receiver uses the
 // units that have arrived while the others are in transit.
 //
-// Data may equal the sentinel. In place of such a unit, the sender sends a second pattern, the escape; also in place of
-// a unit that equals the escape. For the chunk, it sends an escape mask: a word with the epoch, and a bit per lane that
+// Data may equal the sentinel or a second pattern, the escape. In place of either, the sender sends the escape. For the
+// chunk, it also sends an escape mask: a word with the epoch, and a bit per lane that
 // is set if the lane's unit is the sentinel. A receiver that finds an escape waits for the escape mask. On both sides,
 // the code for escapes is out of line, so that other data does not pay for it.
 //

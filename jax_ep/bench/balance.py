@@ -32,7 +32,7 @@ from jax_ep.bench.cases import ROUTINGS, Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, open_group
 from jax_ep.bench.floor import link_floor
-from jax_ep.bench.options import mismatches
+from jax_ep.bench.options import case_of, mismatches
 from jax_ep.bench.timeline import TRACE_OPTIONS, trace
 from jax_ep.bench.timing import place, spmd
 
@@ -154,18 +154,7 @@ def make_experts(group: ep.Group, mesh: Mesh, expert_bytes: int) -> jax.Array:
 
 def measure(options: argparse.Namespace, mesh: Mesh) -> Iterator[dict[str, Any]]:
     """Yields the rows of the report."""
-    case = Case(
-        ranks=mesh.size,
-        tokens=options.tokens,
-        hidden=options.hidden,
-        top_k=options.top_k,
-        experts=options.experts,
-        dtype=options.dtype,
-        wire=None,
-        layout="ragged",
-        routing="",
-        num_sms=options.num_sms,
-    )
+    case = case_of(options, mesh.size, routing="", num_sms=options.num_sms)
     with open_group(case, mesh, options.backend, replicas=case.experts_per_rank) as group:
         for name, tolerance in (("uniform", TOLERANCE), ("uniform", 0.0), ("hot", 0.0)):
             us, plan = time_balance(group, mesh, routing(name, case), tolerance, options.chain)

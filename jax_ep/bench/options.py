@@ -13,6 +13,7 @@ import jax_ep as ep
 from jax_ep import _checks
 from jax_ep._constants import CHANNELS_PER_SCALE, MAX_TOP_K
 from jax_ep._settings import MAX_SMS
+from jax_ep.bench.cases import Case
 
 
 def sms_or_auto(text: str) -> int | None:
@@ -22,6 +23,12 @@ def sms_or_auto(text: str) -> int | None:
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def case_of(options: argparse.Namespace, num_ranks: int, **others: Any) -> Case:
+    """Returns the case with the sizes and the dtype of the options, without a wire. `others`: other fields."""
+    sizes = {name: getattr(options, name) for name in ("tokens", "hidden", "top_k", "experts", "dtype")}
+    return Case(**{"ranks": num_ranks, "wire": None, "layout": "ragged", **sizes, **others})
 
 
 def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
