@@ -3,8 +3,8 @@
 import importlib
 import json
 import os
-import shutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
