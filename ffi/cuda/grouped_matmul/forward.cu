@@ -2,6 +2,8 @@
 
 namespace jax_ep {
 
-GroupedGemmFunctions forward_gemm(GroupedDtype dtype) { return grouped_gemm<GroupedProduct::kForward, 2, 1>(dtype); }
+GroupedGemmFunctions forward_gemm(GroupedDtype dtype) {
+  return grouped_gemm<GroupedProduct::kForward, LargeTile>(dtype);
+}
 
 }  // namespace jax_ep

@@ -36,28 +36,38 @@ struct Layouts<GroupedProduct::kWeightsGradient> {  // A = transpose(rows), B = 
   using B = cutlass::layout::RowMajor;
 };
 
-// The tile and the schedule were the fastest, on the whole, of five that were measured (docs/experiments.md): two warp
-// groups share a tile of 128 x 256, and each computes half of its rows. A cluster of two blocks shares the tile of B
-// (cluster_m = 2) or of A (cluster_n = 2).
-template <GroupedProduct product, typename Element, int cluster_m, int cluster_n>
+// A tile of D and how a block's two consumer warp groups compute it. No blocks form a cluster: a cluster would pad each
+// group to its own shape, which costs more than sharing tiles of A or B saves (docs/experiments.md).
+struct LargeTile {  // each warp group computes half of the tile's rows
+  using Shape = cute::Shape<cute::_128, cute::_256, cute::_64>;
+  using MainloopSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
+  using EpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
+};
+struct SmallTile {  // the warp groups compute tiles by turns. For few rows per group: a larger tile would waste more
+  using Shape = cute::Shape<cute::_64, cute::_256, cute::_64>;
+  using MainloopSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
+  using EpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
+};
+
+template <GroupedProduct product, typename Element, typename Tile>
 struct GroupedGemm {
   using Shape = cute::Shape<int, int, int>;
-  using Tile = cute::Shape<cute::_128, cute::_256, cute::_64>;
-  using Cluster = cute::Shape<cute::Int<cluster_m>, cute::Int<cluster_n>, cute::_1>;
+  using TileShape = typename Tile::Shape;
+  using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
   using LayoutA = typename Layouts<product>::A;
   using LayoutB = typename Layouts<product>::B;
   using LayoutD = cutlass::layout::RowMajor;
   static constexpr int kAlignment = 16 / sizeof(Element);
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, LayoutD*, kAlignment, Element, LayoutD*,
-      kAlignment, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative>::CollectiveOp;
+      kAlignment, typename Tile::EpilogueSchedule>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA*, kAlignment, Element, LayoutB*, kAlignment,
-      float, Tile, Cluster,
+      float, TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>::CollectiveOp;
+      typename Tile::MainloopSchedule>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
   using StrideA = typename Kernel::InternalStrideA;
@@ -103,11 +113,10 @@ constexpr GroupedGemmFunctions functions_of() {
   return {&Gemm::run, &Gemm::load};
 }
 
-template <GroupedProduct product, int cluster_m, int cluster_n>
+template <GroupedProduct product, typename Tile>
 GroupedGemmFunctions grouped_gemm(GroupedDtype dtype) {
-  return dtype == GroupedDtype::kBfloat16
-             ? functions_of<GroupedGemm<product, cutlass::bfloat16_t, cluster_m, cluster_n>>()
-             : functions_of<GroupedGemm<product, cutlass::half_t, cluster_m, cluster_n>>();
+  return dtype == GroupedDtype::kBfloat16 ? functions_of<GroupedGemm<product, cutlass::bfloat16_t, Tile>>()
+                                          : functions_of<GroupedGemm<product, cutlass::half_t, Tile>>();
 }
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// The GEMM of each product. Each has a source file of its own, since each takes long to compile.
+// The GEMMs. Each has a source file of its own, since each takes long to compile.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,6 +18,7 @@ struct GroupedGemmFunctions {
 };
 
 GroupedGemmFunctions forward_gemm(GroupedDtype dtype);
+GroupedGemmFunctions forward_few_rows_gemm(GroupedDtype dtype);  // faster with at most 64 rows per group
 GroupedGemmFunctions rows_gradient_gemm(GroupedDtype dtype);
 GroupedGemmFunctions weights_gradient_gemm(GroupedDtype dtype);
 

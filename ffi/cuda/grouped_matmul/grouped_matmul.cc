@@ -7,14 +7,20 @@
 namespace jax_ep {
 namespace {
 
-GroupedGemmFunctions gemm_of(GroupedProduct product, GroupedDtype dtype) {
-  switch (product) {
+// A forward product with at most this many rows per group takes the GEMM for few rows. The host knows only how many
+// rows the operand has room for, and counts those.
+constexpr int64_t kFewRows = 64;
+
+using GemmOfDtype = GroupedGemmFunctions (*)(GroupedDtype);
+
+GemmOfDtype gemm_of(const GroupedMatmulArgs& args) {
+  switch (args.product) {
     case GroupedProduct::kForward:
-      return forward_gemm(dtype);
+      return args.num_rows <= kFewRows * args.num_groups ? forward_few_rows_gemm : forward_gemm;
     case GroupedProduct::kRowsGradient:
-      return rows_gradient_gemm(dtype);
+      return rows_gradient_gemm;
     default:
-      return weights_gradient_gemm(dtype);
+      return weights_gradient_gemm;
   }
 }
 
@@ -33,9 +39,9 @@ size_t grouped_workspace_bytes(int32_t num_groups) {
 
 cudaError_t load_grouped_matmul() {
   cudaError_t status = load_group_arrays();
-  for (auto product : {GroupedProduct::kForward, GroupedProduct::kRowsGradient, GroupedProduct::kWeightsGradient}) {
+  for (GemmOfDtype gemm : {forward_gemm, forward_few_rows_gemm, rows_gradient_gemm, weights_gradient_gemm}) {
     for (auto dtype : {GroupedDtype::kBfloat16, GroupedDtype::kFloat16}) {
-      if (status == cudaSuccess) status = gemm_of(product, dtype).load();
+      if (status == cudaSuccess) status = gemm(dtype).load();
     }
   }
   return status;
@@ -60,7 +66,7 @@ std::string grouped_matmul_on_device(const GroupedMatmulArgs& args, cudaStream_t
   if (status != cudaSuccess) return cudaGetErrorString(status);
   if (args.num_rows == 0) return "";
   const char* error =
-      gemm_of(args.product, args.dtype).run(arrays, args.num_groups, device, std::min(num_sms, kMaxSms), stream);
+      gemm_of(args)(args.dtype).run(arrays, args.num_groups, device, std::min(num_sms, kMaxSms), stream);
   return error ? std::string("CUTLASS: ") + error : "";
 }
 

@@ -3,7 +3,7 @@
 namespace jax_ep {
 
 GroupedGemmFunctions rows_gradient_gemm(GroupedDtype dtype) {
-  return grouped_gemm<GroupedProduct::kRowsGradient, 1, 2>(dtype);
+  return grouped_gemm<GroupedProduct::kRowsGradient, LargeTile>(dtype);
 }
 
 }  // namespace jax_ep

@@ -3,7 +3,7 @@
 namespace jax_ep {
 
 GroupedGemmFunctions weights_gradient_gemm(GroupedDtype dtype) {
-  return grouped_gemm<GroupedProduct::kWeightsGradient, 2, 1>(dtype);
+  return grouped_gemm<GroupedProduct::kWeightsGradient, LargeTile>(dtype);
 }
 
 }  // namespace jax_ep
