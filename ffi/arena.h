@@ -261,6 +261,7 @@ struct Peers {
   int32_t replicas;                           // the slots for copies, of a rank
   int32_t counts_per_source;
   constexpr int32_t num_home_experts() const { return experts_per_rank - replicas; }  // of a rank
+  constexpr int32_t rank_of(int32_t expert) const { return by_experts.quotient(expert); }
   int32_t node_size;  // ranks per node: they have consecutive numbers and map each other's memory
   Divisor by_ranks, by_others, by_experts, by_top_k;  // others: all ranks but this one; experts: those of one rank
   ArenaLayout layout;

@@ -454,11 +454,11 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
 // (ffi/cuda/pairs.cuh). Few pairs have few blocks, and few experts have few threads in the block that plans.
 inline constexpr int32_t kPairThreads = 512;
 struct BalancePlan {
-  int32_t num_workers;   // threads of the block that plans, without the control warp
-  int32_t num_blocks;    // that count, and that number
-  int32_t num_counters;  // warps of a block that count: each has a counter per expert in shared memory
+  int32_t num_worker_threads;  // threads of the block that plans, without the control warp
+  int32_t num_blocks;          // that count, and that number
+  int32_t num_counters;        // warps of a block that count: each has a counter per expert in shared memory
 
-  constexpr int32_t block_threads() const { return num_workers + 32; }
+  constexpr int32_t block_threads() const { return num_worker_threads + 32; }
   constexpr int32_t counters_bytes(int32_t num_experts) const {
     return static_cast<int32_t>(align_up(4 * num_experts * num_counters, 16));
   }

@@ -24,7 +24,7 @@ struct Balance {
   __device__ void sum_blocks(int32_t num_blocks) const {
     constexpr int kAtOnce = 8;  // loads that are under way
     const int32_t num_experts = placing.num_experts();
-    for (int32_t expert = threadIdx.x; expert < num_experts; expert += op.num_workers) {
+    for (int32_t expert = threadIdx.x; expert < num_experts; expert += op.num_worker_threads) {
       int32_t sum = 0;
       for (int32_t first = 0; first < num_blocks; first += kAtOnce) {
         int32_t found[kAtOnce];
@@ -47,13 +47,13 @@ struct Balance {
   // Sends the counts of this rank to all ranks, and sums up theirs.
   __device__ void exchange_counts() const {
     const int32_t num_words = peers.num_ranks * placing.num_experts();
-    for (int32_t i = threadIdx.x; i < num_words && !op.state.failed; i += op.num_workers) {
+    for (int32_t i = threadIdx.x; i < num_words && !op.state.failed; i += op.num_worker_threads) {
       const int32_t peer = i / placing.num_experts(), expert = i - peer * placing.num_experts();
       op.send_number(peer, op.counts_at(peer, peers.rank) + expert, counts[expert]);
     }
     if (threadIdx.x < peers.num_ranks && !op.state.failed) op.notify(threadIdx.x);
     op.tell_former_finished();
-    for (int32_t i = threadIdx.x; i < num_words; i += op.num_workers) {
+    for (int32_t i = threadIdx.x; i < num_words; i += op.num_worker_threads) {
       const int32_t source = i / placing.num_experts(), expert = i - source * placing.num_experts();
       const int32_t count = op.wait_number(source, op.counts_at(peers.rank, source) + expert);
       atomicAdd(placing.experts.needs + expert, count);
@@ -66,7 +66,7 @@ struct Balance {
   __device__ void write_slots() const {
     const RankPlacements& ranks = placing.ranks;
     PlacementCounters& counted = op.own().counters.placement;
-    for (int32_t i = threadIdx.x; i < peers.num_ranks * placing.num_slots; i += op.num_workers) {
+    for (int32_t i = threadIdx.x; i < peers.num_ranks * placing.num_slots; i += op.num_worker_threads) {
       const int32_t rank = i / placing.num_slots, slot = i % placing.num_slots;
       const int32_t expert = placing.expert_in_slot(rank, slot);
       args.slots[i] = expert;
@@ -84,11 +84,11 @@ struct Balance {
 
   // Writes what number_pairs_kernel needs of the plan.
   __device__ void write_work() const {
-    for (int32_t expert = threadIdx.x; expert < placing.num_experts(); expert += op.num_workers) {
+    for (int32_t expert = threadIdx.x; expert < placing.num_experts(); expert += op.num_worker_threads) {
       work.offset[expert] = placing.experts.offset[expert];
       work.place[expert] = placing.experts.place[expert];
     }
-    for (int32_t rank = threadIdx.x; rank < peers.num_ranks; rank += op.num_workers) {
+    for (int32_t rank = threadIdx.x; rank < peers.num_ranks; rank += op.num_worker_threads) {
       work.begin[rank] = placing.ranks.begin[rank];
       work.end[rank] = placing.ranks.end[rank];
       work.first_copy[rank] = placing.ranks.first_copy[rank];
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(1024, 1)
                    const __grid_constant__ BalancePlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(BalanceShared, shared);
-  const Operation op = {peers, args, args.slots, shared.state, plan.num_workers};
+  const Operation op = {peers, args, args.slots, shared.state, plan.num_worker_threads};
   auto* const words = reinterpret_cast<int32_t*>(scratch);
   const int32_t num_slots = peers.replicas, experts_per_rank = peers.num_home_experts();
   const int32_t num_experts = peers.num_ranks * experts_per_rank;

@@ -18,16 +18,16 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
   const void* result = args.out ? args.out : args.topk_weights;
-  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
+  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
   using Combine = NodeSum<CombineConfig<X, kVariant>>;  // the last layer
-  const Combine combine = {peers, args, plan, {peers, args, result, state, num_workers}, ring, to_come};
+  const Combine combine = {peers, args, plan, {peers, args, result, state, num_worker_threads}, ring, to_come};
   if (!combine.op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);
   }
   wait_for_dependencies();
   combine.op.stamp(Stamp::kBegun);
-  const auto forwards = [&](int32_t role) { return combine.by_node() && plan.forwards(role); };
+  const auto forwards = [&](int32_t role) { return combine.uses_rail_peers() && plan.forwards(role); };
   if (combine.op.is_control_warp()) {
     combine.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); });
   }
@@ -61,7 +61,7 @@ auto kernel_of(Variant variant) {
 }  // namespace
 
 LaunchPlan adapt_combine_plan(const Peers& peers, const CombineArgs& args, const LaunchPlan& plan) {
-  return kHasNetwork ? over_network(plan, goes_by_node(peers, args)) : plan;
+  return kHasNetwork ? over_network(plan, needs_rail_peers(peers, args)) : plan;
 }
 
 cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,

@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
 
 // True if a node's ranks add up their partial sums of another node's token, and one of them sends the total over the
 // network. (For all_to_all_back, one rank has the whole row.)
-constexpr bool goes_by_node(const Peers& peers, const CombineArgs& args) {
+constexpr bool needs_rail_peers(const Peers& peers, const CombineArgs& args) {
   return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && args.recv_row != nullptr &&
          !are_few(args.num_tokens);
 }
@@ -94,7 +94,7 @@ struct CombineOperands {
   Pieces& to_come;
 
   __device__ bool is_all_to_all() const { return args.recv_row == nullptr; }
-  __device__ bool by_node() const { return !is_low_latency(kVariant) && goes_by_node(peers, args); }
+  __device__ bool uses_rail_peers() const { return !is_low_latency(kVariant) && needs_rail_peers(peers, args); }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes(); }
@@ -120,7 +120,7 @@ struct CombineOperands {
     int32_t peer, index;
     // Decides `present`. For a peer's row: the number of rows from the peer, which must be more than `index`. For an
     // own row: its index in args.send_slot, which must not be -1.
-    int32_t seen;
+    int32_t num_rows_or_slot;
     bool present;
     uint32_t rows;  // bits of the k that have a row here
     int32_t row;    // the row here, for k = lane

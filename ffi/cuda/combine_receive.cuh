@@ -9,10 +9,10 @@ namespace jax_ep {
 template <typename Config>
 struct CombineReceiver : CombineSender<Config> {
   using Base = CombineSender<Config>;
-  using Base::add_weighted, Base::args, Base::issue_row_loads, Base::by_node, Base::chunk_of, Base::end_of_parts,
-      Base::has_unit, Base::kLoadsAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce, Base::kSize,
-      Base::kSumsAtOnce, Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row, Base::ring,
-      Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::with_out_type;
+  using Base::add_weighted, Base::args, Base::issue_row_loads, Base::uses_rail_peers, Base::chunk_of,
+      Base::end_of_parts, Base::has_unit, Base::kLoadsAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce,
+      Base::kSize, Base::kSumsAtOnce, Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row,
+      Base::ring, Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::with_out_type;
   using typename Base::SourceRow;
   using typename Base::Sums;
   using typename Base::X;
@@ -56,9 +56,9 @@ struct CombineReceiver : CombineSender<Config> {
     const SourceRow own = sums_own() ? complete_row(issued.own) : SourceRow{};
     const int32_t rank = lane_id();
     int32_t index = issued.index, source = rank;
-    if (by_node()) {
+    if (uses_rail_peers()) {
       const Nodes& nodes = nodes_of(peers);
-      index = index_by_node(nodes, index, token);
+      index = rail_index(nodes, index, token);
       if (!nodes.is_own(rank)) source = nodes.source_of(rank / nodes.size);
     }
     if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);

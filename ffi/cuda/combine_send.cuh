@@ -8,10 +8,10 @@ namespace jax_ep {
 template <typename Config>
 struct CombineSender : CombineSums<Config> {
   using Base = CombineSums<Config>;
-  using Base::args, Base::issue_row_loads, Base::is_all_to_all, Base::by_node, Base::chunk_of, Base::end_of_parts,
-      Base::has_unit, Base::kLoadsAhead, Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations, Base::op,
-      Base::partial_sums, Base::peers, Base::plan, Base::complete_row, Base::row_bytes, Base::send_num_rows, Base::step,
-      Base::drain_ring;
+  using Base::args, Base::issue_row_loads, Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of,
+      Base::end_of_parts, Base::has_unit, Base::kLoadsAhead, Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations,
+      Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row, Base::row_bytes, Base::send_num_rows,
+      Base::step, Base::drain_ring;
   using typename Base::SourceRow;
   using typename Base::Sums;
 
@@ -27,17 +27,17 @@ struct CombineSender : CombineSums<Config> {
   // this one.
   __device__ void send() const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id());
-    const uint32_t num_candidates = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
+    const uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
     uint32_t item = warp_group.index;
     SourceRow row = {}, next = {};
     Sums sums = {};
     const auto sum_row = [&](SourceRow issued) {
       const uint32_t next_item = item + warp_group.num_groups;
-      if (kLoadsAhead && !is_all_to_all() && next_item < num_candidates) next = issue_row_loads(next_item);
+      if (kLoadsAhead && !is_all_to_all() && next_item < num_items) next = issue_row_loads(next_item);
       row = complete_row(issued);
       sums = partial_sums(row, warp_group.warp, warp_group);
     };
-    if (item < num_candidates && !is_all_to_all()) sum_row(issue_row_loads(item));
+    if (item < num_items && !is_all_to_all()) sum_row(issue_row_loads(item));
     op.stamp(Stamp::kEntered);
     bool gives_up = op.warp_has_failed();
     // The warps of a warp group meet at a barrier for each row to a remote rank. So they must agree: all of them go on
@@ -48,11 +48,11 @@ struct CombineSender : CombineSums<Config> {
       return;
     }
 #pragma unroll 1
-    for (; item < num_candidates; item += warp_group.num_groups) {
+    for (; item < num_items; item += warp_group.num_groups) {
       if (item >= warp_group.num_groups || is_all_to_all())
         sum_row(kLoadsAhead && !is_all_to_all() ? next : issue_row_loads(item));
       if (row.present) send_row(row, sums, warp_group);
-      if (is_remote(peers, row.peer) && !by_node())
+      if (is_remote(peers, row.peer) && !uses_rail_peers())
         put_staged(row.peer, peers.rank, row.index, row.present, warp_group);
     }
   }
@@ -86,7 +86,7 @@ struct CombineSender : CombineSums<Config> {
   // peer. There it takes arena rows of a remote source: of this rank's rail peer in the other node. These are free,
   // because sums of that rank come by node, too.
   __device__ Hop next_hop(int32_t peer) const {
-    if (!by_node() || !is_remote(peers, peer)) return {peer, peers.rank};
+    if (!uses_rail_peers() || !is_remote(peers, peer)) return {peer, peers.rank};
     const Nodes& nodes = nodes_of(peers);
     return {nodes.rail_peer(peer, nodes.own), nodes.rail_peer(peers.rank, peer / nodes.size)};
   }

@@ -37,19 +37,19 @@ struct CombineSums : CombineOperands<Config> {
     SourceRow source = {};
     source.peer = peer;
     source.index = index;
-    const int32_t candidate = source.peer * args.num_tokens + source.index;
+    const int32_t recv_index = source.peer * args.num_tokens + source.index;
     source.row = -1;
     if (is_all_to_all()) {
-      if (lane_id() == 0) source.row = candidate;
+      if (lane_id() == 0) source.row = recv_index;
     } else if (lane_id() < args.top_k) {
-      source.row = __ldg(args.recv_row + int64_t{candidate} * args.top_k + lane_id());
+      source.row = __ldg(args.recv_row + int64_t{recv_index} * args.top_k + lane_id());
     }
     if (peer != peers.rank || is_all_to_all()) {
-      source.seen = num_rows_of(source.peer);
-      if (!kLoadsAhead) source.present = source.index < source.seen;
+      source.num_rows_or_slot = num_rows_of(source.peer);
+      if (!kLoadsAhead) source.present = source.index < source.num_rows_or_slot;
     } else {
-      source.seen = sums_own() ? index : __ldg(args.send_slot + int64_t{index} * peers.num_ranks + peer);
-      if (!kLoadsAhead) source.present = source.seen >= 0;
+      source.num_rows_or_slot = sums_own() ? index : __ldg(args.send_slot + int64_t{index} * peers.num_ranks + peer);
+      if (!kLoadsAhead) source.present = source.num_rows_or_slot >= 0;
     }
     return source;
   }
@@ -63,7 +63,8 @@ struct CombineSums : CombineOperands<Config> {
   }
 
   __device__ bool is_present(const SourceRow& source) const {
-    return source.peer != peers.rank || is_all_to_all() ? source.index < source.seen : source.seen >= 0;
+    return source.peer != peers.rank || is_all_to_all() ? source.index < source.num_rows_or_slot
+                                                        : source.num_rows_or_slot >= 0;
   }
 
   // The number of rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the number,

@@ -41,7 +41,7 @@ struct Operation : Epoch {
   // Sends each rank the number of rows that it gets. The workers of one block call it.
   __device__ __forceinline__ void send_num_rows(const int32_t* num_rows) const {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < peers.num_ranks * kNumRowsCopies; i += num_workers) {
+    for (int32_t i = threadIdx.x; i < peers.num_ranks * kNumRowsCopies; i += num_worker_threads) {
       const int32_t peer = i / kNumRowsCopies, copy = i % kNumRowsCopies;
       if (kHasNetwork && copy > 0 && is_remote(peers, peer)) continue;
       send_number(peer, &control_of(peer).num_rows[state.slot][copy][peers.rank], num_rows[peer]);
@@ -55,7 +55,7 @@ struct Operation : Epoch {
 
   // True for the warp of the first receiver that calls wait_peers(): the last but one. The last warp may be the control
   // warp, which polls other words meanwhile. (If there are several receivers, the first starts without a row.)
-  __device__ __forceinline__ bool waits_for_peers() const { return warp_id() == max(num_workers / 32 - 2, 0); }
+  __device__ __forceinline__ bool waits_for_peers() const { return warp_id() == max(num_worker_threads / 32 - 2, 0); }
 
   // Waits for the notifications of all ranks. One warp calls it, with a lane per rank. Fails the operation if a rank is
   // in another operation. Adds to the counters: the operation, and the time waited for each rank. Returns false if the

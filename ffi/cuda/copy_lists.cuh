@@ -56,12 +56,12 @@ struct CopyLists {
     for (int32_t i = threadIdx.x; i < peers.num_ranks * replicas; i += blockDim.x) {
       const int32_t expert = args.slots[i], rank = i / replicas, slot = i % replicas;
       if (expert < 0) continue;
-      const int32_t home = home_of(expert), number = expert - home * experts;
+      const int32_t home = home_of(expert), local = expert - home * experts;
       if (home == peers.rank) {
-        atomicAdd(takers + number, 1u << rank);  // a rank has one copy of an expert at most
-        slots_of[number * peers.num_ranks + rank] = slot;
+        atomicAdd(takers + local, 1u << rank);  // a rank has one copy of an expert at most
+        slots_of[local * peers.num_ranks + rank] = slot;
       }
-      if (home == source) taken[number] = kCopiedElsewhere;
+      if (home == source) taken[local] = kCopiedElsewhere;
     }
     __syncthreads();
     for (int32_t slot = threadIdx.x; slot < replicas; slot += blockDim.x) {
@@ -74,8 +74,8 @@ struct CopyLists {
     __syncthreads();
   }
 
-  __device__ int32_t slot_of(int32_t number, int32_t rank) const {
-    return slots_of[given[number] * op.peers.num_ranks + rank];
+  __device__ int32_t slot_of(int32_t copied_expert, int32_t rank) const {
+    return slots_of[given[copied_expert] * op.peers.num_ranks + rank];
   }
 
  private:
@@ -89,11 +89,11 @@ struct CopyLists {
     for (int32_t first = 0; first < experts; first += 32) {
       const int32_t expert = first + lane_id();
       const uint32_t ranks = expert < experts ? takers[expert] : 0, copied = __ballot_sync(kAllLanes, ranks != 0);
-      const int32_t number = count + __popc(copied & ((1u << lane_id()) - 1));
+      const int32_t position = count + __popc(copied & ((1u << lane_id()) - 1));
       __syncwarp();
       if (ranks != 0) {
-        given[number] = expert;
-        takers[number] = ranks;
+        given[position] = expert;
+        takers[position] = ranks;
       }
       count += __popc(copied);
       all |= ranks;
@@ -111,9 +111,9 @@ struct CopyLists {
     for (int32_t first = 0; first < experts; first += 32) {
       const int32_t expert = first + lane_id(), slot = expert < experts ? taken[expert] : kNotCopied;
       const uint32_t copied = __ballot_sync(kAllLanes, slot != kNotCopied);
-      const int32_t number = count + __popc(copied & ((1u << lane_id()) - 1));
+      const int32_t position = count + __popc(copied & ((1u << lane_id()) - 1));
       __syncwarp();
-      if (slot != kNotCopied) taken[number] = slot;
+      if (slot != kNotCopied) taken[position] = slot;
       count += __popc(copied);
     }
     if (lane_id() == 0) {

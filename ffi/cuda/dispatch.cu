@@ -13,19 +13,19 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
                     const __grid_constant__ LaunchPlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(DispatchShared, shared);
-  const int32_t num_workers = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
+  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
   using Dispatch = NodeForward<DispatchConfig<X, kCasts, kArrival, kVariant>>;  // the last layer
   using Outgoing = typename Dispatch::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
   const Dispatch dispatch = {
-      peers, args, plan, {peers, args, args.out, shared.state, num_workers}, shared, scratch, payload_of(args)};
+      peers, args, plan, {peers, args, args.out, shared.state, num_worker_threads}, shared, scratch, payload_of(args)};
   if (!dispatch.op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);
   }
   wait_for_dependencies();
   dispatch.op.stamp(Stamp::kBegun);
-  const auto forwards = [&](int32_t role) { return dispatch.by_node() && plan.forwards(role); };
+  const auto forwards = [&](int32_t role) { return dispatch.uses_rail_peers() && plan.forwards(role); };
   if (dispatch.op.is_control_warp()) {
     if (lane_id() == 0) shared.gives_up = 0;
     dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
@@ -97,7 +97,7 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Variant variant)
 }  // namespace
 
 LaunchPlan adapt_dispatch_plan(const Peers& peers, const DispatchArgs& args, const LaunchPlan& plan) {
-  return kHasNetwork ? over_network(plan, goes_by_node(peers, args)) : plan;
+  return kHasNetwork ? over_network(plan, needs_rail_peers(peers, args)) : plan;
 }
 
 cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,

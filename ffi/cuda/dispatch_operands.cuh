@@ -29,8 +29,8 @@ struct DispatchShared {
   uint32_t claimed[kMaxBlockWarps];
 };
 
-// A sender's counts over the tokens before the token that it sends; in dynamic shared memory.
-struct Lookup {
+// A rank's counts over the tokens that its block has counted so far; in dynamic shared memory.
+struct SendCounts {
   int32_t* experts;  // [num_experts]: pairs (token, k) that name the expert
   int32_t* ranks;    // [num_ranks]: tokens with an expert on the rank
 };
@@ -39,14 +39,14 @@ struct Lookup {
 struct Destinations {
   // [R + 1, E_local]: the position, in the expert's group, of each source's first row. The last row has the counts, so
   // that a source keeps the rows before the next one's first position.
-  int32_t* first;
+  int32_t* first_position;
   int32_t* counts;       // [E_local]
   int32_t* first_row;    // [E_local]
   int32_t* group_sizes;  // [E_local]
 
   __device__ Destinations(void* memory, int32_t num_ranks, int32_t experts_per_rank) {
-    first = static_cast<int32_t*>(memory);
-    counts = first + num_ranks * experts_per_rank;
+    first_position = static_cast<int32_t*>(memory);
+    counts = first_position + num_ranks * experts_per_rank;
     first_row = counts + experts_per_rank;
     group_sizes = first_row + experts_per_rank;
   }
@@ -70,7 +70,7 @@ static_assert(kMaxScratch + kMaxBlockWarps * y_bytes(Arrival::kCombineBack, Vari
 
 // True if a row crosses the network once per node, and a rank of the node forwards it. (A row of all_to_all has one
 // destination, and needs no forwarding.)
-constexpr bool goes_by_node(const Peers& peers, const DispatchArgs& args) {
+constexpr bool needs_rail_peers(const Peers& peers, const DispatchArgs& args) {
   return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.is_all_to_all &&
          !are_few(args.num_tokens);
 }
@@ -119,7 +119,7 @@ struct DispatchOperands {
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
   __device__ bool new_route() const { return kArrival != Arrival::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
-  __device__ bool by_node() const { return !kIsLowLatency && goes_by_node(peers, args); }
+  __device__ bool uses_rail_peers() const { return !kIsLowLatency && needs_rail_peers(peers, args); }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes); }
   // The bytes of a row in transit, with its header and its scales.
   __device__ int32_t bytes_under_way() const {

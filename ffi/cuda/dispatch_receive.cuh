@@ -8,19 +8,21 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
-  using Base::args, Base::prefetch_y, Base::by_node, Base::bytes_under_way, Base::cast, Base::chunk_of, Base::chunks,
-      Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own, Base::kArrival,
-      Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken,
-      Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch, Base::new_route, Base::new_row,
-      Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::peers, Base::row_here, Base::batch_at,
-      Base::await_destinations, Base::plan, Base::scales_unit, Base::scratch, Base::sends_numbers, Base::shared,
-      Base::sum_products, Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
+  using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_under_way, Base::cast, Base::chunk_of,
+      Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own,
+      Base::kArrival, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
+      Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
+      Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::peers,
+      Base::row_here, Base::batch_at, Base::await_destinations, Base::plan, Base::scales_unit, Base::scratch,
+      Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
+      Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::BatchAddresses;
   using typename Base::Taken;
 
-  // Receives rows. A warp group takes one candidate at a time, which is a row that may arrive, in the order of
-  // find_candidate(). It loads what has arrived of its first row while the block finds out where it writes rows.
+  // Receives rows. A warp group takes one item at a time. An item is a row that may arrive; find_row_of_item()
+  // maps it to its source and index. It loads what has arrived of its first row while the block finds out where it
+  // writes rows.
   __device__ void receive() const {
     op.stamp(Stamp::kEntered);
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.role, warp_id());
@@ -30,7 +32,7 @@ struct DispatchReceiver : CombineBackward<Config> {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_recv_per_rank;
       op.wait_peers(op.state, &PeerCounters::arrived, num_rows, bytes_under_way());
     }
-    const uint32_t end = takes_rows ? num_candidates() : 0;
+    const uint32_t end = takes_rows ? num_items() : 0;
     uint32_t item = warp_group.index;
     Arriving arriving = {};
     const bool looks = !op.warp_has_failed() && item < end;  // after close(), the arena is unmapped
@@ -69,7 +71,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   // launch from starting. If a peer did the same, both ranks would wait for each other.
   __device__ void steal_rows() const {
     const bool judges = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
-    if (named_barrier_or(kWorkersBarrier, op.num_workers, judges && !op.all_have_begun())) return;
+    if (named_barrier_or(kWorkersBarrier, op.num_worker_threads, judges && !op.all_have_begun())) return;
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     if (lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
     learn_destinations();
@@ -79,7 +81,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     take_claimed_rows(claimed_row(claim_row(warp_group), warp_group), arriving, false, destinations, warp_group);
   }
 
-  __device__ uint32_t num_candidates() const { return peers.num_ranks * args.num_tokens; }
+  __device__ uint32_t num_items() const { return peers.num_ranks * args.num_tokens; }
   // The rows before it are the first rows of the receivers' warp groups.
   __device__ uint32_t first_claimable_row() const {
     return WarpGroup::of_receivers(plan, plan.num_blocks - 1, 0).num_groups;
@@ -90,7 +92,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Destinations& destinations,
                                     const WarpGroup& warp_group) const {
 #pragma unroll 1
-    while (item < num_candidates()) {
+    while (item < num_items()) {
       if (!looked) arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.arrived[source]; });
       looked = false;
       if (arriving.is_sent) await_row(arriving, warp_group);
@@ -114,7 +116,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   // Maps an item to (source, index), in the order in which senders send rows.
-  __device__ void find_candidate(uint32_t item, Arriving& arriving) const {
+  __device__ void find_row_of_item(uint32_t item, Arriving& arriving) const {
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     arriving.index = peers.by_ranks.quotient(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
@@ -125,15 +127,15 @@ struct DispatchReceiver : CombineBackward<Config> {
   template <typename RowsFrom>
   __device__ Arriving look_for_row(uint32_t item, const WarpGroup& warp_group, RowsFrom rows_from) const {
     Arriving arriving = {};
-    find_candidate(item, arriving);
+    find_row_of_item(item, arriving);
     arriving.is_own = is_own(arriving.source);
     // If the operation fails, lanes give up one by one, and only some of them know the number of rows.
     arriving.is_sent = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
     if (!arriving.is_sent) return arriving;
     arriving.address = row_here(arriving.source, arriving.index);
     if (!new_route() && !args.is_all_to_all) {
-      const int64_t candidate = int64_t{arriving.source} * args.num_tokens + arriving.index;
-      arriving.row = lane_id() < args.top_k ? __ldg(args.known_recv_row + candidate * args.top_k + lane_id()) : -1;
+      const int64_t recv_index = int64_t{arriving.source} * args.num_tokens + arriving.index;
+      arriving.row = lane_id() < args.top_k ? __ldg(args.known_recv_row + recv_index * args.top_k + lane_id()) : -1;
     }
     if (arriving.is_own) {
       read_own(arriving, warp_group.warp, warp_group);
@@ -173,7 +175,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   // True if the source's rows come over the network with signals. By node, a local rank forwards them.
-  __device__ bool arrives_by_signal(int32_t source) const { return is_remote(peers, source) && !by_node(); }
+  __device__ bool arrives_by_signal(int32_t source) const { return is_remote(peers, source) && !uses_rail_peers(); }
 
   // Waits for the row's header and its first batch.
   __device__ void await_row(Arriving& arriving, const WarpGroup& warp_group) const {
@@ -186,7 +188,7 @@ struct DispatchReceiver : CombineBackward<Config> {
       __syncwarp();
     } else {
       if constexpr (kHasNetwork) {
-        if (lane_id() == 0 && !by_node()) await_signal(op, arriving.source, arriving.source, arriving.index);
+        if (lane_id() == 0 && !uses_rail_peers()) await_signal(op, arriving.source, arriving.source, arriving.index);
         __syncwarp();
       }
       take_batch(arriving.source, arriving.address, warp_group.warp, warp_group, arriving.first, header_arrived);
@@ -196,21 +198,21 @@ struct DispatchReceiver : CombineBackward<Config> {
 
   __device__ void deliver_row(Arriving& arriving, const Destinations& destinations, const WarpGroup& warp_group) const {
     const int32_t source = arriving.source;
-    const int64_t candidate = int64_t{source} * args.num_tokens + arriving.index;
+    const int64_t recv_index = int64_t{source} * args.num_tokens + arriving.index;
     const bool keeps_route = new_route() && warp_group.warp == warp_group.num_warps - 1 && lane_id() < args.top_k;
     if (!arriving.is_sent) {
-      if (keeps_route) args.recv_row[candidate * args.top_k + lane_id()] = -1;
-      if (args.is_all_to_all && args.zero_pad && warp_group.warp == 0) zero_row(candidate);
+      if (keeps_route) args.recv_row[recv_index * args.top_k + lane_id()] = -1;
+      if (args.is_all_to_all && args.zero_pad && warp_group.warp == 0) zero_row(recv_index);
       return;
     }
     int32_t row = -1;  // of the result, for k = lane
     if (args.is_all_to_all) {
-      if (lane_id() == 0) row = static_cast<int32_t>(candidate);
+      if (lane_id() == 0) row = static_cast<int32_t>(recv_index);
     } else if (lane_id() < args.top_k) {
       row = new_route() ? new_row(source, arriving.header, destinations) : arriving.row;
     }
     if (keeps_route) {
-      args.recv_row[candidate * args.top_k + lane_id()] = row;
+      args.recv_row[recv_index * args.top_k + lane_id()] = row;
       if (row >= 0) args.weights[row] = arriving.header.weight;
     }
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);

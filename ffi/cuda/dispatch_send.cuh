@@ -8,11 +8,11 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
-  using Base::args, Base::by_node, Base::cast, Base::chunks, Base::clear, Base::count_earlier, Base::count_tokens,
-      Base::experts_per_rank, Base::has_unit, Base::ids_to_count, Base::is_own, Base::kCasts, Base::kIsLowLatency,
-      Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::lookup, Base::new_route,
-      Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::row_here, Base::plan,
-      Base::scales_unit, Base::shared;
+  using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::count_earlier,
+      Base::count_tokens, Base::experts_per_rank, Base::has_unit, Base::ids_to_count, Base::is_own, Base::kCasts,
+      Base::kIsLowLatency, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts,
+      Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::row_here,
+      Base::plan, Base::scales_unit, Base::shared;
   using typename Base::Ids;
 
   // The units of x that a warp reads at once.
@@ -61,12 +61,12 @@ struct DispatchSender : Routing<Config> {
   // Sends tokens. In each round, a block's warp groups send consecutive tokens, one each. A warp group loads its next
   // token's row while it counts and sends the current one. `now`: what prepare() has returned.
   __device__ void send(Outgoing now) const {
-    const Lookup lookup = this->lookup();
+    const SendCounts counts = this->send_counts();
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id(), true);
     if (warp_group.index >= warp_group.num_groups) return;
     const int32_t group_in_block = this->group_in_block();
     int32_t token = warp_group.index, counted = 0;
-    clear(lookup);
+    clear(counts);
 #pragma unroll 1
     for (int32_t round = 0; token - group_in_block < args.num_tokens; ++round) {
       const Outgoing next = load_token(token + warp_group.num_groups, token - group_in_block, warp_group);
@@ -75,8 +75,8 @@ struct DispatchSender : Routing<Config> {
       if (new_route()) {
         const BlockTokens block_tokens = {group_in_block, shared.experts[round % 2], shared.ranks[round % 2]};
         publish_route(route, block_tokens, warp_group);
-        count_tokens(lookup, counted, token - group_in_block, now.ids);
-        finish_route(lookup, route, block_tokens, warp_group);
+        count_tokens(counts, counted, token - group_in_block, now.ids);
+        finish_route(counts, route, block_tokens, warp_group);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;
       }
       counted = token - group_in_block;
@@ -84,7 +84,7 @@ struct DispatchSender : Routing<Config> {
       if (args.send_slot && warp_group.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
         int32_t* const kept = args.send_slot + int64_t{token} * peers.num_ranks + lane_id();
         *kept = route.index;
-        const bool is_forwarded = by_node() && is_remote(peers, lane_id());
+        const bool is_forwarded = uses_rail_peers() && is_remote(peers, lane_id());
         if (kHasNetwork && !is_forwarded) kept[args.num_tokens * peers.num_ranks] = -1;
       }
       const bool sends = !op.warp_has_failed();
@@ -102,11 +102,11 @@ struct DispatchSender : Routing<Config> {
   }
 
   // The number of batches in a row.
-  __device__ int32_t parts() const { return (chunks() + kSendBatch - 1) / kSendBatch; }
+  __device__ int32_t num_batches() const { return (chunks() + kSendBatch - 1) / kSendBatch; }
 
   // The index of the row at rank = lane, or -1 if it is not sent there.
   __device__ int32_t index_to_send(const Route& route, int32_t token) const {
-    const int32_t index = by_node() ? index_by_node(nodes_of(peers), route.index, token) : route.index;
+    const int32_t index = uses_rail_peers() ? rail_index(nodes_of(peers), route.index, token) : route.index;
     return is_own(lane_id()) ? -1 : index;
   }
 
@@ -116,14 +116,14 @@ struct DispatchSender : Routing<Config> {
                            const WarpGroup& warp_group) const {
     RowAddress row = {};  // at rank = lane
     if (index >= 0) row = RowAddress(op, lane_id(), source_at(lane_id()), index);
-    const int32_t end = __any_sync(kAllLanes, index >= 0) ? parts() : 1;  // of a row that is not sent, the header
+    const int32_t end = __any_sync(kAllLanes, index >= 0) ? num_batches() : 1;  // of a row that is not sent, the header
 #pragma unroll 1
-    for (int32_t part = warp_group.warp; part < end; part += warp_group.num_warps) {
-      const int32_t next = part + warp_group.num_warps;
+    for (int32_t batch_index = warp_group.warp; batch_index < end; batch_index += warp_group.num_warps) {
+      const int32_t next = batch_index + warp_group.num_warps;
       Batch ahead = {};
       if (next < end) ahead = load(token, next);
-      send_batch(packed, part, route, index, row);
-      if (part == 0 && new_route() && token < args.num_tokens) {  // every token has a header here
+      send_batch(packed, batch_index, route, index, row);
+      if (batch_index == 0 && new_route() && token < args.num_tokens) {  // every token has a header here
         write_header(row_here(peers.rank, token), route, peers.rank);
       }
       if (next < end) packed = pack(ahead, next);
@@ -132,7 +132,7 @@ struct DispatchSender : Routing<Config> {
 
   // The source under which rank `rank` keeps this rank's rows.
   __device__ int32_t source_at(int32_t rank) const {
-    return by_node() && is_remote(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own) : peers.rank;
+    return uses_rail_peers() && is_remote(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own) : peers.rank;
   }
 
   // Loads a token's route. A token out of range has no destinations.
@@ -162,7 +162,7 @@ struct DispatchSender : Routing<Config> {
   __device__ void publish_route(Route& route, const BlockTokens& block_tokens, const WarpGroup& warp_group) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
-    route.ranks = __reduce_or_sync(kAllLanes, present ? 1u << peers.by_experts.quotient(route.expert) : 0);
+    route.ranks = __reduce_or_sync(kAllLanes, present ? 1u << peers.rank_of(route.expert) : 0);
     if (warp_group.warp != 0) return;
     route.position = count_earlier(route.expert, lane_id());
     if (warp_group.num_warps >= plan.block_warps()) return;
@@ -171,11 +171,11 @@ struct DispatchSender : Routing<Config> {
     if (lane_id() == 0) block_tokens.ranks[block_tokens.group_in_block] = route.ranks;
   }
 
-  // Adds the numbers of rows before this token: those in `lookup`, and those of the block's tokens in this round.
-  __device__ void finish_route(const Lookup& lookup, Route& route, const BlockTokens& block_tokens,
+  // Adds the numbers of rows before this token: those in `counts`, and those of the block's tokens in this round.
+  __device__ void finish_route(const SendCounts& counts, Route& route, const BlockTokens& block_tokens,
                                const WarpGroup& warp_group) const {
-    if (route.ranks >> lane_id() & 1) route.index = lookup.ranks[lane_id()];
-    if (warp_group.warp == 0 && route.expert >= 0) route.position += lookup.experts[route.expert];
+    if (route.ranks >> lane_id() & 1) route.index = counts.ranks[lane_id()];
+    if (warp_group.warp == 0 && route.expert >= 0) route.position += counts.experts[route.expert];
     if (block_tokens.group_in_block == 0) return;
     // A lane for each of the block's tokens; then a lane for each of their pairs (token, k).
     const uint32_t ranks = lane_id() < block_tokens.group_in_block ? block_tokens.ranks[lane_id()] : 0;
@@ -196,20 +196,20 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  __device__ Batch load(int32_t token, int32_t part) const {
+  __device__ Batch load(int32_t token, int32_t batch_index) const {
     Batch batch = {};
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
-      if (token < args.num_tokens) load_chunk(token, part * kSendBatch + i, batch.units[i], batch.scales[i]);
+      if (token < args.num_tokens) load_chunk(token, batch_index * kSendBatch + i, batch.units[i], batch.scales[i]);
     }
     return batch;
   }
 
-  __device__ Packed pack(const Batch& batch, int32_t part) const {
+  __device__ Packed pack(const Batch& batch, int32_t batch_index) const {
     Packed packed;
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
-      const int32_t chunk = part * kSendBatch + i;
+      const int32_t chunk = batch_index * kSendBatch + i;
       float scale = batch.scales[i];
       packed.units[i] = Chunk::of(kCasts ? cast(batch.units[i], scale) : batch.units[i][0], has_unit(chunk));
       if (args.num_scales) packed.scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
@@ -217,9 +217,9 @@ struct DispatchSender : Routing<Config> {
     return packed;
   }
 
-  __device__ void send_batch(const Packed& packed, int32_t part, const Route& route, int32_t index,
+  __device__ void send_batch(const Packed& packed, int32_t batch_index, const Route& route, int32_t index,
                              const RowAddress& row) const {
-    send_chunks(packed.units, packed.scales, [=](int i) { return part * kSendBatch + i; }, route, index, row);
+    send_chunks(packed.units, packed.scales, [=](int i) { return batch_index * kSendBatch + i; }, route, index, row);
   }
 
   // Sends `N` chunks to each rank in `index`. The i-th of them is chunk chunk_at(i) of the row. The header goes with
@@ -259,7 +259,7 @@ struct DispatchSender : Routing<Config> {
       put_row(op, peer, source_at(peer), __shfl_sync(kAllLanes, index, peer), begin, bytes);
     });
     const int32_t rank = lane_id();
-    if (by_node() && new_route() && token < args.num_tokens && warp_group.warp == 0 && rank < peers.num_ranks &&
+    if (uses_rail_peers() && new_route() && token < args.num_tokens && warp_group.warp == 0 && rank < peers.num_ranks &&
         index < 0 && nodes_of(peers).is_rail_peer(rank)) {
       put_no_row(op, rank, source_at(rank), token);
     }
@@ -280,7 +280,7 @@ struct DispatchSender : Routing<Config> {
   }
 
   __device__ void write_header(const RowAddress& to, const Route& route, int32_t peer) const {
-    if (by_node() && is_remote(peers, peer)) return write_header_to_forward(to, route);
+    if (uses_rail_peers() && is_remote(peers, peer)) return write_header_to_forward(to, route);
     if (lane_id() >= args.top_k) return;
     const int32_t expert = route.expert - peer * experts_per_rank();
     const bool is_there = route.expert >= 0 && expert >= 0 && expert < experts_per_rank();
@@ -290,7 +290,7 @@ struct DispatchSender : Routing<Config> {
   // Writes the header for a forwarder. It holds the global number of the expert and, in place of the epoch, the row's
   // index at its destination. The row's signal has the epoch.
   __device__ void write_header_to_forward(const RowAddress& to, const Route& route) const {
-    const int32_t rank = route.expert >= 0 ? peers.by_experts.quotient(route.expert) : 0;
+    const int32_t rank = route.expert >= 0 ? peers.rank_of(route.expert) : 0;
     const auto index = static_cast<uint32_t>(__shfl_sync(kAllLanes, route.index, rank));
     const RowHeader header = {route.expert, route.position, route.weight, index};
     if (lane_id() < args.top_k) store_unit(to.header(lane_id()), *reinterpret_cast<const uint4*>(&header));

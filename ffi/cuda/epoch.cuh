@@ -33,11 +33,11 @@ __device__ __forceinline__ void fetch_arguments(const Args& args) {
 inline constexpr int32_t kWorkersBarrier = 1, kFirstBarrier = 2;
 
 struct Epoch : Roles {
-  __device__ bool is_worker() const { return static_cast<int32_t>(threadIdx.x) < num_workers; }
+  __device__ bool is_worker() const { return static_cast<int32_t>(threadIdx.x) < num_worker_threads; }
   __device__ static bool is_control_warp() { return threadIdx.x >= blockDim.x - 32; }
 
   // A barrier of the block's workers.
-  __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_workers); }
+  __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_worker_threads); }
 
   // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
   // writes to peers. Such a block waits until all peers have read the former rows of the slot, and another block until
@@ -81,7 +81,7 @@ struct Epoch : Roles {
     state.peers = &peers;
     state.call = &call;
     state.result = result;
-    state.num_workers = num_workers;
+    state.num_worker_threads = num_worker_threads;
   }
 
   // True for a whole operation and for a start. A done uses the epoch of its start.

@@ -10,8 +10,8 @@ template <typename Config>
 struct NodeForward : DispatchReceiver<Config> {
   using Base = DispatchReceiver<Config>;
   using Base::args, Base::chunk_of, Base::chunks, Base::has_unit, Base::kArrival, Base::kReceiveBatch,
-      Base::look_at_batch, Base::new_route, Base::num_candidates, Base::num_experts, Base::op, Base::peers,
-      Base::row_here, Base::plan, Base::send_chunks, Base::take_batch;
+      Base::look_at_batch, Base::new_route, Base::num_items, Base::num_experts, Base::op, Base::peers, Base::row_here,
+      Base::plan, Base::send_chunks, Base::take_batch;
   using typename Base::Route;
   using typename Base::Taken;
 
@@ -20,9 +20,9 @@ struct NodeForward : DispatchReceiver<Config> {
   __device__ void forward() const {
     const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.role, warp_id());
     const Nodes& nodes = nodes_of(peers);
-    const int32_t num_candidates = warp_group.index < warp_group.num_groups ? nodes.num_others() * args.num_tokens : 0;
+    const int32_t num_items = warp_group.index < warp_group.num_groups ? nodes.num_others() * args.num_tokens : 0;
 #pragma unroll 1
-    for (int32_t item = warp_group.index; item < num_candidates; item += warp_group.num_groups) {
+    for (int32_t item = warp_group.index; item < num_items; item += warp_group.num_groups) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
       const int32_t source = nodes.rail_peer_in(node);
       const RowAddress from = row_here(nodes.source_of(node), token);
@@ -61,7 +61,7 @@ struct NodeForward : DispatchReceiver<Config> {
     if (!new_route()) return route;
     RowHeader header = {-1, 0, 0, 0};
     if (is_sent && lane_id() < args.top_k) header = load_header(from.header(lane_id()));
-    const int32_t rank = is_expert(header.expert, num_experts()) ? peers.by_experts.quotient(header.expert) : -1;
+    const int32_t rank = is_expert(header.expert, num_experts()) ? peers.rank_of(header.expert) : -1;
     if (rank >= 0 && nodes.is_own(rank)) route.expert = header.expert;
     route.position = header.position;
     route.weight = header.weight;

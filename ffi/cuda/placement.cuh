@@ -67,7 +67,7 @@ struct Placing {
   }
 
  private:
-  __device__ int32_t num_warps() const { return op.num_workers / 32; }
+  __device__ int32_t num_warps() const { return op.num_worker_threads / 32; }
 
   __device__ void sum_loads() const {
     for (int32_t rank = warp_id(); rank < num_ranks; rank += num_warps()) {
@@ -147,9 +147,9 @@ struct Placing {
   // Sorts each rank's home experts, those with most rows first. One to 32 threads per expert, a power of two, share its
   // comparisons.
   __device__ void sort_lines() const {
-    const int32_t log_threads = min(31 - __clz(max(op.num_workers / num_experts(), 1)), 5);
+    const int32_t log_threads = min(31 - __clz(max(op.num_worker_threads / num_experts(), 1)), 5);
     const int32_t part = lane_id() & ((1 << log_threads) - 1);
-    for (int32_t begin = warp_id() * 32; begin < num_experts() << log_threads; begin += op.num_workers) {
+    for (int32_t begin = warp_id() * 32; begin < num_experts() << log_threads; begin += op.num_worker_threads) {
       const int32_t expert = (begin + lane_id()) >> log_threads;
       const bool is_expert = expert < num_experts();
       const int32_t first = is_expert ? by_home_experts.quotient(expert) * experts_per_rank : 0;

@@ -27,18 +27,18 @@ struct Replicate {
 
   // A part of an expert.
   struct Row {
-    int32_t number;  // the expert's, among the copied ones of its home
+    int32_t copied_expert;  // the expert's position among the copied experts of its home rank
     int64_t offset;
     int32_t bytes;
   };
   __device__ Row row_at(int32_t lane, int32_t n) const {
     const int64_t index = ring.index(lane, n);
-    const auto number = static_cast<int32_t>(index / rows_per_expert());
-    const int64_t offset = (index - int64_t{number} * rows_per_expert()) * row_bytes();
-    return {number, offset, static_cast<int32_t>(min(int64_t{row_bytes()}, args.expert_bytes - offset))};
+    const auto copied_expert = static_cast<int32_t>(index / rows_per_expert());
+    const int64_t offset = (index - int64_t{copied_expert} * rows_per_expert()) * row_bytes();
+    return {copied_expert, offset, static_cast<int32_t>(min(int64_t{row_bytes()}, args.expert_bytes - offset))};
   }
   __device__ uint8_t* expert(int32_t local) const { return args.home + local * args.expert_bytes; }
-  __device__ uint8_t* slot(int32_t number) const { return args.copies + number * args.expert_bytes; }
+  __device__ uint8_t* copy_in(int32_t slot) const { return args.copies + slot * args.expert_bytes; }
 
   __device__ int32_t rows_given(int32_t lane) const {
     return ring.rows_of_lane(lane, int64_t{lists.counts.num_given} * rows_per_expert());
@@ -53,16 +53,16 @@ struct Replicate {
     const int32_t num_taken = rows_of_source(lane);
     const auto send = [&](int32_t n) {
       const Row row = row_at(lane, n);
-      const uint32_t ranks = lists.takers[row.number];
+      const uint32_t ranks = lists.takers[row.copied_expert];
       ring.await_credits(lane, n, ranks, first_row);
       if (op.warp_has_failed()) return;
-      ring.send(lane, n, ranks, expert(lists.given[row.number]) + row.offset, row.bytes);
+      ring.send(lane, n, ranks, expert(lists.given[row.copied_expert]) + row.offset, row.bytes);
     };
     const auto take = [&](int32_t n) {
       const Row row = row_at(lane, n);
-      const int32_t number = lists.taken[row.number];
-      if (number >= 0) {
-        uint8_t* const to = slot(number) + row.offset;
+      const int32_t slot = lists.taken[row.copied_expert];
+      if (slot >= 0) {
+        uint8_t* const to = copy_in(slot) + row.offset;
         for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
           uint4 units[RowRing::kBatch];
           ring.take(lane, n, lists.counts.source, chunk, row.bytes, units);
@@ -86,15 +86,15 @@ struct Replicate {
     const int32_t num_taken = rows_given(lane);
     const auto send = [&](int32_t n) {
       const Row row = row_at(lane, n);
-      const int32_t number = lists.taken[row.number];
-      const uint32_t ranks = number >= 0 ? 1u << lists.counts.source : 0;
+      const int32_t slot = lists.taken[row.copied_expert];
+      const uint32_t ranks = slot >= 0 ? 1u << lists.counts.source : 0;
       ring.await_credits(lane, n, ranks, first_row);
       if (ranks == 0 || op.warp_has_failed()) return;
-      ring.send(lane, n, ranks, slot(number) + row.offset, row.bytes);
+      ring.send(lane, n, ranks, copy_in(slot) + row.offset, row.bytes);
     };
     const auto take = [&](int32_t n) {
       const Row row = row_at(lane, n);
-      uint8_t* const at = expert(lists.given[row.number]) + row.offset;
+      uint8_t* const at = expert(lists.given[row.copied_expert]) + row.offset;
       for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
         add_batch<X>(lane, n, row, chunk, at);
       }
@@ -115,8 +115,8 @@ struct Replicate {
       values.bits = *reinterpret_cast<const uint4*>(home + at);
       to_floats(values, sum[i]);
     }
-    for (uint32_t left = lists.takers[row.number]; left != 0;) {
-      const int32_t rank = next_taker(row.number, left);
+    for (uint32_t left = lists.takers[row.copied_expert]; left != 0;) {
+      const int32_t rank = next_taker(row.copied_expert, left);
       left &= ~(1u << rank);
       uint4 units[RowRing::kBatch];
       ring.take(lane, n, rank, chunk, row.bytes, units);
@@ -142,9 +142,9 @@ struct Replicate {
   }
 
   // The rank in `left` whose copy is in the lowest slot; of several, the lowest rank.
-  __device__ int32_t next_taker(int32_t number, uint32_t left) const {
+  __device__ int32_t next_taker(int32_t copied_expert, uint32_t left) const {
     const bool is_left = left >> lane_id() & 1;
-    const int32_t slot = is_left ? lists.slot_of(number, lane_id()) : INT32_MAX;
+    const int32_t slot = is_left ? lists.slot_of(copied_expert, lane_id()) : INT32_MAX;
     const int32_t lowest = __reduce_min_sync(kAllLanes, slot);
     return __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_left && slot == lowest))) - 1;
   }
@@ -158,12 +158,12 @@ struct Replicate {
   __device__ int64_t num_parts() const { return args.clears_slots ? peers.replicas * parts_per_slot() : 0; }
 
   __device__ void clear_part(int64_t part) const {
-    const auto number = static_cast<int32_t>(part / parts_per_slot());
-    if (args.slots[peers.rank * peers.replicas + number] >= 0) return;
-    const int64_t begin = (part - number * parts_per_slot()) * kPartBytes;
+    const auto slot = static_cast<int32_t>(part / parts_per_slot());
+    if (args.slots[peers.rank * peers.replicas + slot] >= 0) return;
+    const int64_t begin = (part - slot * parts_per_slot()) * kPartBytes;
     const int64_t end = min(begin + kPartBytes, args.expert_bytes);
     for (int64_t at = begin + lane_id() * kUnitBytes; at < end; at += 32 * kUnitBytes) {
-      *reinterpret_cast<uint4*>(slot(number) + at) = uint4{};
+      *reinterpret_cast<uint4*>(copy_in(slot) + at) = uint4{};
     }
   }
 
@@ -172,10 +172,10 @@ struct Replicate {
     if (!args.clears_slots) return;
     const int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kUnitBytes;
     const int64_t step = int64_t{gridDim.x} * blockDim.x * kUnitBytes;
-    for (int32_t number = 0; number < peers.replicas; ++number) {
-      if (args.slots[peers.rank * peers.replicas + number] >= 0) continue;
+    for (int32_t slot = 0; slot < peers.replicas; ++slot) {
+      if (args.slots[peers.rank * peers.replicas + slot] >= 0) continue;
       for (int64_t at = first; at < args.expert_bytes; at += step) {
-        *reinterpret_cast<uint4*>(slot(number) + at) = uint4{};
+        *reinterpret_cast<uint4*>(copy_in(slot) + at) = uint4{};
       }
     }
   }
@@ -183,8 +183,8 @@ struct Replicate {
   // The results of a failed operation: the copies, or all gradients, become NaN.
   __device__ void poison() const {
     const bool is_back = args.op == OpKind::kReplicateBack;
-    const int64_t number = is_back ? peers.num_home_experts() : peers.replicas;
-    fill_bytes(is_back ? args.home : args.copies, number * args.expert_bytes, 0xff);
+    const int64_t num_experts = is_back ? peers.num_home_experts() : peers.replicas;
+    fill_bytes(is_back ? args.home : args.copies, num_experts * args.expert_bytes, 0xff);
   }
 };
 

@@ -22,23 +22,23 @@ struct Routing : DispatchOperands<Config> {
   // Notifies every rank of the operation. With a new route or with splits, first sends every rank the number of rows
   // for each expert of that rank.
   __device__ void notify(const Ids& ids) const {
-    const Lookup lookup = this->lookup();
-    clear(lookup);
+    const SendCounts counts = this->send_counts();
+    clear(counts);
     if (new_route()) {
-      count_tokens(lookup, 0, args.num_tokens, ids);
+      count_tokens(counts, 0, args.num_tokens, ids);
     } else if (args.splits) {
       op.sync_workers();
-      count_splits(lookup);
+      count_splits(counts);
     }
     if (!op.state.failed) {
       if (sends_numbers()) {
 #pragma unroll 1
-        for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
-          const int32_t peer = peers.by_experts.quotient(expert);
+        for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_worker_threads) {
+          const int32_t peer = peers.rank_of(expert);
           op.send_number(peer, op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(),
-                         lookup.experts[expert]);
+                         counts.experts[expert]);
         }
-        op.send_num_rows(lookup.ranks);
+        op.send_num_rows(counts.ranks);
       }
       if (threadIdx.x < peers.num_ranks) op.notify(threadIdx.x);
     }
@@ -46,21 +46,22 @@ struct Routing : DispatchOperands<Config> {
     op.tell_former_finished();
   }
 
-  __device__ Lookup lookup() const {
+  __device__ SendCounts send_counts() const {
     return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
   }
 
   // Zeroes the counts. The workers may count after their next barrier.
-  __device__ void clear(const Lookup& lookup) const {
+  __device__ void clear(const SendCounts& counts) const {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_workers) lookup.experts[i] = 0;
+    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_worker_threads)
+      counts.experts[i] = 0;
   }
 
-  __device__ void count_splits(const Lookup& lookup) const {
+  __device__ void count_splits(const SendCounts& counts) const {
 #pragma unroll 1
-    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_workers) {
-      lookup.experts[expert] = args.splits[expert];
-      atomicAdd(&lookup.ranks[peers.by_experts.quotient(expert)], args.splits[expert]);
+    for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_worker_threads) {
+      counts.experts[expert] = args.splits[expert];
+      atomicAdd(&counts.ranks[peers.rank_of(expert)], args.splits[expert]);
     }
     op.sync_workers();
   }
@@ -81,7 +82,7 @@ struct Routing : DispatchOperands<Config> {
 
   // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier before
   // they count, and at another one at the end.
-  __device__ void count_tokens(const Lookup& lookup, int32_t first, int32_t last, Ids ids) const {
+  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
     Pair pairs[kCountsAtOnce];
@@ -97,7 +98,7 @@ struct Routing : DispatchOperands<Config> {
       first += stride;
       ids = ids_to_count(first, last);  // the loads overlap the counting of `pairs`
 #pragma unroll
-      for (int i = 0; i < kCountsAtOnce; ++i) count(lookup, pairs[i]);
+      for (int i = 0; i < kCountsAtOnce; ++i) count(counts, pairs[i]);
       if (first < last) look_at();
     }
     op.sync_workers();
@@ -111,14 +112,14 @@ struct Routing : DispatchOperands<Config> {
 
   __device__ Pair pair(int32_t expert, int32_t k) const {
     if (!is_expert(expert, num_experts())) expert = -1;
-    const int32_t rank = expert >= 0 ? peers.by_experts.quotient(expert) : -1;
+    const int32_t rank = expert >= 0 ? peers.rank_of(expert) : -1;
     return {expert, rank, count_earlier(rank, k) == 0};
   }
 
-  __device__ void count(const Lookup& lookup, const Pair& pair) const {
+  __device__ void count(const SendCounts& counts, const Pair& pair) const {
     if (pair.expert < 0) return;
-    atomicAdd(&lookup.experts[pair.expert], 1);
-    if (pair.is_first) atomicAdd(&lookup.ranks[pair.rank], 1);
+    atomicAdd(&counts.experts[pair.expert], 1);
+    if (pair.is_first) atomicAdd(&counts.ranks[pair.rank], 1);
   }
 
   // How many of the k lanes before this one have the same value.
@@ -190,8 +191,8 @@ struct Routing : DispatchOperands<Config> {
     if (lane_id() == 0) shared.dropped = dropped;
   }
 
-  // Sums the rows that `expert` and the next expert get from all sources. Stores in p.first where each source's rows
-  // begin.
+  // Sums the rows that `expert` and the next expert get from all sources. Stores in p.first_position where each
+  // source's rows begin.
   __device__ void sum_sources(const Destinations& p, int32_t expert, int32_t (&total)[2]) const {
     constexpr int kAtOnce = 4;
     const bool has_next = expert + 1 < experts_per_rank();
@@ -217,7 +218,7 @@ struct Routing : DispatchOperands<Config> {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= peers.num_ranks) break;
-        int32_t* const begin = p.first + (first + i) * experts_per_rank() + expert;
+        int32_t* const begin = p.first_position + (first + i) * experts_per_rank() + expert;
         begin[0] = total[0];
         total[0] += static_cast<int32_t>(words[i].x);
         if (!has_next) continue;
@@ -229,13 +230,13 @@ struct Routing : DispatchOperands<Config> {
 
   __device__ void write_counts(const Destinations& p) const {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; args.is_all_to_all && i < num_experts(); i += op.num_workers) {
-      const int32_t source = peers.by_experts.quotient(i);
+    for (int32_t i = threadIdx.x; args.is_all_to_all && i < num_experts(); i += op.num_worker_threads) {
+      const int32_t source = peers.rank_of(i);
       args.counts[i] = op.wait_number(source, op.counts_at(peers.rank, source) + i - source * experts_per_rank());
     }
     if (!new_route()) return;
 #pragma unroll 1
-    for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += op.num_workers) {
+    for (int32_t expert = threadIdx.x; expert < experts_per_rank(); expert += op.num_worker_threads) {
       args.counts[expert] = p.counts[expert];
       args.group_sizes[expert] = p.group_sizes[expert];
     }
@@ -247,7 +248,7 @@ struct Routing : DispatchOperands<Config> {
 
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Destinations& destinations) const {
     if (header.expert < 0) return -1;
-    const int32_t* const first = destinations.first + source * experts_per_rank() + header.expert;
+    const int32_t* const first = destinations.first_position + source * experts_per_rank() + header.expert;
     const int32_t position = first[0] + header.position;
     return position < first[experts_per_rank()] ? destinations.first_row[header.expert] + position : -1;
   }

@@ -72,7 +72,7 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
     }
     if (!present) continue;
     const int32_t need = destinations.counts[expert], count = static_cast<int32_t>(room < need ? room : need);
-    share_rows(destinations.first + expert, num_experts, peers.num_ranks, count,
+    share_rows(destinations.first_position + expert, num_experts, peers.num_ranks, count,
                (peers.rank * num_experts + expert) % peers.num_ranks);
     destinations.group_sizes[expert] = is_ragged ? static_cast<int32_t>(room) : count;
     dropped += need - count;

@@ -22,7 +22,7 @@ struct State {
   const Peers* peers;
   const Call* call;
   const void* result;
-  int32_t num_workers;
+  int32_t num_worker_threads;  // threads of a block, without an additional control warp
   PeerTable table;
   uint32_t epoch;
   int32_t slot;
@@ -56,7 +56,7 @@ enum class Stamp : int32_t {
 // it never makes the call.
 template <typename Operation>
 __device__ __forceinline__ Operation operation_of(State& state) {
-  return Operation{*state.peers, *state.call, state.result, state, state.num_workers};
+  return Operation{*state.peers, *state.call, state.result, state, state.num_worker_threads};
 }
 
 struct Waiting {
@@ -64,7 +64,7 @@ struct Waiting {
   const Call& call;
   const void* result;  // its address identifies this launch (EntryWord::tag)
   State& state;
-  int32_t num_workers;  // threads of the block, without a control warp that is an extra warp
+  int32_t num_worker_threads;  // threads of the block, without a control warp that is an extra warp
 
   // Records the time of a phase of this block, in a build for benchmarks/native/timeline.cu. A later call for the same
   // phase overwrites it.

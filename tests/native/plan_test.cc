@@ -388,7 +388,7 @@ void test_balance() {
       EXPECT_EQ(plan.num_counters >= 1 && 32 * plan.num_counters <= kPairThreads, true);
       EXPECT_EQ(plan.num_blocks >= 1 && plan.num_blocks <= kMaxBalanceBlocks, true);
       EXPECT_EQ(plan.counters_bytes(num_experts) <= kMaxBalanceScratch, true);
-      EXPECT_EQ(plan.num_workers % 32 == 0 && plan.block_threads() <= 1024, true);
+      EXPECT_EQ(plan.num_worker_threads % 32 == 0 && plan.block_threads() <= 1024, true);
       EXPECT_EQ(balance_scratch_bytes(num_experts) <= kMaxBalanceScratch, true);
     }
   }
