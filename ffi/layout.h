@@ -62,7 +62,7 @@ struct Nodes {
   constexpr bool forwards(int32_t rank, uint32_t ranks) const {
     return is_rail_peer(rank) && (ranks >> (rank - rank % size) & 0xffffffffu >> (32 - size)) != 0;
   }
-  // The source under which a rank keeps the rows that another node sends by node. It follows the ranks.
+  // The source under which a rank keeps the rows that its rail peer in another node sends. It follows the ranks.
   constexpr int32_t source_of(int32_t node) const { return size * count + node; }
 };
 

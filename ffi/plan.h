@@ -75,7 +75,7 @@ struct LaunchPlan {
 
   constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
-  // Over a network, a row may go by node: once to a rank of the node, the forwarder, which passes it on. Then the
+  // Over a network, a row may travel once per node: to a rank of the node, the rail peer, which forwards it. Then the
   // blocks between the senders and the receivers forward rows. In a launch of one block, that block forwards them.
   constexpr int32_t num_forwarders() const { return std::max(first_receiver - num_senders, 1); }
   constexpr bool forwards(int32_t block) const {
@@ -98,10 +98,11 @@ struct WarpGroup {
   int32_t index, num_groups;
   int32_t warp, num_warps;  // in the warp group
 
-  // Warp groups with consecutive indices are in one block if `by_block` is true, in the low-latency variant, and if a
-  // block has at most one warp group. Otherwise they are in different blocks, so that all blocks get equally many of
-  // the rows that exist. The indices of a block's warp groups are then even and odd alternately: with two ranks, even
-  // items are rows of one rank, and odd items rows of the other. `block` is negative for a block that moves no rows.
+  // There are two orders of indices. In the first, a block's warp groups have consecutive indices. It applies if
+  // `by_block` is true, in the low-latency variant, and if a block has at most one warp group. In the second order,
+  // consecutive indices are in different blocks, so that all blocks get equally many of the rows that exist. A block's
+  // warp groups then have even and odd indices by turns: with two ranks, even items are rows of one rank, and odd items
+  // are rows of the other. `block` is negative for a block that moves no rows.
   constexpr WarpGroup(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block,
                       int32_t log_warps, bool by_block = false)
       : index((block * plan.block_warps() + warp_of_block) >> log_warps),
@@ -276,7 +277,7 @@ constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
 }
 
 // True if a call has few tokens. Over a network, the rows of few tokens go directly to their ranks, in all operations
-// of a route. The rows of more tokens go by node.
+// of a route. The rows of more tokens go through rail peers.
 constexpr bool are_few(int64_t num_tokens) { return num_tokens <= 32; }
 
 constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {

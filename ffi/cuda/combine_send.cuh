@@ -82,9 +82,9 @@ struct CombineSender : CombineSums<Config> {
     int32_t rank, source;
   };
 
-  // By node, a sum for a remote rank first goes to the rank of this node that has the same number in its node, the rail
-  // peer. There it takes arena rows of a remote source: of this rank's rail peer in the other node. These are free,
-  // because sums of that rank come by node, too.
+  // With rail peers, a sum for a remote rank first goes to that rank's rail peer: the rank of this node with the same
+  // number in its node. There, the sum uses arena rows of a remote source: of this rank's rail peer in the other node.
+  // That source does not use them, because its sums also go through rail peers.
   __device__ Hop next_hop(int32_t peer) const {
     if (!uses_rail_peers() || !is_remote(peers, peer)) return {peer, peers.rank};
     const Nodes& nodes = nodes_of(peers);

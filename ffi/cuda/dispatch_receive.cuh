@@ -174,7 +174,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // True if the source's rows come over the network with signals. By node, a local rank forwards them.
+  // True if the source's rows come over the network with signals. With rail peers, a local rank forwards them.
   __device__ bool arrives_by_signal(int32_t source) const { return is_remote(peers, source) && !uses_rail_peers(); }
 
   // Waits for the row's header and its first batch.
