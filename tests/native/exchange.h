@@ -133,6 +133,7 @@ class Session {
   // under way. (The other results are those of run_whole().)
   void run_split_phase() {
     for (auto& rank : ranks_) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));
+    wait();  // the ranks' streams have no order with the stream that fills memory
     const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(cast_); };
     const auto combine = [&](Rank& rank) { return rank.combine_split(); };
     start(dispatch);

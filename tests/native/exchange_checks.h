@@ -14,8 +14,12 @@ namespace {
 // Whether |got - expected| is small against the values' size.
 void expect_near(const std::vector<float>& got, const std::vector<float>& expected, float tolerance, const char* what) {
   float worst = 0;
-  for (size_t i = 0; i < got.size(); ++i) worst = std::fmax(worst, std::fabs(got[i] - expected[i]));
-  if (worst <= tolerance) return;  // false for NaN, too
+  for (size_t i = 0; i < got.size(); ++i) {
+    const float difference = std::fabs(got[i] - expected[i]);
+    if (!(difference <= worst)) worst = difference;  // also if it is NaN, which std::fmax would leave out
+    if (std::isnan(worst)) break;
+  }
+  if (worst <= tolerance) return;
   ++check::failures;
   std::cerr << what << " is off by " << worst << "\n";
 }
