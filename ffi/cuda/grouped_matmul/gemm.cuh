@@ -36,38 +36,30 @@ struct Layouts<GroupedProduct::kWeightsGradient> {  // A = transpose(rows), B = 
   using B = cutlass::layout::RowMajor;
 };
 
-// A tile of D and how a block's two consumer warp groups compute it. No blocks form a cluster: a cluster would pad each
-// group to its own shape, which costs more than sharing tiles of A or B saves (docs/experiments.md).
-struct LargeTile {  // each warp group computes half of the tile's rows
-  using Shape = cute::Shape<cute::_128, cute::_256, cute::_64>;
-  using MainloopSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
-  using EpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
-};
-struct SmallTile {  // the warp groups compute tiles by turns. For few rows per group: a larger tile would waste more
-  using Shape = cute::Shape<cute::_64, cute::_256, cute::_64>;
-  using MainloopSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
-  using EpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
-};
+// The tiles of D. The two consumer warp groups of a block compute tiles by turns ("ping-pong"): while one of them
+// multiplies, the other one writes its tile. No blocks form a cluster, because a cluster would pad each group to its
+// own shape. These tiles were the fastest of those that were measured (docs/experiments.md).
+using LargeTile = cute::Shape<cute::_128, cute::_192, cute::_64>;
+using SmallTile = cute::Shape<cute::_64, cute::_256, cute::_64>;  // for few rows per group
 
 template <GroupedProduct product, typename Element, typename Tile>
 struct GroupedGemm {
   using Shape = cute::Shape<int, int, int>;
-  using TileShape = typename Tile::Shape;
-  using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
+  using Cluster = cute::Shape<cute::_1, cute::_1, cute::_1>;
   using LayoutA = typename Layouts<product>::A;
   using LayoutB = typename Layouts<product>::B;
   using LayoutD = cutlass::layout::RowMajor;
   static constexpr int kAlignment = 16 / sizeof(Element);
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, LayoutD*, kAlignment, Element, LayoutD*,
-      kAlignment, typename Tile::EpilogueSchedule>::CollectiveOp;
+      kAlignment, cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA*, kAlignment, Element, LayoutB*, kAlignment,
-      float, TileShape, ClusterShape,
+      float, Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      typename Tile::MainloopSchedule>::CollectiveOp;
+      cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
   using StrideA = typename Kernel::InternalStrideA;
