@@ -219,7 +219,9 @@ def dispatch_tokens(
     is_token = source[..., 0] >= 0
 
     def gather(values):
-        return np.where(is_token[..., None], values[source[..., 0], source[..., 1]], np.zeros((), values.dtype))
+        rows = np.zeros((num_ranks, capacity, values.shape[-1]), values.dtype)
+        rows[is_token] = values[tuple(source[is_token].T)]
+        return rows
 
     return TokenRows(
         x=gather(payload),
