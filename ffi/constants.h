@@ -25,10 +25,13 @@ enum class Layout : int32_t {
   kExpert = 0,
   // [capacity]: one expert after the other, each rounded up to `alignment` rows
   kRagged = 1,
+  // [capacity]: a row per token, one source rank after the other; a token names each rank at most once
+  kToken = 2,
 };
 inline constexpr const char* kLayoutNames[] = {
     "expert",
     "ragged",
+    "token",
 };
 
 // How the sender casts rows to fp8. jax_ep/_wires.py defines the formats; the kernels give the same bits.

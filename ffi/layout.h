@@ -69,7 +69,7 @@ struct Nodes {
 // The smallest capacity that never drops a row, if no token names an expert twice.
 constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                    int64_t experts_per_rank, int64_t alignment) {
-  if (layout == Layout::kExpert) return num_ranks * num_tokens;
+  if (layout != Layout::kRagged) return num_ranks * num_tokens;
   const int64_t most_rows = num_ranks * num_tokens * std::min(top_k, experts_per_rank);
   return align_up(most_rows + experts_per_rank * (alignment - 1), alignment);
 }
@@ -77,12 +77,12 @@ constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num
 // The rows of one local expert in a rank's flattened buffer.
 struct Placement {
   int64_t first_row;
-  int32_t group_size;  // the need, rounded up to the alignment in the ragged layout
+  int32_t group_size;  // the need, rounded up to the alignment, except in the expert layout
   bool fits;
 };
 
 // Places `need` rows of local expert `expert`. `rows_before` is the sum of align_up(need, alignment) over the experts
-// before it, and matters in the ragged layout only. If any expert of the rank does not fit, share_rows() and fill()
+// before it, and does not matter in the expert layout. If any expert of the rank does not fit, share_rows() and fill()
 // decide which rows all experts keep.
 constexpr Placement place_group(Layout layout, int32_t expert, int64_t rows_before, int32_t need, int64_t capacity,
                                 int64_t alignment) {

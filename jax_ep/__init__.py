@@ -38,7 +38,8 @@ from jax_ep._errors import Error, PeerTimeoutError, SplitCallError
 from jax_ep._export import export_checks
 from jax_ep._group import Group
 from jax_ep._stats import GroupStats
-from jax_ep._types import AllToAll, Dispatched
+from jax_ep._token_layout import expand, reduce
+from jax_ep._types import AllToAll, Dispatched, Expanded
 
 __all__ = [
     "AllToAll",
@@ -46,6 +47,7 @@ __all__ = [
     "DispatchLayout",
     "Dispatched",
     "Error",
+    "Expanded",
     "Group",
     "GroupStats",
     "PeerTimeoutError",
@@ -64,8 +66,10 @@ __all__ = [
     "dispatch_layout",
     "dispatch_like",
     "dispatch_start",
+    "expand",
     "export_checks",
     "moe",
+    "reduce",
     "replicate",
 ]
 

@@ -27,6 +27,9 @@ def combine(
     The token's own rank sums these rows in float32, in a fixed order, so the result has the same bits on every run.
     Differentiable in y and recv.weights, in reverse mode.
 
+    In the layout "token", the sum has no weights: out[t] is the sum of the token's rows of y over ranks. The caller
+    multiplies by the weights, as `reduce` does.
+
     Args:
         y: expert outputs in the shape of recv.x and the group's dtype. combine never reads rows that hold no token, and
             their cotangents are exactly zero.
@@ -115,9 +118,13 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
     rows: dict[str, int | None] = dict(zip(letters, route.visible_rows_shape, strict=True))
     no_cast = "fp8 rows need their scales: take jax_ep.dequantize(recv), or give dispatch dequantize=True"
     _checks.array(op, "y", y, rows | {"H": group.hidden}, group.dtype, no_cast)
-    _checks.array(op, "recv.weights", recv.weights, rows, jnp.float32)
+    if route.layout == "token":  # the weights are the caller's
+        weights = jnp.ones(route.rows_shape, jnp.float32)
+    else:
+        weights = recv.weights
+        _checks.array(op, "recv.weights", weights, rows, jnp.float32)
     out_dtype = _checks.dtype(f"{op}: out_dtype", y.dtype if out_dtype is None else out_dtype)
-    y, weights = (route.with_empty_slots(of_rows) for of_rows in (y, recv.weights))
+    y, weights = (route.with_empty_slots(of_rows) for of_rows in (y, weights))
     return out_dtype, *_compat.vary((y, weights, route), group.axis_names)
 
 

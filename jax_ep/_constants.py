@@ -17,6 +17,7 @@ class Layout(enum.IntEnum):
 
     EXPERT = 0  # [experts_per_rank, capacity]: every expert has `capacity` rows of its own
     RAGGED = 1  # [capacity]: one expert after the other, each rounded up to `alignment` rows
+    TOKEN = 2  # [capacity]: a row per token, one source rank after the other; a token names each rank at most once
 
 
 class Cast(enum.IntEnum):

@@ -7,15 +7,15 @@ from typing import Annotated
 import jax
 
 from jax_ep import _checks, _compat, _wires
-from jax_ep._types import AllToAll, Dispatched
+from jax_ep._types import AllToAll, Dispatched, Expanded
 
 
 @_compat.named
-def dequantize(recv: Dispatched | AllToAll) -> Annotated[jax.Array, "group.dtype, the shape of recv.x"]:
+def dequantize(recv: Dispatched | AllToAll | Expanded) -> Annotated[jax.Array, "group.dtype, the shape of recv.x"]:
     """Returns the received rows in group.dtype: recv.x * recv.scales in float32, rounded once.
 
     Args:
-        recv: the result of dispatch or all_to_all. If it has no scales, recv.x is returned unchanged.
+        recv: the result of dispatch, all_to_all or expand. If it has no scales, recv.x is returned unchanged.
 
     Raises:
         TypeError: recv is something else.
@@ -27,8 +27,10 @@ def dequantize(recv: Dispatched | AllToAll) -> Annotated[jax.Array, "group.dtype
         >>> on_each_rank(rows)(x, topk_idx).dtype == group.dtype
         True
     """
-    if not isinstance(recv, (Dispatched, AllToAll)):
-        raise TypeError(f"dequantize: recv is {_checks.kind(recv)}; it must be what dispatch or all_to_all returned")
+    if not isinstance(recv, (Dispatched, AllToAll, Expanded)):
+        raise TypeError(
+            f"dequantize: recv is {_checks.kind(recv)}; it must be what dispatch, all_to_all or expand returned"
+        )
     if recv.scales is None:
         return recv.x
     return _wires.dequantize(recv.x, recv.scales, recv.group.dtype)

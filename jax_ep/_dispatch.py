@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ep import _checks, _compat, _wires
+from jax_ep import _checks, _compat, _token_layout, _wires
 from jax_ep._balance import Plan, home_slots
 from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep._dispatch_options import DispatchOptions
@@ -57,15 +57,17 @@ def dispatch(
             token names an expert twice, the expert receives two rows.
         topk_weights: [T, K] float32, the router's weights; None means 1.
         group: the `Group`.
-        layout: "ragged" for recv.x [capacity, H], grouped by expert; "expert" for recv.x [E_local, capacity, H].
-        capacity: the number of rows per rank ("ragged") or per local expert ("expert"), a multiple of alignment. The
-            default is enough for any routing that names no expert twice for a token. If rows do not fit, the experts
-            share the room fairly, and so do the source ranks in each expert (docs/concepts.md). recv.num_dropped counts
-            the dropped rows, and combine treats them as zero.
+        layout: "ragged" for recv.x [capacity, H], grouped by expert; "expert" for recv.x [E_local, capacity, H];
+            "token" for recv.x [capacity, H], with one row for all experts of a token on the rank: see `expand`.
+        capacity: the number of rows per rank ("ragged", "token") or per local expert ("expert"), a multiple of
+            alignment. The default is enough for any routing that names no expert twice for a token ("token": for any
+            routing). If rows do not fit, the experts share the room fairly, and so do the source ranks in each expert
+            (docs/concepts.md). recv.num_dropped counts the dropped rows, and combine treats them as zero.
         capacity_factor: use it in place of capacity. The capacity is then capacity_factor times the rows that a
             balanced router sends: T * K rows per rank ("ragged") or T * K / E_local rows per local expert ("expert"),
-            rounded up to a multiple of alignment.
-        alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number.
+            rounded up to a multiple of alignment. "token" counts as "ragged": a row for each of the T * K pairs.
+        alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number. The
+            other layouts ignore it.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
             "fp8_pow2" does the same with scales that are powers of two.
         dequantize: True converts fp8 rows, from an fp8 wire or from a quantised x, to group.dtype on arrival. With an
@@ -220,9 +222,12 @@ def _prepare(
         _checks.array(op, "topk_weights", topk_weights, choices, jnp.float32, _checks.SWAPPED)
     if plan is not None:
         _check_plan(op, plan, group, topk_idx)
-    checked = options.checked(op, group, num_tokens, None if plan is None else plan.tolerance_units)
+    tolerance_units = None if plan is None else plan.tolerance_units
+    checked = options.checked(op, group, num_tokens, tolerance_units)
     topk_idx = home_slots(group, topk_idx) if plan is None else plan.topk_slot
-    call = DispatchCall(group._backend_for(num_tokens), checked, num_tokens, quantized, plan is not None)
+    if checked.layout == "token":
+        topk_idx = _token_layout.token_slots(group, topk_idx)
+    call = DispatchCall(group._backend_for(num_tokens), checked, num_tokens, quantized, tolerance_units)
     return call, _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), group.axis_names)
 
 
@@ -279,13 +284,18 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
     return num_tokens
 
 
+def _start_move(call: DispatchCall, x: Any, topk_idx: Any, topk_weights: jax.Array | None, *, zero_pad: bool) -> Any:
+    if call.options.layout == "token":  # the weights follow in the done
+        return call.backend.dispatch_start(call, x, topk_idx.sent, None, zero_pad=zero_pad)
+    return call.backend.dispatch_start(call, x, topk_idx, topk_weights, zero_pad=zero_pad)
+
+
 def _start_rows(call: DispatchCall, *operands: Any) -> Any:
-    return call.backend.dispatch_start(call, *operands, zero_pad=bool(call.options.zero_pad))
+    return _start_move(call, *operands, zero_pad=bool(call.options.zero_pad))
 
 
 def _start_fwd(call: DispatchCall, *operands: Any) -> tuple[Any, None]:
-    started = call.backend.dispatch_start(call, *_compat.values(operands), zero_pad=call.options.zero_pad is not False)
-    return started, None
+    return _start_move(call, *_compat.values(operands), zero_pad=call.options.zero_pad is not False), None
 
 
 def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[None, None, None]:
@@ -295,13 +305,17 @@ def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[None, None, Non
 _start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)
 
 
-def _dispatch_rows(
-    call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, started: Any
-) -> Dispatched:
-    return call.backend.dispatch(call, x, topk_idx, topk_weights, started, zero_pad=bool(call.options.zero_pad))
+def _move(call: DispatchCall, *operands: Any, zero_pad: bool) -> Dispatched:
+    """Dispatches operands x, topk_idx, topk_weights, started; in the layout "token", topk_idx is a `TokenSlots`."""
+    dispatch = _token_layout.dispatch if call.options.layout == "token" else call.backend.dispatch
+    return dispatch(call, *operands, zero_pad=zero_pad)
 
 
-def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatched, Route]:
+def _dispatch_rows(call: DispatchCall, *operands: Any) -> Dispatched:
+    return _move(call, *operands, zero_pad=bool(call.options.zero_pad))
+
+
+def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatched, Any]:
     if call.quantized and any(part.perturbed for part in x):
         raise TypeError(
             "dispatch: a quantised x cannot be differentiated; give x in the group's dtype with wire='fp8', "
@@ -310,19 +324,25 @@ def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatche
     if call.returns_fp8:
         given = "x is quantised" if call.quantized else f"wire is {call.options.wire!r}"
         raise TypeError(f"dispatch: fp8 rows cannot be differentiated ({given}); use dequantize=True")
-    recv = call.backend.dispatch(call, *_compat.values((x, *operands)), zero_pad=call.options.zero_pad is not False)
+    recv = _move(call, *_compat.values((x, *operands)), zero_pad=call.options.zero_pad is not False)
     # Named here, for the route that the backward rule saves is otherwise out of reach of a checkpoint policy.
     recv = checkpoint_name(recv, "jax_ep_dispatch")
-    return recv, recv.route
+    return recv, (recv.route, recv.topk_idx)
 
 
-def _dispatch_bwd(call: DispatchCall, route: Route, g: Dispatched) -> tuple[Any, None, jax.Array | None, None]:
+def _dispatch_bwd(
+    call: DispatchCall, saved: tuple[Route, jax.Array | None], g: Dispatched
+) -> tuple[Any, None, jax.Array | None, None]:
+    route, topk_idx = saved
     rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
     if call.quantized:
         rows = None  # x and its scales are constants: the forward rule has seen to that
     if rows is None and weights is None:
         return None, None, None, None
-    x, topk_weights = call.backend.dispatch_back(route, rows, weights)
+    if topk_idx is None:
+        x, topk_weights = call.backend.dispatch_back(route, rows, weights)
+    else:
+        x, topk_weights = _token_layout.dispatch_back(route, topk_idx, rows, weights)
     return x, None, topk_weights, None
 
 

@@ -37,6 +37,8 @@ class DispatchOptions:
         _checks.boolean(op, "dequantize", self.dequantize)
         alignment = _checks.integer(f"{op}: alignment", self.alignment, 1, _checks.MAX_INT32)
         capacity = self._capacity(op, alignment, num_tokens, group, tolerance_units)
+        if self.layout == "token":
+            alignment = 1  # there are no groups of rows to align
         return CheckedOptions(self.layout, capacity, None, alignment, self.wire, self.dequantize, self.zero_pad)
 
     def _capacity(
@@ -54,10 +56,7 @@ class DispatchOptions:
             capacity = _layouts.capacity_of_factor(self.layout, factor, **sizes, alignment=alignment)
             origin = f", from capacity_factor = {factor}"
         elif capacity is None:
-            if tolerance_units is not None and self.layout == "ragged" and group.replicas == group.experts_per_rank:
-                most_rows = limit_of(num_tokens * group.top_k, tolerance_units)
-            else:
-                most_rows = _layouts.most_rows(self.layout, num_ranks=group.num_ranks, **sizes)
+            most_rows = most_rows_of(self.layout, group, num_tokens, tolerance_units)
             num_groups = group.experts_per_rank if tolerance_units is None else group.slots_per_rank
             capacity = _layouts.capacity_for(self.layout, most_rows, num_groups=num_groups, alignment=alignment)
             origin = ", which is enough for any routing"
@@ -71,7 +70,8 @@ class DispatchOptions:
                 f"{op}: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
                 f"e.g. {_layouts.align_up(capacity, alignment)}"
             )
-        parts = group.slots_per_rank if self.layout == "expert" else 1
+        # In the layout "token", `expand` numbers the pairs (row, k).
+        parts = group.top_k if self.layout == "token" else group.slots_per_rank if self.layout == "expert" else 1
         largest = _checks.MAX_INT32 // parts // alignment * alignment
         if capacity > largest:
             raise ValueError(
@@ -86,3 +86,19 @@ class CheckedOptions(DispatchOptions):
     """Options that fit a group; the capacity is known."""
 
     capacity: int
+
+
+def most_rows_of(layout: LayoutName, group: GroupSettings, num_tokens: int, tolerance_units: int | None) -> int:
+    """The most rows that a rank (or, in the layout "expert", an expert) gets if no token names an expert twice.
+
+    `tolerance_units`: of the plan along which rows go; None for no plan.
+    """
+    if tolerance_units is not None and layout == "ragged" and group.replicas == group.experts_per_rank:
+        return limit_of(num_tokens * group.top_k, tolerance_units)
+    return _layouts.most_rows(
+        layout,
+        num_ranks=group.num_ranks,
+        num_tokens=num_tokens,
+        top_k=group.top_k,
+        experts_per_rank=group.experts_per_rank,
+    )

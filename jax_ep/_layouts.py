@@ -1,10 +1,15 @@
 """Where a rank's received rows are in its buffer. ffi/layout.h has the same arithmetic for the kernels.
 
-Both layouts group rows by local expert and keep the order (source rank, source token, k) inside an expert:
+Two layouts group rows by local expert and keep the order (source rank, source token, k) inside an expert:
 
 * "expert": `[experts_per_rank, capacity]`, each expert has `capacity` rows of its own;
 * "ragged": `[capacity]`, one expert after the other, each group rounded up to `alignment` rows, as
   `jax.lax.ragged_dot` and grouped GEMMs want it.
+
+The third layout has one group per rank, in which a token has one row:
+
+* "token": `[capacity]`, in the order (source rank, source token). `_token_layout.py` describes it. The functions below
+  place its rows as a ragged group of the rank's first expert.
 
 If there is too little room, the experts share it, and the sources share the room of each expert (`fill`).
 """
@@ -19,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LayoutName: TypeAlias = Literal["expert", "ragged"]  # Layout in _constants.py numbers them
+LayoutName: TypeAlias = Literal["expert", "ragged", "token"]  # Layout in _constants.py numbers them
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
@@ -28,7 +33,7 @@ class Placement(NamedTuple):
 
     first_row: jax.Array  # [E_local], row of the flattened buffer
     counts: jax.Array  # [E_local], rows that are kept
-    group_sizes: jax.Array  # [E_local], counts, rounded up to alignment in the ragged layout
+    group_sizes: jax.Array  # [E_local], counts, rounded up to alignment except in the expert layout
     kept: jax.Array  # [E_local, R], rows that are kept of each source rank
     num_dropped: jax.Array  # [], rows that did not fit
 
@@ -39,12 +44,12 @@ def align_up(n: int, alignment: int) -> int:
 
 def most_rows(layout: str, *, num_ranks: int, num_tokens: int, top_k: int, experts_per_rank: int) -> int:
     """The most rows that a rank (or, in the layout "expert", an expert) gets if no token names an expert twice."""
-    return num_ranks * num_tokens * (1 if layout == "expert" else min(top_k, experts_per_rank))
+    return num_ranks * num_tokens * (min(top_k, experts_per_rank) if layout == "ragged" else 1)
 
 
 def capacity_for(layout: str, rows: int, *, num_groups: int, alignment: int) -> int:
     """The smallest capacity that holds `rows` rows in any `num_groups` groups."""
-    return rows if layout == "expert" else align_up(rows + num_groups * (alignment - 1), alignment)
+    return align_up(rows + num_groups * (alignment - 1), alignment) if layout == "ragged" else rows
 
 
 def default_capacity(
@@ -65,7 +70,8 @@ def capacity_of_factor(
 ) -> int:
     """The capacity of `factor` times the rows that a balanced router sends, rounded up to alignment.
 
-    A balanced router sends T * K rows to each rank, and T * K / E_local rows to each expert.
+    A balanced router sends T * K pairs (token, k) to each rank, and T * K / E_local pairs to each expert. In the layout
+    "token", pairs of one token share a row. The capacity counts a row for each pair all the same.
     """
     # As the decimal number that the caller wrote: 1.1 * 10 rows are 11 rows, not 12.
     rows = Fraction(str(factor)) * num_tokens * top_k
@@ -100,7 +106,8 @@ def place(
 ) -> Placement:
     """Places need [E_local, R] rows, from each source rank for each local expert, and shares too little room fairly.
 
-    `first_expert` is the global id of the rank's first expert.
+    `first_expert` is the global id of the rank's first expert. It decides which source rank gets what is left over. In
+    the layout "token", that is rank 0.
     """
     of_expert = jnp.sum(need, axis=1, dtype=jnp.int32)
     num_experts, num_ranks = need.shape
@@ -114,7 +121,7 @@ def place(
         group_sizes = tiles * alignment
         counts = jnp.minimum(of_expert, group_sizes)
         first_row = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
-    kept = fill(need, counts, (first_expert + experts) % num_ranks)
+    kept = fill(need, counts, 0 if layout == "token" else (first_expert + experts) % num_ranks)
     return Placement(first_row, counts, group_sizes, kept, jnp.sum(of_expert - counts, dtype=jnp.int32))
 
 
@@ -145,3 +152,10 @@ def split_blocks(splits: jax.Array, num_rows: int, num_ranks: int) -> Blocks:
     splits = jnp.diff(ends, prepend=0).reshape(num_ranks, -1)
     sizes = jnp.sum(splits, axis=1, dtype=jnp.int32)
     return Blocks(splits, sizes, jnp.cumsum(sizes, dtype=jnp.int32) - sizes)
+
+
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns x[index], and zero if the index is one past the end."""
+    if x.shape[0] == 0:
+        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
+    return x.at[index].get(mode="fill", fill_value=0)

@@ -57,6 +57,8 @@ class Backend(Protocol):
     ) -> Dispatched:
         """Sends x [T, H] (or its (fp8, scales) pair) to the ranks of its experts and lays out what arrives.
 
+        In the layout "token", a token names at most one expert of a rank, and that is the rank's first.
+
         `started` is what a `dispatch_start` of the same operands returned, or None for a whole operation.
         """
 
@@ -114,7 +116,7 @@ class Backend(Protocol):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays"],
-    meta_fields=["backend", "layout", "capacity", "alignment", "num_tokens", "is_planned"],
+    meta_fields=["backend", "layout", "capacity", "alignment", "num_tokens", "tolerance_units"],
 )
 @dataclasses.dataclass(frozen=True)
 class Route:
@@ -126,7 +128,7 @@ class Route:
     capacity: int
     alignment: int
     num_tokens: int
-    is_planned: bool  # rows went along a plan of `balance`
+    tolerance_units: int | None  # of the plan of `balance` along which rows went; None for no plan
 
     @property
     def group(self) -> GroupSettings:
@@ -141,17 +143,23 @@ class Route:
     @property
     def has_empty_slots(self) -> bool:
         """Whether the backend's results have slots for copies of experts, which this call does not use."""
-        return bool(self.group.replicas) and not self.is_planned
+        return bool(self.group.replicas) and self.tolerance_units is None
 
     @property
     def visible_rows_shape(self) -> tuple[int, ...]:
         """Leading dimensions of recv.x: those of the backend's rows, without empty slots."""
-        group = self.group
-        num_entries = group.experts_per_rank if self.has_empty_slots else group.slots_per_rank
-        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=num_entries)
+        return _layouts.rows_shape(self.layout, capacity=self.capacity, experts_per_rank=self.num_entries)
+
+    @property
+    def num_entries(self) -> int:
+        """The experts of a rank that recv.counts has: without empty slots."""
+        return self.group.experts_per_rank if self.has_empty_slots else self.group.slots_per_rank
 
     def without_empty_slots(self, rows: jax.Array) -> jax.Array:
-        """`rows` [*rows_shape, ...] of the backend as [*visible_rows_shape, ...]. Ragged rows have no empty slots."""
+        """`rows` [*rows_shape, ...] of the backend as [*visible_rows_shape, ...].
+
+        Only the layout "expert" has rows of empty slots.
+        """
         return rows[: self.visible_rows_shape[0]]
 
     def with_empty_slots(self, rows: jax.Array) -> jax.Array:
@@ -162,29 +170,39 @@ class Route:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "counts", "group_sizes", "weights", "scales", "num_dropped", "route"],
+    data_fields=[
+        *("x", "counts", "group_sizes", "weights", "scales", "num_dropped", "route"),
+        *("topk_idx", "num_rows", "num_rows_per_rank"),
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
     """The rows that a rank's experts received. A pytree of arrays; E_local = experts per rank, H = hidden.
 
-    Rows are ordered by local expert, then source rank, then source token, then k. If rows went along a plan of
-    `balance`, read E_local + B for E_local, with B = group.replicas: the copies of experts in the replica slots come
-    behind the home experts.
+    Rows are ordered by local expert, then source rank, then source token, then k; in the layout "token", by source
+    rank, then source token. If rows went along a plan of `balance`, read E_local + B for E_local, with
+    B = group.replicas: the copies of experts in the replica slots come behind the home experts.
 
     Attributes:
-        x: [capacity, H] ("ragged" layout) or [E_local, capacity, H] ("expert"), in the group's dtype, or float8_e4m3fn
-            when `scales` is set.
-        counts: [E_local] int32, rows of each local expert that hold a token.
+        x: [capacity, H] ("ragged" and "token" layouts) or [E_local, capacity, H] ("expert"), in the group's dtype, or
+            float8_e4m3fn when `scales` is set.
+        counts: [E_local] int32, rows of each local expert that hold a token. In the layout "token", the pairs
+            (token, k) of each local expert.
         group_sizes: [E_local] int32, rows that each local expert occupies. These are the counts; in the ragged layout,
             they are rounded up to a multiple of `alignment`, and the added rows are zero.
-        weights: float32, one per row of x; 0 in rows that hold no token.
+        weights: float32, one per row of x; 0 in rows that hold no token. In the layout "token", [capacity, K]; 0 for
+            experts of other ranks.
         scales: float32 [..., H/128], one per 128 channels of x, if rows arrive in fp8 and dequantize is False; else
             None.
         num_dropped: [] int32, rows that this rank dropped because they did not fit. The number of all ranks is
             `jax.lax.psum(recv.num_dropped, axes)`, with all axes over which the tokens are split.
         route: opaque; `combine` and `dispatch_like` use it.
+        topk_idx: in the layout "token", [capacity, K] int32, the local experts of each row; -1 for experts of other
+            ranks, and in rows that hold no token. None in the other layouts.
+        num_rows: in the layout "token", [] int32, the rows that hold a token. They come first. None in the other
+            layouts.
+        num_rows_per_rank: in the layout "token", [R] int32, the rows from each source rank. None in the other layouts.
 
     Example:
         >>> def rows_per_rank(x, topk_idx):
@@ -201,6 +219,9 @@ class Dispatched:
     scales: jax.Array | None
     num_dropped: jax.Array
     route: Route
+    topk_idx: jax.Array | None = None
+    num_rows: jax.Array | None = None
+    num_rows_per_rank: jax.Array | None = None
 
     @property
     def group(self) -> GroupSettings:
@@ -214,6 +235,9 @@ class Dispatched:
         For experts with parameters that are added to rows, such as biases. An index of -1 means the last expert, which
         is harmless: combine reads no such row, and its cotangent is zero.
 
+        Raises:
+            ValueError: recv has the layout "token", in which a row has several experts.
+
         Example:
             >>> def biased(x, topk_idx, w, bias):  # bias [E_local, H]
             ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
@@ -223,7 +247,56 @@ class Dispatched:
             True
         """
         route = self.route
+        if route.layout == "token":
+            raise ValueError("row_expert: recv has the layout 'token'; use recv.topk_idx, or expand(recv).row_expert")
         return _layouts.row_expert(self.group_sizes, layout=route.layout, capacity=route.capacity)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "counts", "group_sizes", "weights", "scales", "num_dropped", "row_of_pair", "pair_of_row"],
+    meta_fields=["group"],
+)
+@dataclasses.dataclass(frozen=True)
+class Expanded:
+    """The rows that `expand` makes: the ragged layout of rows that arrived in the layout "token". A pytree of arrays.
+
+    E_local = experts per rank (E_local + B along a plan of `balance`), H = hidden. N and K are the dimensions of
+    recv.topk_idx.
+
+    Attributes:
+        x: [capacity, H], grouped by local expert; in recv.x's dtype. Rows that hold no token are zero.
+        counts: [E_local] int32, rows of each local expert that hold a token.
+        group_sizes: [E_local] int32, the counts, rounded up to a multiple of `alignment`.
+        weights: [capacity] float32; 0 in rows that hold no token.
+        scales: float32 [capacity, H/128] if recv has scales; else None.
+        num_dropped: [] int32, rows that did not fit.
+        row_of_pair: [N, K] int32, the row of each pair (row of recv, k); `capacity` for no row. `reduce` uses it.
+        pair_of_row: [capacity] int32, n * K + k for the pair (n, k) of each row; N * K for no pair. `reduce` uses it.
+        group: the `Group`.
+
+    Example:
+        >>> def is_within_the_room(x, topk_idx):
+        ...     rows = ep.expand(ep.dispatch(x, topk_idx, group=group, layout="token"), alignment=8)
+        ...     return (jnp.sum(rows.group_sizes) <= len(rows.x))[None]
+        >>> bool(jnp.all(on_each_rank(is_within_the_room)(x, topk_idx)))
+        True
+    """
+
+    x: jax.Array
+    counts: jax.Array
+    group_sizes: jax.Array
+    weights: jax.Array
+    scales: jax.Array | None
+    num_dropped: jax.Array
+    row_of_pair: jax.Array
+    pair_of_row: jax.Array
+    group: GroupSettings
+
+    @property
+    def row_expert(self) -> jax.Array:
+        """[capacity] int32, the local expert of each row, and -1 in rows outside of all groups."""
+        return _layouts.row_expert(self.group_sizes, layout="ragged", capacity=len(self.x))
 
 
 def route_of(op: str, recv: Any) -> Route:
@@ -241,7 +314,7 @@ class DispatchCall:
     options: CheckedOptions
     num_tokens: int
     quantized: bool  # x comes as a pair (float8_e4m3fn, scales)
-    is_planned: bool = False  # topk_idx holds the slots of a plan of `balance`
+    tolerance_units: int | None = None  # of the plan of `balance` whose slots topk_idx holds; None for no plan
 
     @property
     def arrives_fp8(self) -> bool:
@@ -253,7 +326,7 @@ class DispatchCall:
 
     def route(self, arrays: Any) -> Route:
         options = self.options
-        facts = options.layout, options.capacity, options.alignment, self.num_tokens, self.is_planned
+        facts = options.layout, options.capacity, options.alignment, self.num_tokens, self.tolerance_units
         return Route(arrays, self.backend, *facts)
 
 

@@ -103,9 +103,10 @@ def share_room(need, *, layout, capacity, alignment, first_expert) -> np.ndarray
         tiles = fill(-(-of_expert // alignment), capacity // alignment)
         counts = np.minimum(of_expert, tiles * alignment)
     num_ranks = need.shape[1]
-    return np.array(
-        [fill(need[expert], count, start=(first_expert + expert) % num_ranks) for expert, count in enumerate(counts)]
-    ).reshape(need.shape)
+    starts = [0 if layout == "token" else (first_expert + expert) % num_ranks for expert in range(len(need))]
+    return np.array([fill(need[expert], count, starts[expert]) for expert, count in enumerate(counts)]).reshape(
+        need.shape
+    )
 
 
 def route(topk_idx, *, num_experts, layout, capacity=None, alignment=1) -> Route:
@@ -158,6 +159,80 @@ def dispatch(x, topk_idx, topk_weights, *, wire=None, dequantize_to=None, **layo
         weights=where.gather_choices(topk_weights),
         scales=None if scales is None else where.gather(scales),
         route=where,
+    )
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """What dispatch returns in the layout "token", zero in rows that hold no token."""
+
+    x: np.ndarray  # [R, capacity, H]
+    scales: np.ndarray | None
+    topk_idx: np.ndarray  # [R, capacity, K] int32
+    weights: np.ndarray  # [R, capacity, K] float32
+    counts: np.ndarray  # [R, E_local] int32
+    num_rows: np.ndarray  # [R] int32
+    num_dropped: np.ndarray  # [R] int32
+    source: np.ndarray  # [R, capacity, 2]: source rank, token; -1 in rows that hold no token
+    kept: np.ndarray  # [R, T, K] bool, by source: choices that found an expert and room there
+
+    @property
+    def is_token(self) -> np.ndarray:
+        """[R, capacity] bool: rows that hold a token."""
+        return self.source[..., 0] >= 0
+
+
+def dispatch_tokens(
+    x, topk_idx, topk_weights, *, num_experts, capacity=None, wire=None, dequantize_to=None
+) -> TokenRows:
+    """dispatch in the layout "token". x is [R, T, H] or already quantised, (x_fp8, scales)."""
+    num_ranks, tokens, top_k = topk_idx.shape
+    local = num_experts // num_ranks
+    capacity = num_ranks * tokens if capacity is None else capacity
+    if topk_weights is None:
+        topk_weights = np.ones(topk_idx.shape, np.float32)
+    payload, scales = x if isinstance(x, tuple) else (x, None)
+    if wire is not None:
+        payload, scales = quantize(x, wire)
+    if dequantize_to is not None:
+        payload, scales = dequantize(payload, scales, dequantize_to), None
+    source = np.full((num_ranks, capacity, 2), -1)
+    ids = np.full((num_ranks, capacity, top_k), -1, np.int32)
+    weights = np.zeros((num_ranks, capacity, top_k), np.float32)
+    counts = np.zeros((num_ranks, local), np.int32)
+    num_dropped = np.zeros(num_ranks, np.int32)
+    kept = np.zeros(topk_idx.shape, bool)
+    for rank in range(num_ranks):
+        is_here = (topk_idx >= rank * local) & (topk_idx < (rank + 1) * local)
+        wanted = np.argwhere(is_here.any(axis=2))  # source rank, token
+        need = np.bincount(wanted[:, 0], minlength=num_ranks)
+        room = fill(need, capacity)
+        held = np.concatenate([wanted[wanted[:, 0] == r][: room[r]] for r in range(num_ranks)])
+        num_dropped[rank] = len(wanted) - len(held)
+        for row, (r, token) in enumerate(held):
+            source[rank, row] = r, token
+            for k in np.flatnonzero(is_here[r, token]):
+                expert = topk_idx[r, token, k] - rank * local
+                ids[rank, row, k], weights[rank, row, k] = expert, topk_weights[r, token, k]
+                counts[rank, expert] += 1
+                kept[r, token, k] = True
+    is_token = source[..., 0] >= 0
+
+    def gather(values):
+        rows = np.zeros((num_ranks, capacity, values.shape[-1]), values.dtype)
+        rows[is_token] = values[tuple(source[is_token].T)]
+        return rows
+
+    return TokenRows(
+        x=gather(payload),
+        scales=None if scales is None else gather(scales),
+        topk_idx=ids,
+        weights=weights,
+        counts=counts,
+        num_rows=is_token.sum(axis=1, dtype=np.int32),
+        num_dropped=num_dropped,
+        source=source,
+        kept=kept,
     )
 
 

@@ -130,6 +130,7 @@ def test_experts_of_equal_need_lose_alike(layout, alignment, factor):
         ("expert", 1.0, 1, 20),  # T * K / E_local
         ("expert", 1.01, 1, 21),
         ("expert", 1.25, 8, 32),
+        ("token", 1.0, 1, 60),  # a row for each pair
     ],
 )
 def test_capacity_factor(layout, factor, alignment, capacity):

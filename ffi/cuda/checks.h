@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <iterator>
 #include <string>
 
 #include "ffi/buffers.h"
@@ -52,8 +53,7 @@ inline ffi::Error check_counts(const char* op, const Sizes& sizes, const Operand
 }
 
 inline ffi::Error check_layout(const char* op, int64_t layout, int64_t capacity, int64_t alignment) {
-  const bool is_layout =
-      layout == static_cast<int64_t>(Layout::kExpert) || layout == static_cast<int64_t>(Layout::kRagged);
+  const bool is_layout = layout >= 0 && layout < static_cast<int64_t>(std::size(kLayoutNames));
   if (is_layout && capacity >= 0 && alignment >= 1) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(std::string(op) + ": layout is " + std::to_string(layout) + ", capacity is " +
                                      std::to_string(capacity) + " and alignment is " + std::to_string(alignment) +

@@ -41,7 +41,8 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   const auto& args = static_cast<const DispatchArgs&>(*state.call);
   const int32_t num_experts = peers.experts_per_rank;
   const Destinations destinations(scratch, peers.num_ranks, num_experts);
-  const bool is_ragged = args.layout == Layout::kRagged;
+  const bool is_ragged = args.layout != Layout::kExpert;  // the token layout is ragged, with one group of rows
+  const bool has_token_rows = args.layout == Layout::kToken;
   const auto alignment = static_cast<uint32_t>(args.alignment);  // the capacity is an int32, too
   __syncwarp();                                                  // the other lanes have written their destinations
   int32_t* const tiles = destinations.group_sizes;               // in the ragged layout, until the sizes are known
@@ -73,7 +74,7 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
     if (!present) continue;
     const int32_t need = destinations.counts[expert], count = static_cast<int32_t>(room < need ? room : need);
     share_rows(destinations.first_position + expert, num_experts, peers.num_ranks, count,
-               (peers.rank * num_experts + expert) % peers.num_ranks);
+               has_token_rows ? 0 : (peers.rank * num_experts + expert) % peers.num_ranks);
     destinations.group_sizes[expert] = is_ragged ? static_cast<int32_t>(room) : count;
     dropped += need - count;
   }

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _compat, _layouts
-from jax_ep._backends.reference import ReferenceBackend, _from_bits, _size, _take, _to_bits
+from jax_ep._backends.reference import ReferenceBackend, _from_bits, _size, _to_bits
+from jax_ep._layouts import take
 from jax_ep._types import DispatchCall, Route
 
 Carry = TypeVar("Carry")
@@ -58,10 +59,10 @@ class CollectivesBackend(ReferenceBackend):
         ) -> tuple[jax.Array, jax.Array]:
             of_y, of_weights = cotangents
             rows = arrived.astype(jnp.float32)
-            weighted = (rows * _take(weights, row)[..., None]).astype(g.dtype)
+            weighted = (rows * take(weights, row)[..., None]).astype(g.dtype)
             of_y = of_y.at[row].set(_to_carry(weighted), mode="drop")
             if y is not None:
-                products = jnp.sum(rows * _from_bits(_take(y, row), g.dtype).astype(jnp.float32), axis=-1)
+                products = jnp.sum(rows * _from_bits(take(y, row), g.dtype).astype(jnp.float32), axis=-1)
                 of_weights = of_weights.at[row].set(products, mode="drop")
             return of_y, of_weights
 
@@ -89,7 +90,7 @@ class CollectivesBackend(ReferenceBackend):
         initial, x, arrays = _compat.vary((initial, x, arrays), ())
 
         def run_round(i: jax.Array, carry: Carry) -> Carry:
-            arrived = self._exchange(_take(x, arrays.sent_token[i])).reshape(-1, *x.shape[1:])
+            arrived = self._exchange(take(x, arrays.sent_token[i])).reshape(-1, *x.shape[1:])
 
             def run_layer(layer: jax.Array, carry: Carry) -> Carry:
                 return place(carry, arrays.slot_row[i, layer], arrived)
@@ -109,8 +110,8 @@ class CollectivesBackend(ReferenceBackend):
         def run_round(i: jax.Array, result: jax.Array) -> jax.Array:
             def term(layer: int | jax.Array) -> jax.Array:
                 row = arrays.slot_row[i, layer]
-                term = _from_bits(_take(rows, row), dtype).astype(jnp.float32)
-                return term if weights is None else term * _take(weights, row)[..., None]
+                term = _from_bits(take(rows, row), dtype).astype(jnp.float32)
+                return term if weights is None else term * take(weights, row)[..., None]
 
             total = lax.fori_loop(1, arrays.num_layers[i], lambda layer, total: total + term(layer), term(0))
             arrived = self._exchange(total.astype(dtype).reshape(*arrays.sent_token[i].shape, hidden))

@@ -20,6 +20,7 @@ from jax import lax
 
 from jax_ep import _compat, _layouts, _placement, _wires
 from jax_ep._backends import plain_replicate
+from jax_ep._layouts import take
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 
@@ -114,7 +115,7 @@ class ReferenceBackend(Backend):
             x = self._sum_rows(route, rows, None, rows.dtype)
         if weights is not None:
             # Each (token, k) has a row on at most one rank; the other ranks add zero.
-            topk_weights = self._sum_over_ranks(_take(weights.reshape(-1), route.arrays.row), weights.dtype)
+            topk_weights = self._sum_over_ranks(take(weights.reshape(-1), route.arrays.row), weights.dtype)
         return x, topk_weights
 
     def combine_start(self, route: Route, *operands: Any) -> None:
@@ -143,8 +144,8 @@ class ReferenceBackend(Backend):
         scales = None
         if wire is not None:
             x, scales = _wires.quantize(x, wire)
-            scales = self._exchange(_take(scales, rows))
-        x, splits = self._exchange(_take(x, rows)), self._exchange(blocks.splits)
+            scales = self._exchange(take(scales, rows))
+        x, splits = self._exchange(take(x, rows)), self._exchange(blocks.splits)
         if scales is not None and dequantize:
             x, scales = _wires.dequantize(x, scales, self.group.dtype), None
         if not zero_pad:
@@ -192,7 +193,7 @@ class ReferenceBackend(Backend):
     def _rows(self, route: Route, x: jax.Array) -> jax.Array:
         """x [T, ...] of all ranks in this rank's rows; zero in rows that hold no token."""
         tokens = self._gather(x).reshape(-1, *x.shape[1:])
-        return _take(tokens, route.arrays.source).reshape(*route.rows_shape, *x.shape[1:])
+        return take(tokens, route.arrays.source).reshape(*route.rows_shape, *x.shape[1:])
 
     def _holds_token(self, route: Route) -> jax.Array:
         """Which rows hold a token: bool [rows]."""
@@ -241,8 +242,8 @@ def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.
     total = jnp.zeros((), jnp.float32)
     for k in range(route.group.top_k):
         row = route.arrays.row[..., k]
-        term = _take(y, row).astype(jnp.float32)
-        total += term if weights is None else term * _take(weights.reshape(-1), row)[..., None]
+        term = take(y, row).astype(jnp.float32)
+        total += term if weights is None else term * take(weights.reshape(-1), row)[..., None]
     return total
 
 
@@ -258,13 +259,6 @@ def _rows_of_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
     """Returns the row at each place of each rank's block: [R, M] int32."""
     place = jnp.arange(num_rows, dtype=jnp.int32)
     return jnp.where(place[None] < blocks.sizes[:, None], blocks.first_row[:, None] + place[None], num_rows)
-
-
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns x[index], and zero if the index is one past the end."""
-    if x.shape[0] == 0:
-        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
-    return x.at[index].get(mode="fill", fill_value=0)
 
 
 def _at(table: jax.Array, expert: jax.Array) -> jax.Array:
