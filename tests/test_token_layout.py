@@ -173,7 +173,7 @@ def test_bfloat16(make_group, mesh):
 @pytest.mark.parametrize(("capacity", "room", "alignment"), [(3, 8, 2), (17, 15, 3)])
 def test_too_little_room_is_shared_fairly(make_group, mesh, capacity, room, alignment):
     """Among sources in the layout "token", beginning with rank 0; among experts and sources in expand."""
-    shape = dataclasses.replace(SHAPE, tokens=24)
+    shape = dataclasses.replace(SHAPE, num_experts=12, tokens=24)
     options = {"capacity": capacity, "room": room, "alignment": alignment}
     program = partial(every_operation, group=make_group(mesh, shape), **options)
     run = jax.jit(spmd(program, mesh), compiler_options=QUICK)
@@ -197,9 +197,11 @@ def test_what_is_left_over_goes_to_rank_0_first(make_group, mesh):
     assert_tokens_dispatched(recv, oracle.dispatch_tokens(*inputs, num_experts=mesh.size, capacity=capacity))
 
 
-def test_zero_pad(make_group, mesh):
-    inputs = make_inputs(SHAPE, mesh.size, "uneven")
-    recv = run_spmd(partial(dispatch_tokens, group=make_group(mesh, SHAPE), zero_pad=True), mesh, *inputs)
+def test_zero_pad_and_alignment(make_group, mesh):
+    """There is nothing to align: all rows fit, also where the default capacity is no multiple of the alignment."""
+    inputs = make_inputs(SHAPE, mesh.size, "hot_expert")
+    options = {"group": make_group(mesh, SHAPE), "zero_pad": True, "alignment": 5}
+    recv = run_spmd(partial(dispatch_tokens, **options), mesh, *inputs)
     expected = oracle.dispatch_tokens(*inputs, num_experts=SHAPE.num_experts)
     assert not expected.is_token.all()
     assert_tokens_dispatched(recv, expected, zero_pad=True)
@@ -505,6 +507,24 @@ def test_tokens_that_all_ranks_share(make_group, mesh):
     everywhere = [np.broadcast_to(a, (mesh.size, *a.shape)) for a in shared]
     _, expected = dense_gradients(*everywhere[:3], experts, everywhere[3])
     assert_close((dx[0], dweights[0], dexperts), (expected[0].sum(0), expected[1].sum(0), expected[2]), 1e-5)
+
+
+def test_outputs_that_all_ranks_share(make_group, mesh):
+    """The gradient of an expert output that is replicated is summed over ranks."""
+    group = make_group(mesh, SHAPE)
+    inputs = make_inputs(SHAPE, mesh.size, "uneven")
+    bias = random_array(np.random.default_rng(1), (SHAPE.hidden,), "float32")
+
+    def gradient(bias, *inputs):
+        def loss(bias):
+            rows = ep.expand(dispatch_tokens(*inputs, group=group))
+            return jnp.sum(ep.reduce(jnp.broadcast_to(bias, rows.x.shape), rows))
+
+        return jax.grad(loss)(bias)
+
+    found = run_spmd(gradient, mesh, bias, *inputs, replicated=(0,))
+    weight = oracle.dispatch_tokens(*inputs, num_experts=SHAPE.num_experts).weights.sum()
+    np.testing.assert_allclose(found, np.full(found.shape, weight), rtol=1e-4)
 
 
 # --- plans, split form, transformations -------------------------------------------------------------------------------

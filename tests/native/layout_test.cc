@@ -35,6 +35,7 @@ void test_default_capacity() {
   EXPECT_EQ(default_capacity(Layout::kRagged, 8, 128, 8, 32, 16), 8192 + 480);
   EXPECT_EQ(default_capacity(Layout::kRagged, 8, 128, 8, 2, 1), 2048);  // at most two experts of a rank
   EXPECT_EQ(default_capacity(Layout::kRagged, 8, 1, 1, 1, 128), 256);   // 8 + 127, rounded up
+  EXPECT_EQ(default_capacity(Layout::kToken, 8, 128, 8, 32, 16), 1024);
   EXPECT_EQ(default_capacity(Layout::kRagged, 1024, 1 << 20, 32, 32, 1), int64_t{1} << 35);
 }
 
