@@ -28,7 +28,7 @@ def combine(
     Differentiable in y and recv.weights, in reverse mode.
 
     In the layout "token", the sum has no weights: out[t] is the sum of the token's rows of y over ranks. The caller
-    multiplies by the weights, as `reduce` does.
+    multiplies by the weights, as `reduce` does. The cotangent of recv.weights is zero.
 
     Args:
         y: expert outputs in the shape of recv.x and the group's dtype. combine never reads rows that hold no token, and
@@ -63,6 +63,8 @@ def combine_start(
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Pending:
     """Starts a `combine` and waits for no other rank. Arguments and errors are those of `combine`.
+
+    Outside of `jax.jit`, it raises `SplitCallError`.
 
     The computation between this call and `combine_done` runs while the rows travel.
 

@@ -65,19 +65,21 @@ def dispatch(
             (docs/concepts.md). recv.num_dropped counts the dropped rows, and combine treats them as zero.
         capacity_factor: use it in place of capacity. The capacity is then capacity_factor times the rows that a
             balanced router sends: T * K rows per rank ("ragged") or T * K / E_local rows per local expert ("expert"),
-            rounded up to a multiple of alignment. "token" counts as "ragged": a row for each of the T * K pairs.
+            rounded up to a multiple of alignment. "token" counts as "ragged", a row for each of the T * K pairs. But
+            a rank never gets more than R * T rows.
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number. The
-            other layouts ignore it.
+            other layouts pad no group. With "token", give alignment to `expand`.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
             "fp8_pow2" does the same with scales that are powers of two.
         dequantize: True converts fp8 rows, from an fp8 wire or from a quantised x, to group.dtype on arrival. With an
-            fp8 wire, the gradient is then the gradient of wire=None (straight-through). A quantised x has no gradient.
+            fp8 wire, the gradient is then the one of wire=None: it ignores the rounding. A quantised x has no gradient.
             False keeps recv.x in fp8; recv.x must then be multiplied by recv.scales, and the call cannot be
             differentiated.
         zero_pad: True zeroes rows that hold no token. False leaves them unspecified. None, the default, means True if
             the call is differentiated, and False otherwise.
         plan: the result of `balance` for the same topk_idx: rows go where the plan says. counts, group_sizes and the
-            layout "expert" then have E_local + B entries, with the home experts first and the replica slots behind.
+            layout "expert" then have E_local + B entries, with B = group.replicas: first the rank's own experts, then
+            the copies of other ranks' experts.
             With B = E_local, the default capacity of the ragged layout is each rank's share of the rows, T * K and the
             plan's tolerance: no routing drops a row. None keeps all rows at home.
 
@@ -118,6 +120,8 @@ def dispatch_start(
     plan: Plan | None = None,
 ) -> Pending:
     """Starts a `dispatch` and waits for no other rank. Arguments and errors are those of `dispatch`.
+
+    Outside of `jax.jit`, it raises `SplitCallError`.
 
     The computation between this call and `dispatch_done` runs while the rows travel.
 

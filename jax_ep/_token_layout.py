@@ -118,14 +118,16 @@ def _count(values: jax.Array, num: int) -> jax.Array:
 
 @_compat.named
 def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1) -> Expanded:
-    """Makes the ragged layout of rows that arrived in the layout "token": a row for each local expert of a token.
+    """Copies each row of the layout "token" once for each of its local experts, sorted by expert.
 
-    The rows are those of `dispatch` with layout="ragged": ordered by local expert, then source rank, then source token,
-    then k. No rank communicates. Differentiable in recv.x and recv.weights, in reverse mode.
+    The result is the ragged layout. Its rows are those of `dispatch` with layout="ragged": ordered by local expert,
+    then source rank, then source token, then k. No rank communicates. Differentiable in recv.x and recv.weights, in
+    reverse mode.
 
     Args:
         recv: the result of dispatch with layout="token".
-        capacity: the number of rows, a multiple of alignment. The default is enough for any routing that names no
+        capacity: the number of rows, a multiple of alignment. The default is min(K, E_local) rows for each row of
+            recv.x, and room for alignment, or less if the call had a plan. It is enough for any routing that names no
             expert twice for a token. If rows do not fit, the experts share the room fairly, and so do the source ranks
             in each expert (docs/concepts.md).
         alignment: each expert's group is padded with zero rows to a multiple of this number.
@@ -282,9 +284,9 @@ def reduce(
 ) -> Annotated[jax.Array, "y.dtype [N, H]"]:
     """Sums expert outputs to one row per token: out[n] = sum over k of weights[n, k] * y[row(n, k)].
 
-    The result is in the layout of the rows that `expand` was given, for `combine`. The sum is in float32, in the order
-    of k, so it has the same bits on every run. No rank communicates. Differentiable in y and rows.weights, in reverse
-    mode.
+    The result has a row for each row of recv.x, from which `expand` made `rows`. Give it to `combine`. The sum is in
+    float32, in the order of k, so it has the same bits on every run. No rank communicates. Differentiable in y and
+    rows.weights, in reverse mode.
 
     Args:
         y: expert outputs in the shape of rows.x; bfloat16, float16 or float32. reduce never reads rows that hold no
@@ -292,7 +294,8 @@ def reduce(
         rows: the result of expand.
 
     Returns:
-        [N, H] in y's dtype, for the N rows of the layout "token". Rows of which all pairs were dropped are zero.
+        [N, H] in y's dtype, with N = recv.x.shape[0]. combine takes it in group.dtype only: cast it if y has another
+        dtype. Rows of which all pairs were dropped are zero.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.

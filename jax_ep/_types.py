@@ -190,7 +190,8 @@ class Dispatched:
         counts: [E_local] int32, rows of each local expert that hold a token. In the layout "token", the pairs
             (token, k) of each local expert.
         group_sizes: [E_local] int32, rows that each local expert occupies. These are the counts; in the ragged layout,
-            they are rounded up to a multiple of `alignment`, and the added rows are zero.
+            they are rounded up to a multiple of `alignment`, and the added rows are zero. In the layout "token", they
+            do not describe the rows of x: use those of `expand`.
         weights: float32, one per row of x; 0 in rows that hold no token. In the layout "token", [capacity, K]; 0 for
             experts of other ranks.
         scales: float32 [..., H/128], one per 128 channels of x, if rows arrive in fp8 and dequantize is False; else
