@@ -41,7 +41,7 @@ enum class Variant : int32_t { kLowLatency, kBalanced, kThroughput };
 inline constexpr Variant kVariants[] = {Variant::kLowLatency, Variant::kBalanced, Variant::kThroughput};
 constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLowLatency; }
 inline constexpr int32_t kLowLatencyBlockWarps = 8;
-constexpr bool has_control_warp(Variant variant) { return is_low_latency(variant); }
+constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }
 constexpr int32_t most_threads(Variant variant) {
   return 32 * (is_low_latency(variant) ? kLowLatencyBlockWarps + 1 : kMaxBlockWarps);
 }
@@ -65,12 +65,12 @@ struct LaunchPlan {
   bool sums_own = false;  // combine: receivers sum the rows of this rank's own tokens; senders do not send them
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
-  constexpr int32_t block_threads() const { return 32 * (block_warps() + has_control_warp(variant)); }
+  constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
 
   // Of a dispatch: false if a block would have two roles that the variant cannot give to one block, and for a done of
   // the low-latency variant, whose roles need an epoch of their launch's own (roles.cuh).
   constexpr bool is_possible(Phase phase = Phase::kWhole) const {
-    return !has_control_warp(variant) || (first_receiver >= num_senders && phase != Phase::kDone);
+    return !has_extra_control_warp(variant) || (first_receiver >= num_senders && phase != Phase::kDone);
   }
 
   constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }

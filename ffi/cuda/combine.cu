@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
   const void* result = args.out ? args.out : args.topk_weights;
-  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
+  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
   using Combine = NodeSum<CombineConfig<X, kVariant>>;  // the last layer
   const Combine combine = {peers, args, plan, {peers, args, result, state, num_worker_threads}, ring, to_come};
   if (!combine.op.is_control_warp()) {

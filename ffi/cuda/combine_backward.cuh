@@ -80,7 +80,7 @@ struct CombineBackward : DispatchArrival<Config> {
         const int32_t chunk = chunk_of(first, i, warp_group);
         if (!has_unit(chunk)) continue;
         product +=
-            combine_back_unit(arriving.first.units[i], args.y ? *y_unit(slot, i) : uint4{}, target, chunk, weight);
+            combine_back_unit(arriving.batch.units[i], args.y ? *y_unit(slot, i) : uint4{}, target, chunk, weight);
       }
       __syncwarp();
       if (!args.y) continue;

@@ -82,9 +82,9 @@ struct CombineSender : CombineSums<Config> {
     int32_t rank, source;
   };
 
-  // With rail peers, a sum for a remote rank first goes to that rank's rail peer: the rank of this node with the same
-  // number in its node. There, the sum uses arena rows of a remote source: of this rank's rail peer in the other node.
-  // That source does not use them, because its sums also go through rail peers.
+  // With rail peers, a sum for remote rank d first goes to p, the rank of this node with d's number in its node. In p's
+  // arena, it takes the place of source q: this rank's rail peer in d's node. The place is free: q sends nothing to p
+  // directly, because its sums also go through rail peers. (docs/network.md has a table.)
   __device__ Hop next_hop(int32_t peer) const {
     if (!uses_rail_peers() || !is_remote(peers, peer)) return {peer, peers.rank};
     const Nodes& nodes = nodes_of(peers);

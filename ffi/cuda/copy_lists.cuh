@@ -25,13 +25,15 @@ struct CopyLists {
   const Operation& op;
   const ReplicateArgs& args;
   CopyCounts& counts;
-  int32_t* const given;     // the local number of each copied expert
-  uint32_t* const takers;   // bits of the ranks that copy it
-  int32_t* const taken;     // this rank's slot for each copied expert of the source, or kCopiedElsewhere
-  int32_t* const slots_of;  // [expert, R]: the slot of each home expert at each rank that copies it
+  // After build(), `given` and `takers` have an element per copied expert of this rank, and `slot_here` per copied
+  // expert of the source. Before the compact_ steps of build(), `takers` and `slot_here` have one per local expert.
+  int32_t* const given;      // the expert's local number
+  uint32_t* const takers;    // bits of the ranks that copy it
+  int32_t* const slot_here;  // this rank's slot with the copy, or kCopiedElsewhere
+  int32_t* const slots_of;   // [expert, R]: the slot of each home expert at each rank that copies it
 
-  static constexpr int32_t words(int32_t experts_per_rank, int32_t num_ranks) {
-    return experts_per_rank * (3 + num_ranks);
+  static constexpr int32_t words(int32_t num_home_experts, int32_t num_ranks) {
+    return num_home_experts * (3 + num_ranks);
   }
   __device__ CopyLists(const Operation& op, const ReplicateArgs& args, CopyCounts& counts, int32_t* words)
       : op(op),
@@ -39,7 +41,7 @@ struct CopyLists {
         counts(counts),
         given(words),
         takers(reinterpret_cast<uint32_t*>(words) + op.peers.num_home_experts()),
-        taken(words + 2 * op.peers.num_home_experts()),
+        slot_here(words + 2 * op.peers.num_home_experts()),
         slots_of(words + 3 * op.peers.num_home_experts()) {}
 
   // Makes the lists. The whole block calls it.
@@ -50,7 +52,7 @@ struct CopyLists {
     const int32_t source = first >= 0 ? home_of(first) : -1;
     for (int32_t i = threadIdx.x; i < experts; i += blockDim.x) {
       takers[i] = 0;
-      taken[i] = kNotCopied;
+      slot_here[i] = kNotCopied;
     }
     __syncthreads();
     for (int32_t i = threadIdx.x; i < peers.num_ranks * replicas; i += blockDim.x) {
@@ -61,16 +63,16 @@ struct CopyLists {
         atomicAdd(takers + local, 1u << rank);  // a rank has one copy of an expert at most
         slots_of[local * peers.num_ranks + rank] = slot;
       }
-      if (home == source) taken[local] = kCopiedElsewhere;
+      if (home == source) slot_here[local] = kCopiedElsewhere;
     }
     __syncthreads();
     for (int32_t slot = threadIdx.x; slot < replicas; slot += blockDim.x) {
       const int32_t expert = args.slots[peers.rank * replicas + slot];
-      if (expert >= 0) taken[expert - source * experts] = slot;
+      if (expert >= 0) slot_here[expert - source * experts] = slot;
     }
     __syncthreads();
     if (warp_id() == 0) compact_given();
-    if (warp_id() == blockDim.x / 32 - 1) compact_taken(source);
+    if (warp_id() == blockDim.x / 32 - 1) compact_slots_here(source);
     __syncthreads();
   }
 
@@ -105,15 +107,16 @@ struct CopyLists {
     }
   }
 
-  __device__ void compact_taken(int32_t source) const {
+  // Moves the slots of the source's copied experts to the front, in the order of experts. A warp calls it.
+  __device__ void compact_slots_here(int32_t source) const {
     const int32_t experts = op.peers.num_home_experts();
     int32_t count = 0;
     for (int32_t first = 0; first < experts; first += 32) {
-      const int32_t expert = first + lane_id(), slot = expert < experts ? taken[expert] : kNotCopied;
+      const int32_t expert = first + lane_id(), slot = expert < experts ? slot_here[expert] : kNotCopied;
       const uint32_t copied = __ballot_sync(kAllLanes, slot != kNotCopied);
       const int32_t position = count + __popc(copied & ((1u << lane_id()) - 1));
       __syncwarp();
-      if (slot != kNotCopied) taken[position] = slot;
+      if (slot != kNotCopied) slot_here[position] = slot;
       count += __popc(copied);
     }
     if (lane_id() == 0) {

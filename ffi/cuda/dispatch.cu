@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
                     const __grid_constant__ LaunchPlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(DispatchShared, shared);
-  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_control_warp(kVariant) ? 32 : 0);
+  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
   using Dispatch = NodeForward<DispatchConfig<X, kCasts, kArrival, kVariant>>;  // the last layer
   using Outgoing = typename Dispatch::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
   if (dispatch.op.is_worker()) {
     if (!kRoleByIndex) outgoing = dispatch.prepare(role);
     if (role == 0) dispatch.notify(outgoing.ids);
-    if (role == 0 && plan.sends_rows(0)) dispatch.op.sync_workers();  // the scratch memory is free again
+    // All workers have read the counts that notify() keeps in the scratch memory; send() uses the same memory.
+    if (role == 0 && plan.sends_rows(0)) dispatch.op.sync_workers();
     if (plan.sends_rows(role)) dispatch.send(outgoing);
     if constexpr (kHasNetwork) {
       if (forwards(role)) dispatch.forward();
@@ -49,7 +50,9 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
   } else if (plan.is_sender(role) && lane_id() == 0) {
     dispatch.op.begin_sending(plan.num_senders);
   }
-  if (plan.is_sender(role) && role >= plan.first_receiver) __syncthreads();  // the scratch memory is free again
+  // A block that sends and then receives: the counts of send() and the destinations of receive() share the scratch
+  // memory.
+  if (plan.is_sender(role) && role >= plan.first_receiver) __syncthreads();
   const bool takes_roles = kRoleByIndex && plan.is_sender(role) && role < plan.first_receiver;
   if (takes_roles) role = dispatch.op.take_given_role();
   while (role >= plan.first_receiver && role != kNoRole) {
@@ -79,7 +82,7 @@ Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
                    : dispatch_kernel<__nv_bfloat16, false, Arrival::kDequantize, kVariant>;
     default:
       return casts ? dispatch_kernel<__nv_bfloat16, true, Arrival::kCopy, kVariant>
-                   : dispatch_kernel<float, false, Arrival::kCopy, kVariant>;  // for elements of any type
+                   : dispatch_kernel<float, false, Arrival::kCopy, kVariant>;  // moves bytes, for elements of any type
   }
 }
 
@@ -104,7 +107,7 @@ cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, Elemen
                             cudaStream_t stream) {
   if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
-                          int64_t{plan.block_warps()} * y_bytes(args.arrival, plan.variant);
+                          int64_t{plan.block_warps()} * prefetched_y_bytes(args.arrival, plan.variant);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.variant);
   return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
 }
@@ -117,7 +120,7 @@ cudaError_t load_dispatch() {
         for (Variant variant : kVariants) {
           if (status != cudaSuccess) return status;
           status = load_kernel(kernel_of(type, casts, arrival, variant),
-                               kMaxScratch + kMaxBlockWarps * y_bytes(arrival, variant));
+                               kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(arrival, variant));
         }
       }
     }

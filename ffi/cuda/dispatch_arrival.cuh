@@ -27,7 +27,7 @@ struct DispatchArrival : Padding<Config> {
     RowHeader header;  // of a new route, for k = lane
     int32_t row;       // of a known route, for k = lane
     float weight;      // of that row, for the backward pass of combine
-    Taken first;       // this warp's first batch
+    Taken batch;       // the batch that this warp processes
   };
 
   // The addresses at which a batch arrives.

@@ -37,8 +37,8 @@ struct SendCounts {
 
 // The destinations of arriving rows; in dynamic shared memory.
 struct Destinations {
-  // [R + 1, E_local]: the position, in the expert's group, of each source's first row. The last row has the counts, so
-  // that a source keeps the rows before the next one's first position.
+  // [R + 1, E_local]: the position, in the expert's group, of each source's first row. Row R is `counts`, the next
+  // array in memory. So each source, also the last one, keeps the positions before first_position of the next source.
   int32_t* first_position;
   int32_t* counts;       // [E_local]
   int32_t* first_row;    // [E_local]
@@ -60,16 +60,16 @@ constexpr int receive_batch(Arrival arrival, Variant variant) {
 
 // Backward pass of combine: the rows of y that a warp prefetches, and their bytes in shared memory, per warp.
 constexpr int kRowsAhead = 3;
-constexpr int y_bytes(Arrival arrival, Variant variant) {
+constexpr int prefetched_y_bytes(Arrival arrival, Variant variant) {
   return arrival == Arrival::kCombineBack ? kRowsAhead * receive_batch(arrival, variant) * kChunkBytes : 0;
 }
 
-static_assert(kMaxScratch + kMaxBlockWarps * y_bytes(Arrival::kCombineBack, Variant::kThroughput) +
+static_assert(kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(Arrival::kCombineBack, Variant::kThroughput) +
                   sizeof(DispatchShared) <=
               kMaxBlockSharedBytes);
 
-// True if a row crosses the network once per node, and a rank of the node forwards it. (A row of all_to_all has one
-// destination, and needs no forwarding.)
+// True if a row is sent once to each other node: to this rank's rail peer there (Nodes, in ffi/layout.h), which
+// forwards it to the ranks of that node. (A row of all_to_all has one destination, and needs no forwarding.)
 constexpr bool needs_rail_peers(const Peers& peers, const DispatchArgs& args) {
   return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.is_all_to_all &&
          !are_few(args.num_tokens);
@@ -122,7 +122,7 @@ struct DispatchOperands {
   __device__ bool uses_rail_peers() const { return !kIsLowLatency && needs_rail_peers(peers, args); }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes); }
   // The bytes of a row in transit, with its header and its scales.
-  __device__ int32_t bytes_under_way() const {
+  __device__ int32_t bytes_in_transit() const {
     return payload_bytes + kUnitBytes * ((new_route() ? args.top_k : 0) + (args.num_scales ? chunks() : 0));
   }
   // True if rows of a source are this rank's own tokens. They are read from x, and a row's index is the number of its

@@ -8,7 +8,7 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
-  using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_under_way, Base::cast, Base::chunk_of,
+  using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own,
       Base::kArrival, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
       Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
@@ -21,8 +21,8 @@ struct DispatchReceiver : CombineBackward<Config> {
   using typename Base::Taken;
 
   // Receives rows. A warp group takes one item at a time. An item is a row that may arrive; find_row_of_item()
-  // maps it to its source and index. It loads what has arrived of its first row while the block finds out where it
-  // writes rows.
+  // maps it to its source and index. A warp group loads the part of its first row that has arrived, while the control
+  // warp computes the destinations.
   __device__ void receive() const {
     op.stamp(Stamp::kEntered);
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.role, warp_id());
@@ -30,12 +30,13 @@ struct DispatchReceiver : CombineBackward<Config> {
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_recv_per_rank;
-      op.wait_peers(op.state, &PeerCounters::arrived, num_rows, bytes_under_way());
+      op.wait_peers(op.state, &PeerCounters::arrived, num_rows, bytes_in_transit());
     }
     const uint32_t end = takes_rows ? num_items() : 0;
     uint32_t item = warp_group.index;
     Arriving arriving = {};
-    const bool looks = !op.warp_has_failed() && item < end;  // after close(), the arena is unmapped
+    // If the operation has failed, nothing may touch the arena: close() may have unmapped it.
+    const bool looks = !op.warp_has_failed() && item < end;
     if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_recv_from(source); });
     if (kStealsRows && lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
     if (!kIsLowLatency) learn_destinations();
@@ -141,12 +142,13 @@ struct DispatchReceiver : CombineBackward<Config> {
       read_own(arriving, warp_group.warp, warp_group);
       if (has_header()) arriving.header = load_header(arriving.address.header(lane_id()));
       if (!new_route()) arriving.is_sent = __any_sync(kAllLanes, arriving.row >= 0);
-    } else if (arrives_by_signal(arriving.source)) {  // before the signal, a unit may have arrived in part
+    } else if (arrives_by_signal(arriving.source)) {
+      // Before the signal, a unit may be half written. So all units count as missing.
       const BatchAddresses addresses = batch_at(arriving.address, warp_group.warp, warp_group);
-      for (int i = 0; i < kUnitsTaken; ++i) arriving.first.units[i] = addresses.has(i) ? sentinel_unit() : uint4{};
+      for (int i = 0; i < kUnitsTaken; ++i) arriving.batch.units[i] = addresses.has(i) ? sentinel_unit() : uint4{};
       arriving.header = no_header(op);
     } else {
-      look_at_batch(arriving.address, warp_group.warp, warp_group, arriving.first);
+      look_at_batch(arriving.address, warp_group.warp, warp_group, arriving.batch);
       if (has_header()) arriving.header = load_header(arriving.address.header(lane_id()));
     }
     if constexpr (kArrival == Arrival::kCombineBack) {
@@ -165,11 +167,11 @@ struct DispatchReceiver : CombineBackward<Config> {
       load_chunk(arriving.index, chunk_of(first, i, warp_group), read[i], scales[i]);
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
-      arriving.first.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
+      arriving.batch.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
       if constexpr (kArrival != Arrival::kCombineBack) {
         if (!args.num_scales) continue;
         const uint4 unit = scales_unit(has_unit(chunk_of(first, i, warp_group)) ? scales[i] : 0);
-        if (lane_id() == i) arriving.first.units[kReceiveBatch] = unit;
+        if (lane_id() == i) arriving.batch.units[kReceiveBatch] = unit;
       }
     }
   }
@@ -191,7 +193,7 @@ struct DispatchReceiver : CombineBackward<Config> {
         if (lane_id() == 0 && !uses_rail_peers()) await_signal(op, arriving.source, arriving.source, arriving.index);
         __syncwarp();
       }
-      take_batch(arriving.source, arriving.address, warp_group.warp, warp_group, arriving.first, header_arrived);
+      take_batch(arriving.source, arriving.address, warp_group.warp, warp_group, arriving.batch, header_arrived);
     }
     if (op.state.failed) arriving.header.expert = -1;  // the header may be garbage
   }
@@ -218,23 +220,25 @@ struct DispatchReceiver : CombineBackward<Config> {
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(Stamp::kMoved);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
-    const int32_t end = arriving.is_own && !targets ? 0 : chunks();  // arrived rows are always taken
+    // A peer's row is taken even if no expert keeps it, because taking it puts the sentinels back.
+    const int32_t end = arriving.is_own && !targets ? 0 : chunks();
 #pragma unroll 1
-    for (int32_t first = warp_group.warp; first < end; first += kReceiveBatch * warp_group.num_warps) {
-      if (first != warp_group.warp) {
+    for (int32_t first_chunk = warp_group.warp; first_chunk < end;
+         first_chunk += kReceiveBatch * warp_group.num_warps) {
+      if (first_chunk != warp_group.warp) {
         if (arriving.is_own) {
-          read_own(arriving, first, warp_group);
+          read_own(arriving, first_chunk, warp_group);
         } else {
-          look_at_batch(arriving.address, first, warp_group, arriving.first);
+          look_at_batch(arriving.address, first_chunk, warp_group, arriving.batch);
         }
-        if constexpr (kArrival == Arrival::kCombineBack) prefetch_y(row, first, warp_group);
+        if constexpr (kArrival == Arrival::kCombineBack) prefetch_y(row, first_chunk, warp_group);
         if (!arriving.is_own)
-          take_batch(source, arriving.address, first, warp_group, arriving.first, [] { return true; });
+          take_batch(source, arriving.address, first_chunk, warp_group, arriving.batch, [] { return true; });
       }
       op.stamp(Stamp::kWrites);
-      if constexpr (kArrival == Arrival::kCopy) copy(arriving.first, first, row, targets, warp_group);
-      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.first, first, row, targets, warp_group);
-      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving, first, targets, warp_group);
+      if constexpr (kArrival == Arrival::kCopy) copy(arriving.batch, first_chunk, row, targets, warp_group);
+      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.batch, first_chunk, row, targets, warp_group);
+      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving, first_chunk, targets, warp_group);
       op.stamp(Stamp::kWritten);
     }
     if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, warp_group);
@@ -243,10 +247,10 @@ struct DispatchReceiver : CombineBackward<Config> {
   // Copies a batch unchanged to each expert's row.
   __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
                        const WarpGroup& warp_group) const {
-    const auto own = reinterpret_cast<unsigned long long>(out_row(row));
+    const auto out_of_lane = reinterpret_cast<unsigned long long>(out_row(row));
 #pragma unroll(kUnroll)
     for (uint32_t left = targets; left; left &= left - 1) {
-      auto* out = reinterpret_cast<uint4*>(__shfl_sync(kAllLanes, own, __ffs(left) - 1)) + lane_id();
+      auto* out = reinterpret_cast<uint4*>(__shfl_sync(kAllLanes, out_of_lane, __ffs(left) - 1)) + lane_id();
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);

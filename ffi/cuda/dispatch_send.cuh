@@ -29,7 +29,8 @@ struct DispatchSender : Routing<Config> {
   // The destinations of a token.
   struct Route {
     int32_t index;  // for rank = lane: the row's index among the rows sent there; -1 if it is not sent there
-    // For k = lane; `position` and `weight` are known to the warp group's first warp, which writes the headers.
+    // Lane k has the values for k ("for k = lane"). Only the first warp of the warp group has `position` and `weight`:
+    // it writes the headers.
     int32_t expert, position;  // expert: -1 for none
     float weight;
     uint32_t ranks;  // bits of the destination ranks, if the route is new
@@ -116,21 +117,24 @@ struct DispatchSender : Routing<Config> {
                            const WarpGroup& warp_group) const {
     RowAddress row = {};  // at rank = lane
     if (index >= 0) row = RowAddress(op, lane_id(), source_at(lane_id()), index);
-    const int32_t end = __any_sync(kAllLanes, index >= 0) ? num_batches() : 1;  // of a row that is not sent, the header
+    // If the row goes to no peer, one step is enough: it writes the header for this rank.
+    const int32_t end = __any_sync(kAllLanes, index >= 0) ? num_batches() : 1;
 #pragma unroll 1
     for (int32_t batch_index = warp_group.warp; batch_index < end; batch_index += warp_group.num_warps) {
       const int32_t next = batch_index + warp_group.num_warps;
       Batch ahead = {};
       if (next < end) ahead = load(token, next);
       send_batch(packed, batch_index, route, index, row);
-      if (batch_index == 0 && new_route() && token < args.num_tokens) {  // every token has a header here
+      // This rank's receiver waits for a header of every own token, even of a token without an expert here.
+      if (batch_index == 0 && new_route() && token < args.num_tokens) {
         write_header(row_here(peers.rank, token), route, peers.rank);
       }
       if (next < end) packed = pack(ahead, next);
     }
   }
 
-  // The source under which rank `rank` keeps this rank's rows.
+  // The number of the source under which rank `rank` keeps this rank's rows in its arena. With rail peers, a remote
+  // rank keeps them under the number of this rank's node.
   __device__ int32_t source_at(int32_t rank) const {
     return uses_rail_peers() && is_remote(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own) : peers.rank;
   }
@@ -171,13 +175,15 @@ struct DispatchSender : Routing<Config> {
     if (lane_id() == 0) block_tokens.ranks[block_tokens.group_in_block] = route.ranks;
   }
 
-  // Adds the numbers of rows before this token: those in `counts`, and those of the block's tokens in this round.
+  // Completes route.index and route.position: adds the rows of all earlier rounds (`counts`), and those of this round's
+  // tokens with a lower group_in_block.
   __device__ void finish_route(const SendCounts& counts, Route& route, const BlockTokens& block_tokens,
                                const WarpGroup& warp_group) const {
     if (route.ranks >> lane_id() & 1) route.index = counts.ranks[lane_id()];
     if (warp_group.warp == 0 && route.expert >= 0) route.position += counts.experts[route.expert];
     if (block_tokens.group_in_block == 0) return;
-    // A lane for each of the block's tokens; then a lane for each of their pairs (token, k).
+    // First, lane i has the ranks of the block's token i. Then the lanes have the experts of the block's pairs (token,
+    // k), 32 pairs at a time.
     const uint32_t ranks = lane_id() < block_tokens.group_in_block ? block_tokens.ranks[lane_id()] : 0;
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
@@ -222,8 +228,8 @@ struct DispatchSender : Routing<Config> {
     send_chunks(packed.units, packed.scales, [=](int i) { return batch_index * kSendBatch + i; }, route, index, row);
   }
 
-  // Sends `N` chunks to each rank in `index`. The i-th of them is chunk chunk_at(i) of the row. The header goes with
-  // chunk 0.
+  // Sends `N` chunks to each rank whose lane has an `index` of 0 or more. The i-th of them is chunk chunk_at(i) of the
+  // row. The header goes with chunk 0.
   template <int N, typename ChunkAt>
   __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
                                               const Route& route, int32_t index, const RowAddress& row) const {

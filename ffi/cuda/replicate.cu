@@ -60,7 +60,7 @@ struct Replicate {
     };
     const auto take = [&](int32_t n) {
       const Row row = row_at(lane, n);
-      const int32_t slot = lists.taken[row.copied_expert];
+      const int32_t slot = lists.slot_here[row.copied_expert];
       if (slot >= 0) {
         uint8_t* const to = copy_in(slot) + row.offset;
         for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
@@ -78,15 +78,16 @@ struct Replicate {
     ring.run_lane(rows_given(lane), num_taken, send, take);
   }
 
-  // Adds the rows of a lane: those of the slots here travel to the source, and those of this rank's experts get what
-  // their takers send, in float32, in the order of slots, then ranks.
+  // Sends the gradients in this rank's slots home to the source, and adds to the gradients of this rank's own experts
+  // what their takers send: the rows of one lane. The sums are in float32, in the order of slots; for equal slots, in
+  // the order of ranks.
   template <typename X>
   __device__ void add(int32_t lane) const {
     int32_t first_row = -1;
     const int32_t num_taken = rows_given(lane);
     const auto send = [&](int32_t n) {
       const Row row = row_at(lane, n);
-      const int32_t slot = lists.taken[row.copied_expert];
+      const int32_t slot = lists.slot_here[row.copied_expert];
       const uint32_t ranks = slot >= 0 ? 1u << lists.counts.source : 0;
       ring.await_credits(lane, n, ranks, first_row);
       if (ranks == 0 || op.warp_has_failed()) return;

@@ -128,14 +128,15 @@ struct Routing : DispatchOperands<Config> {
     return __popc(__match_any_sync(kAllLanes, value) & earlier);
   }
 
-  // Finds out what a block must know to write rows. The control warp computes the destinations (compute_destinations);
-  // warp 0 loads the numbers of rows from all sources. In the low-latency variant, only the control warp calls it, and
-  // each warp loads the numbers itself.
+  // Prepares what the block needs to write rows. In the throughput and the balanced variant, all warps call it: the
+  // control warp computes the destinations, and warp 0 loads the number of rows from each source. In the low-latency
+  // variant, only the control warp calls it, and each warp loads the numbers itself.
   __device__ void learn_destinations() const {
     if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
     if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_recv_from(threadIdx.x);
     __syncwarp();
-    // Workers meet the barrier in await_destinations(). A control warp that is an additional warp only arrives at it.
+    // Workers wait at the barrier in await_destinations(). The extra control warp of the low-latency variant only
+    // arrives at it. In other variants, the control warp is a worker, too.
     if (op.is_worker()) return;
     if (op.state.failed) give_up();
     named_barrier_arrive(kDestinationsBarrier, blockDim.x);
@@ -149,9 +150,9 @@ struct Routing : DispatchOperands<Config> {
   }
   __device__ void give_up() const { atomicExch(&shared.gives_up, 1); }
 
-  // Computes the first row of each expert's group, by a prefix sum over the sizes of the groups. A known route has the
-  // sizes. One warp calls it; a lane computes two experts. If rows do not fit, share_room() then decides which are
-  // kept.
+  // Computes the first row of each expert's group, by a prefix sum over the sizes of the groups. For a known
+  // route, the sizes are an operand, already rounded up. One warp calls it; a lane computes two experts. If rows do not
+  // fit, share_room() then decides which are kept.
   __device__ void compute_destinations(const Destinations& p) const {
     if (args.is_all_to_all) return;
     int64_t rows_before = 0;
@@ -246,6 +247,8 @@ struct Routing : DispatchOperands<Config> {
     if (shared.dropped) red_add_relaxed_gpu(&op.own().counters.dropped, shared.dropped);
   }
 
+  // The row of the result for a row of a new route, for k = lane: the group's first row, and the row's position in the
+  // group. -1 if the expert is not here, or if the row is dropped.
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Destinations& destinations) const {
     if (header.expert < 0) return -1;
     const int32_t* const first = destinations.first_position + source * experts_per_rank() + header.expert;

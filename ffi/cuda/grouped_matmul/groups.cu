@@ -13,16 +13,16 @@ constexpr int32_t kElementBytes = 2;  // of bfloat16 and float16
 using NumberPerThread = int64_t[kThreads];  // in shared memory
 using PointerPerThread = void* [kThreads];  // in shared memory
 
-// Where a group's rows are. `end` is the first row of the next group, or num_rows: the rows between the group and `end`
-// are beyond the groups.
+// Where a group's rows are. `end` is where the next group begins, or num_rows for the last group. The rows from
+// first_row + size to `end` belong to no group.
 struct Group {
   int64_t first_row;
   int32_t size;
   int64_t end;
 };
 
-// The group of each thread, for one chunk of kThreads groups that begins at group `first`. `start` is the first row of
-// the chunk; the function advances it to the next chunk. A negative size counts as 0, and no group reaches beyond its
+// The group of each thread, for one batch of kThreads groups that begins at group `first`. `start` is the first row of
+// the batch; the function advances it to the next batch. A negative size counts as 0, and no group reaches beyond its
 // capacity or the arrays. Contains block-wide barriers.
 __device__ Group group_of_thread(const GroupedMatmulArgs& args, int32_t first, int64_t& start) {
   const int32_t g = first + threadIdx.x;
@@ -86,7 +86,8 @@ __device__ void write_group(const GroupedMatmulArgs& args, const GroupArrays& ar
       arrays.d_stride[g] = k;
       break;
     default:
-      // A TMA descriptor cannot describe a matrix without elements: an empty group gets a product without rows.
+      // An empty group has no rows to multiply, and TMA cannot describe an empty operand. With m = 0, the group has no
+      // tiles. write_arrays() writes its zeros.
       arrays.shapes[g] = {group.size > 0 ? k : 0, n, group.size};
       arrays.a[g] = at(args.lhs, group.first_row * k);
       arrays.b[g] = at(args.rhs, group.first_row * n);
