@@ -61,9 +61,9 @@ GEMMS_BY = {"auto": {}, "cublas": {"xla_gpu_enable_triton_gemm": False}, "triton
 
 def overlapped(start: Callable, operands: Any, done: Callable, compute: Callable, x: Any) -> tuple[Any, Any]:
     """done(start(*operands)), compute(x), where compute(x) runs while the rows travel."""
-    operands, x = lax.optimization_barrier((operands, x))  # neither begins before both can
-    pending, x = lax.optimization_barrier((start(*operands), x))  # compute begins behind the start
-    pending, y = lax.optimization_barrier((pending, compute(x)))  # the done waits for peers: not before compute
+    operands, x = lax.optimization_barrier((operands, x))  # start and compute wait for all inputs of both
+    pending, x = lax.optimization_barrier((start(*operands), x))  # compute comes after the start
+    pending, y = lax.optimization_barrier((pending, compute(x)))  # the done comes after compute
     return done(pending), y
 
 
