@@ -642,8 +642,8 @@ def test_scan_checkpoint_and_other_axes(make_group):
     np.testing.assert_allclose(token, ragged, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["reference", "collectives"])
-def test_debug_nans(mesh, monkeypatch, backend):
+@pytest.mark.parametrize("plain_backend", ["reference", "collectives"])
+def test_debug_nans(mesh, monkeypatch, plain_backend):
     """Unspecified rows of x are NaN. Ids, weights and expanded rows have no NaN, and no operation reads such a row."""
     monkeypatch.setenv("JAX_EP_DEBUG_NANS", "1")
     inputs = make_inputs(SHAPE, mesh.size, "uneven")
@@ -653,7 +653,7 @@ def test_debug_nans(mesh, monkeypatch, backend):
         rows = ep.expand(recv)
         return recv, rows, ep.combine(ep.reduce(rows.x, rows), recv)
 
-    with open_group(mesh, SHAPE, backend=backend) as group:
+    with open_group(mesh, SHAPE, backend=plain_backend) as group:
         recv, rows, out = run_spmd(layer, mesh, *inputs)
     expected = oracle.dispatch_tokens(*inputs, num_experts=SHAPE.num_experts)
     assert_tokens_dispatched(recv, expected)
