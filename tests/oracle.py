@@ -144,16 +144,20 @@ def route(topk_idx, *, num_experts, layout, capacity=None, alignment=1) -> Route
     return Route(source, is_alignment, counts, group_sizes, num_dropped, topk_idx.shape)
 
 
+def arriving(x, wire, dequantize_to):
+    """The rows of all tokens in the form in which they arrive, and their scales or None."""
+    rows, scales = x if isinstance(x, tuple) else (x, None)
+    if wire is not None:
+        rows, scales = quantize(x, wire)
+    return (rows, scales) if dequantize_to is None else (dequantize(rows, scales, dequantize_to), None)
+
+
 def dispatch(x, topk_idx, topk_weights, *, wire=None, dequantize_to=None, **layout) -> Dispatched:
     """x is [R, T, H] or already quantised, (x_fp8 [R, T, H], scales [R, T, H/128]); `layout` as for `route`."""
     where = route(topk_idx, **layout)
     if topk_weights is None:
         topk_weights = np.ones(topk_idx.shape, np.float32)
-    payload, scales = x if isinstance(x, tuple) else (x, None)
-    if wire is not None:
-        payload, scales = quantize(x, wire)
-    if dequantize_to is not None:
-        payload, scales = dequantize(payload, scales, dequantize_to), None
+    payload, scales = arriving(x, wire, dequantize_to)
     return Dispatched(
         x=where.gather(payload),
         weights=where.gather_choices(topk_weights),
@@ -191,11 +195,7 @@ def dispatch_tokens(
     capacity = num_ranks * tokens if capacity is None else capacity
     if topk_weights is None:
         topk_weights = np.ones(topk_idx.shape, np.float32)
-    payload, scales = x if isinstance(x, tuple) else (x, None)
-    if wire is not None:
-        payload, scales = quantize(x, wire)
-    if dequantize_to is not None:
-        payload, scales = dequantize(payload, scales, dequantize_to), None
+    payload, scales = arriving(x, wire, dequantize_to)
     source = np.full((num_ranks, capacity, 2), -1)
     ids = np.full((num_ranks, capacity, top_k), -1, np.int32)
     weights = np.zeros((num_ranks, capacity, top_k), np.float32)
