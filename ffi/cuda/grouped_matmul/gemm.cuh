@@ -40,7 +40,7 @@ struct Layouts<GroupedProduct::kWeightsGradient> {  // A = transpose(rows), B = 
 // multiplies, the other one writes its tile. No blocks form a cluster, because a cluster would pad each group to its
 // own shape. These tiles were the fastest of those that were measured (docs/experiments.md).
 using LargeTile = cute::Shape<cute::_128, cute::_192, cute::_64>;
-using SmallTile = cute::Shape<cute::_64, cute::_256, cute::_64>;  // for few rows per group
+using SmallTile = cute::Shape<cute::_64, cute::Int<kSmallTileColumns>, cute::_64>;  // for few rows per group
 
 template <GroupedProduct product, typename Element, typename Tile>
 struct GroupedGemm {

@@ -9,6 +9,8 @@
 
 namespace jax_ep {
 
+inline constexpr int64_t kSmallTileColumns = 256;  // of the GEMM for few rows
+
 struct GroupedGemmFunctions {
   // Enqueues the GEMM. Returns nullptr, or why it could not.
   const char* (*run)(const GroupArrays& arrays, int32_t num_groups, int32_t device, int32_t num_sms,
@@ -18,7 +20,7 @@ struct GroupedGemmFunctions {
 };
 
 GroupedGemmFunctions forward_gemm(GroupedDtype dtype);
-GroupedGemmFunctions forward_few_rows_gemm(GroupedDtype dtype);  // faster with at most 64 rows per group
+GroupedGemmFunctions forward_few_rows_gemm(GroupedDtype dtype);
 GroupedGemmFunctions rows_gradient_gemm(GroupedDtype dtype);
 GroupedGemmFunctions weights_gradient_gemm(GroupedDtype dtype);
 
