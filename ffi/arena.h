@@ -222,11 +222,11 @@ constexpr int64_t counts_offset(int32_t slot, int32_t peer, int32_t num_ranks, i
   return static_cast<int64_t>(sizeof(Control)) +
          (int64_t{slot} * num_ranks + peer) * align_up(counts_per_source * 8, kUnitBytes);
 }
-// The offset of the credit that `peer` gives for a lane of a long transfer (ffi/cuda/row_ring.cuh): {epoch, number of
+// The offset of the credit that `peer` gives for a track of a long transfer (ffi/cuda/row_ring.cuh): {epoch, number of
 // rows that it has taken}. Credits follow the counts, in a group with replicas.
-inline constexpr int32_t kMaxCopyLanes = 1024;
-constexpr int64_t credits_offset(int32_t peer, int32_t lane, int32_t num_ranks, int32_t counts_per_source) {
-  return counts_offset(kMaxSlots, 0, num_ranks, counts_per_source) + (int64_t{peer} * kMaxCopyLanes + lane) * 8;
+inline constexpr int32_t kMaxCopyTracks = 1024;
+constexpr int64_t credits_offset(int32_t peer, int32_t track, int32_t num_ranks, int32_t counts_per_source) {
+  return counts_offset(kMaxSlots, 0, num_ranks, counts_per_source) + (int64_t{peer} * kMaxCopyTracks + track) * 8;
 }
 constexpr int64_t control_bytes(int32_t num_ranks, int32_t counts_per_source, bool has_replicas) {
   return credits_offset(has_replicas ? num_ranks : 0, 0, num_ranks, counts_per_source);

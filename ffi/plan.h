@@ -485,16 +485,16 @@ constexpr BalancePlan plan_balance(int64_t num_pairs, int32_t num_experts, int32
   return {static_cast<int32_t>(num_warps * 32), static_cast<int32_t>(num_blocks), std::min(kPairThreads / 32, room)};
 }
 
-// The launch of a replicate: warps claim lanes of rows (ffi/cuda/row_ring.cuh). All ranks have equally many lanes. If
+// The launch of a replicate: warps claim tracks of rows (ffi/cuda/row_ring.cuh). All ranks have equally many tracks. If
 // the kernel also clears slots, the other SMs do so meanwhile.
 inline constexpr int32_t kCopyWarps = 16;  // of a block
 struct CopyPlan {
-  int32_t num_blocks, num_lanes;
+  int32_t num_blocks, num_tracks;
 };
-// A lane has at least four rows in flight, if the arena has room for so many.
+// A track has at least four rows in flight, if the arena has room for so many.
 constexpr CopyPlan plan_replicate(int32_t max_tokens, bool clears_slots, int32_t num_sms, int32_t device_sms) {
-  const int32_t num_lanes = std::clamp(max_tokens / 4, 1, kMaxCopyLanes), sms = usable_sms(num_sms, device_sms);
-  return {clears_slots ? sms : std::min(sms, (num_lanes + kCopyWarps - 1) / kCopyWarps), num_lanes};
+  const int32_t num_tracks = std::clamp(max_tokens / 4, 1, kMaxCopyTracks), sms = usable_sms(num_sms, device_sms);
+  return {clears_slots ? sms : std::min(sms, (num_tracks + kCopyWarps - 1) / kCopyWarps), num_tracks};
 }
 
 }  // namespace jax_ep

@@ -13,10 +13,10 @@ namespace jax_ep {
 
 // The sizes of the lists, in shared memory.
 struct CopyCounts {
-  int32_t num_given;      // experts of this rank that are copied
-  int32_t num_of_source;  // experts of the source that are copied, by any rank
-  int32_t source;         // -1 for none
-  uint32_t all_takers;    // bits of the ranks that copy from this rank
+  int32_t num_exported;    // experts of this rank that are copied
+  int32_t num_of_source;   // experts of the source that are copied, by any rank
+  int32_t source;          // -1 for none
+  uint32_t all_receivers;  // bits of the ranks that copy from this rank
 };
 
 struct CopyLists {
@@ -25,12 +25,13 @@ struct CopyLists {
   const Operation& op;
   const ReplicateArgs& args;
   CopyCounts& counts;
-  // After build(), `given` and `takers` have an element per copied expert of this rank, and `slot_here` per copied
-  // expert of the source. Before the compact_ steps of build(), `takers` and `slot_here` have one per local expert.
-  int32_t* const given;      // the expert's local number
-  uint32_t* const takers;    // bits of the ranks that copy it
-  int32_t* const slot_here;  // this rank's slot with the copy, or kCopiedElsewhere
-  int32_t* const slots_of;   // [expert, R]: the slot of each home expert at each rank that copies it
+  // After build(), `exported` and `receivers` have an element per copied expert of this rank, and `slot_here` per
+  // copied expert of the source. Before the compact_ steps of build(), `receivers` and `slot_here` have one per local
+  // expert.
+  int32_t* const exported;    // the expert's local number
+  uint32_t* const receivers;  // bits of the ranks that copy it
+  int32_t* const slot_here;   // this rank's slot with the copy, or kCopiedElsewhere
+  int32_t* const slots_of;    // [expert, R]: the slot of each home expert at each rank that copies it
 
   static constexpr int32_t words(int32_t num_home_experts, int32_t num_ranks) {
     return num_home_experts * (3 + num_ranks);
@@ -39,8 +40,8 @@ struct CopyLists {
       : op(op),
         args(args),
         counts(counts),
-        given(words),
-        takers(reinterpret_cast<uint32_t*>(words) + op.peers.num_home_experts()),
+        exported(words),
+        receivers(reinterpret_cast<uint32_t*>(words) + op.peers.num_home_experts()),
         slot_here(words + 2 * op.peers.num_home_experts()),
         slots_of(words + 3 * op.peers.num_home_experts()) {}
 
@@ -51,7 +52,7 @@ struct CopyLists {
     const int32_t first = args.slots[peers.rank * replicas];
     const int32_t source = first >= 0 ? home_of(first) : -1;
     for (int32_t i = threadIdx.x; i < experts; i += blockDim.x) {
-      takers[i] = 0;
+      receivers[i] = 0;
       slot_here[i] = kNotCopied;
     }
     __syncthreads();
@@ -60,7 +61,7 @@ struct CopyLists {
       if (expert < 0) continue;
       const int32_t home = home_of(expert), local = expert - home * experts;
       if (home == peers.rank) {
-        atomicAdd(takers + local, 1u << rank);  // a rank has one copy of an expert at most
+        atomicAdd(receivers + local, 1u << rank);  // a rank has one copy of an expert at most
         slots_of[local * peers.num_ranks + rank] = slot;
       }
       if (home == source) slot_here[local] = kCopiedElsewhere;
@@ -71,39 +72,39 @@ struct CopyLists {
       if (expert >= 0) slot_here[expert - source * experts] = slot;
     }
     __syncthreads();
-    if (warp_id() == 0) compact_given();
+    if (warp_id() == 0) compact_exported();
     if (warp_id() == blockDim.x / 32 - 1) compact_slots_here(source);
     __syncthreads();
   }
 
   __device__ int32_t slot_of(int32_t copied_expert, int32_t rank) const {
-    return slots_of[given[copied_expert] * op.peers.num_ranks + rank];
+    return slots_of[exported[copied_expert] * op.peers.num_ranks + rank];
   }
 
  private:
   __device__ int32_t home_of(int32_t expert) const { return args.by_home_experts.quotient(expert); }
 
   // Moves the copied experts to the front, in order. A warp calls it.
-  __device__ void compact_given() const {
+  __device__ void compact_exported() const {
     const int32_t experts = op.peers.num_home_experts();
     int32_t count = 0;
     uint32_t all = 0;
     for (int32_t first = 0; first < experts; first += 32) {
       const int32_t expert = first + lane_id();
-      const uint32_t ranks = expert < experts ? takers[expert] : 0, copied = __ballot_sync(kAllLanes, ranks != 0);
+      const uint32_t ranks = expert < experts ? receivers[expert] : 0, copied = __ballot_sync(kAllLanes, ranks != 0);
       const int32_t position = count + __popc(copied & ((1u << lane_id()) - 1));
       __syncwarp();
       if (ranks != 0) {
-        given[position] = expert;
-        takers[position] = ranks;
+        exported[position] = expert;
+        receivers[position] = ranks;
       }
       count += __popc(copied);
       all |= ranks;
     }
     all = __reduce_or_sync(kAllLanes, all);
     if (lane_id() == 0) {
-      counts.num_given = count;
-      counts.all_takers = all;
+      counts.num_exported = count;
+      counts.all_receivers = all;
     }
   }
 

@@ -31,8 +31,8 @@ struct Replicate {
     int64_t offset;
     int32_t bytes;
   };
-  __device__ Row row_at(int32_t lane, int32_t n) const {
-    const int64_t index = ring.index(lane, n);
+  __device__ Row row_at(int32_t track, int32_t n) const {
+    const int64_t index = ring.index(track, n);
     const auto copied_expert = static_cast<int32_t>(index / rows_per_expert());
     const int64_t offset = (index - int64_t{copied_expert} * rows_per_expert()) * row_bytes();
     return {copied_expert, offset, static_cast<int32_t>(min(int64_t{row_bytes()}, args.expert_bytes - offset))};
@@ -40,32 +40,33 @@ struct Replicate {
   __device__ uint8_t* expert(int32_t local) const { return args.home + local * args.expert_bytes; }
   __device__ uint8_t* copy_in(int32_t slot) const { return args.copies + slot * args.expert_bytes; }
 
-  __device__ int32_t rows_given(int32_t lane) const {
-    return ring.rows_of_lane(lane, int64_t{lists.counts.num_given} * rows_per_expert());
+  __device__ int32_t rows_exported(int32_t track) const {
+    return ring.rows_of_track(track, int64_t{lists.counts.num_exported} * rows_per_expert());
   }
-  __device__ int32_t rows_of_source(int32_t lane) const {
-    return ring.rows_of_lane(lane, int64_t{lists.counts.num_of_source} * rows_per_expert());
+  __device__ int32_t rows_of_source(int32_t track) const {
+    return ring.rows_of_track(track, int64_t{lists.counts.num_of_source} * rows_per_expert());
   }
 
-  // Copies the rows of a lane: those of this rank's experts to their takers, and those of the source to the slots here.
-  __device__ void copy(int32_t lane) const {
+  // Copies the rows of a track: those of this rank's experts to their receivers, and those of the source to the slots
+  // here.
+  __device__ void copy(int32_t track) const {
     int32_t first_row = -1;
-    const int32_t num_taken = rows_of_source(lane);
+    const int32_t num_taken = rows_of_source(track);
     const auto send = [&](int32_t n) {
-      const Row row = row_at(lane, n);
-      const uint32_t ranks = lists.takers[row.copied_expert];
-      ring.await_credits(lane, n, ranks, first_row);
+      const Row row = row_at(track, n);
+      const uint32_t ranks = lists.receivers[row.copied_expert];
+      ring.await_credits(track, n, ranks, first_row);
       if (op.warp_has_failed()) return;
-      ring.send(lane, n, ranks, expert(lists.given[row.copied_expert]) + row.offset, row.bytes);
+      ring.send(track, n, ranks, expert(lists.exported[row.copied_expert]) + row.offset, row.bytes);
     };
     const auto take = [&](int32_t n) {
-      const Row row = row_at(lane, n);
+      const Row row = row_at(track, n);
       const int32_t slot = lists.slot_here[row.copied_expert];
       if (slot >= 0) {
         uint8_t* const to = copy_in(slot) + row.offset;
         for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
           uint4 units[RowRing::kBatch];
-          ring.take(lane, n, lists.counts.source, chunk, row.bytes, units);
+          ring.take(track, n, lists.counts.source, chunk, row.bytes, units);
 #pragma unroll
           for (int i = 0; i < RowRing::kBatch; ++i) {
             const int32_t at = RowRing::unit_in_row(chunk + i);
@@ -73,39 +74,39 @@ struct Replicate {
           }
         }
       }
-      if (num_taken > ring.depth) ring.give_credit(lane, n, 1u << lists.counts.source);
+      if (num_taken > ring.depth) ring.give_credit(track, n, 1u << lists.counts.source);
     };
-    ring.run_lane(rows_given(lane), num_taken, send, take);
+    ring.run_track(rows_exported(track), num_taken, send, take);
   }
 
   // Sends the gradients in this rank's slots home to the source, and adds to the gradients of this rank's own experts
-  // what their takers send: the rows of one lane. The sums are in float32, in the order of slots; for equal slots, in
-  // the order of ranks.
+  // what their receivers send: the rows of one track. The sums are in float32, in the order of slots; for equal slots,
+  // in the order of ranks.
   template <typename X>
-  __device__ void add(int32_t lane) const {
+  __device__ void add(int32_t track) const {
     int32_t first_row = -1;
-    const int32_t num_taken = rows_given(lane);
+    const int32_t num_taken = rows_exported(track);
     const auto send = [&](int32_t n) {
-      const Row row = row_at(lane, n);
+      const Row row = row_at(track, n);
       const int32_t slot = lists.slot_here[row.copied_expert];
       const uint32_t ranks = slot >= 0 ? 1u << lists.counts.source : 0;
-      ring.await_credits(lane, n, ranks, first_row);
+      ring.await_credits(track, n, ranks, first_row);
       if (ranks == 0 || op.warp_has_failed()) return;
-      ring.send(lane, n, ranks, copy_in(slot) + row.offset, row.bytes);
+      ring.send(track, n, ranks, copy_in(slot) + row.offset, row.bytes);
     };
     const auto take = [&](int32_t n) {
-      const Row row = row_at(lane, n);
-      uint8_t* const at = expert(lists.given[row.copied_expert]) + row.offset;
+      const Row row = row_at(track, n);
+      uint8_t* const at = expert(lists.exported[row.copied_expert]) + row.offset;
       for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
-        add_batch<X>(lane, n, row, chunk, at);
+        add_batch<X>(track, n, row, chunk, at);
       }
-      if (num_taken > ring.depth) ring.give_credit(lane, n, lists.counts.all_takers);
+      if (num_taken > ring.depth) ring.give_credit(track, n, lists.counts.all_receivers);
     };
-    ring.run_lane(rows_of_source(lane), num_taken, send, take);
+    ring.run_track(rows_of_source(track), num_taken, send, take);
   }
 
   template <typename X>
-  __device__ void add_batch(int32_t lane, int32_t n, const Row& row, int32_t chunk, uint8_t* home) const {
+  __device__ void add_batch(int32_t track, int32_t n, const Row& row, int32_t chunk, uint8_t* home) const {
     constexpr int kSize = Vector<X>::kSize;
     float sum[RowRing::kBatch][kSize] = {};
 #pragma unroll
@@ -116,11 +117,11 @@ struct Replicate {
       values.bits = *reinterpret_cast<const uint4*>(home + at);
       to_floats(values, sum[i]);
     }
-    for (uint32_t left = lists.takers[row.copied_expert]; left != 0;) {
-      const int32_t rank = next_taker(row.copied_expert, left);
+    for (uint32_t left = lists.receivers[row.copied_expert]; left != 0;) {
+      const int32_t rank = next_receiver(row.copied_expert, left);
       left &= ~(1u << rank);
       uint4 units[RowRing::kBatch];
-      ring.take(lane, n, rank, chunk, row.bytes, units);
+      ring.take(track, n, rank, chunk, row.bytes, units);
 #pragma unroll
       for (int i = 0; i < RowRing::kBatch; ++i) {
         Vector<X> values;
@@ -143,7 +144,7 @@ struct Replicate {
   }
 
   // The rank in `left` whose copy is in the lowest slot; of several, the lowest rank.
-  __device__ int32_t next_taker(int32_t copied_expert, uint32_t left) const {
+  __device__ int32_t next_receiver(int32_t copied_expert, uint32_t left) const {
     const bool is_left = left >> lane_id() & 1;
     const int32_t slot = is_left ? lists.slot_of(copied_expert, lane_id()) : INT32_MAX;
     const int32_t lowest = __reduce_min_sync(kAllLanes, slot);
@@ -151,7 +152,7 @@ struct Replicate {
   }
 
   // Whether this rank sends rows or takes some.
-  __device__ bool has_rows() const { return lists.counts.num_given > 0 || lists.counts.num_of_source > 0; }
+  __device__ bool has_rows() const { return lists.counts.num_exported > 0 || lists.counts.num_of_source > 0; }
 
   // The parts of slots that warps claim, to zero those without a copy.
   static constexpr int64_t kPartBytes = 64 * 1024;
@@ -213,17 +214,17 @@ __global__ void __launch_bounds__(kCopyWarps * 32, 1)
     replicate.clear_slots();
   } else if (!op.warp_has_failed()) {
     if (lane_id() == 0) op.open_claims(0);
-    while (true) {  // a warp claims lanes, then parts of slots to clear
+    while (true) {  // a warp claims tracks, then parts of slots to clear
       const int64_t claimed = __shfl_sync(kAllLanes, lane_id() == 0 ? op.claim() : 0, 0),
-                    part = claimed - plan.num_lanes;
+                    part = claimed - plan.num_tracks;
       if (part >= replicate.num_parts() || op.warp_has_failed()) break;
-      const auto lane = static_cast<int32_t>(claimed);
+      const auto track = static_cast<int32_t>(claimed);
       if (part >= 0) {
         replicate.clear_part(part);
       } else if constexpr (kBack) {
-        replicate.template add<X>(lane);
+        replicate.template add<X>(track);
       } else {
-        replicate.copy(lane);
+        replicate.copy(track);
       }
     }
   }

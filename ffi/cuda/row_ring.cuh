@@ -1,12 +1,13 @@
 // Rows of a long transfer between two ranks, through the arena's rows for that pair, which are used again and again.
 //
-// The rows of a transfer have indices. Row `index` is row index / num_lanes of lane index % num_lanes. One warp at each
-// end handles a lane, in order, with `depth` rows in flight. The receiver tells the sender how many rows of the lane it
-// has taken: a credit. The sender may store row n of a lane only after row n - depth has been taken.
+// The rows of a transfer have indices, and are divided among tracks: row `index` is row index / num_tracks of track
+// index % num_tracks. One warp at each end handles a track, in order, with `depth` rows in flight. The receiver tells
+// the sender how many rows of the track it has taken: a credit. The sender may store row n of a track only after row
+// n - depth has been taken.
 //
-// A warp sends row n of its lane, and then takes row n - depth + 1 of the same lane, if these rows exist. If all ranks
-// have done this for all rows before n, every rank can do it for row n. So no rank waits for ever, whatever ranks send
-// to each other.
+// A warp sends row n of its track, and then takes row n - depth + 1 of the same track, if these rows exist. If all
+// ranks have done this for all rows before n, every rank can do it for row n. So no rank waits for ever, whatever ranks
+// send to each other.
 //
 // Units travel by the in-band protocol (ll_units.cuh). A row has no header.
 #pragma once
@@ -20,22 +21,22 @@ struct RowRing {
   static constexpr int kBatch = 4;  // chunks that a warp handles at once
 
   const Operation& op;
-  const int32_t num_lanes, depth;
+  const int32_t num_tracks, depth;
 
   __device__ RowRing(const Operation& op, const CopyPlan& plan)
-      : op(op), num_lanes(plan.num_lanes), depth(op.peers.layout.max_tokens / plan.num_lanes) {}
+      : op(op), num_tracks(plan.num_tracks), depth(op.peers.layout.max_tokens / plan.num_tracks) {}
 
-  // The rows of a lane, if a transfer has num_rows rows.
-  __device__ int32_t rows_of_lane(int32_t lane, int64_t num_rows) const {
-    return num_rows <= lane ? 0 : static_cast<int32_t>((num_rows - lane + num_lanes - 1) / num_lanes);
+  // The rows of a track, if a transfer has num_rows rows.
+  __device__ int32_t rows_of_track(int32_t track, int64_t num_rows) const {
+    return num_rows <= track ? 0 : static_cast<int32_t>((num_rows - track + num_tracks - 1) / num_tracks);
   }
-  __device__ int64_t index(int32_t lane, int32_t n) const { return int64_t{n} * num_lanes + lane; }
-  __device__ int32_t arena_row(int32_t lane, int32_t n) const { return n % depth * num_lanes + lane; }
+  __device__ int64_t index(int32_t track, int32_t n) const { return int64_t{n} * num_tracks + track; }
+  __device__ int32_t arena_row(int32_t track, int32_t n) const { return n % depth * num_tracks + track; }
 
-  // Calls send(n) for each row n that the lane sends, and take(n) for each row that it takes, until the operation
+  // Calls send(n) for each row n that the track sends, and take(n) for each row that it takes, until the operation
   // fails.
   template <typename Send, typename Take>
-  __device__ void run_lane(int32_t num_sent, int32_t num_taken, Send send, Take take) const {
+  __device__ void run_track(int32_t num_sent, int32_t num_taken, Send send, Take take) const {
     const int32_t end = max(num_sent, num_taken > 0 ? num_taken + depth - 1 : 0);
     for (int32_t n = 0; n < end && !op.warp_has_failed(); ++n) {
       if (n < num_sent) send(n);
@@ -46,16 +47,16 @@ struct RowRing {
 
   // --- sending ------------------------------------------------------------------------------------------------------
 
-  // Waits until the ranks in `ranks` have taken row n - depth of the lane, in whose place row n goes. first_row: the
-  // first row of the lane that goes to rank = lane_id(), or -1; this function sets it. Rows before it need no credit.
-  __device__ void await_credits(int32_t lane, int32_t n, uint32_t ranks, int32_t& first_row) const {
+  // Waits until the ranks in `ranks` have taken row n - depth of the track, in whose place row n goes. first_row: the
+  // first row of the track that goes to rank = lane_id(), or -1; this function sets it. Rows before it need no credit.
+  __device__ void await_credits(int32_t track, int32_t n, uint32_t ranks, int32_t& first_row) const {
     const int32_t rank = lane_id();
     if (ranks >> rank & 1) {
       const int32_t needed = n - depth + 1;
       if (first_row < 0) {
         first_row = n;
       } else if (first_row < needed) {
-        const unsigned long long* const credit = op.credit_at(op.peers.rank, rank, lane);
+        const unsigned long long* const credit = op.credit_at(op.peers.rank, rank, track);
         op.wait_until(rank, [&] {
           const unsigned long long word = load_relaxed(credit);
           return word >> 32 == op.state.epoch && static_cast<int32_t>(static_cast<uint32_t>(word)) >= needed;
@@ -66,10 +67,10 @@ struct RowRing {
     __syncwarp();
   }
 
-  // Sends `bytes` bytes as row n of a lane to the ranks in `ranks`. A warp calls it.
-  __device__ void send(int32_t lane, int32_t n, uint32_t ranks, const uint8_t* from, int32_t bytes) const {
+  // Sends `bytes` bytes as row n of a track to the ranks in `ranks`. A warp calls it.
+  __device__ void send(int32_t track, int32_t n, uint32_t ranks, const uint8_t* from, int32_t bytes) const {
     RowAddress row = {};  // at rank = lane_id()
-    if (ranks >> lane_id() & 1) row = RowAddress(op, lane_id(), op.peers.rank, arena_row(lane, n));
+    if (ranks >> lane_id() & 1) row = RowAddress(op, lane_id(), op.peers.rank, arena_row(track, n));
     const int32_t num_chunks = jax_ep::num_chunks(bytes);
     for (int32_t first = 0; first < num_chunks; first += kBatch) {
       uint4 units[kBatch] = {};
@@ -106,9 +107,9 @@ struct RowRing {
   };
 
   // Waits for the batch of row n that begins with chunk `first`, and takes it. `bytes`: of the row. A warp calls it.
-  __device__ void take(int32_t lane, int32_t n, int32_t source, int32_t first, int32_t bytes,
+  __device__ void take(int32_t track, int32_t n, int32_t source, int32_t first, int32_t bytes,
                        uint4 (&units)[kBatch]) const {
-    const RowAddress row(op, op.peers.layout.row_number(op.state.slot, source, arena_row(lane, n)));
+    const RowAddress row(op, op.peers.layout.row_number(op.state.slot, source, arena_row(track, n)));
     const Addresses addresses = {row.unit(op, first), bytes - unit_in_row(first)};
     look_at_units(units, addresses);
     uint32_t escaped = 0;  // bits of this lane's escapes in the batch
@@ -124,13 +125,13 @@ struct RowRing {
     }
   }
 
-  // Tells the ranks in `sources` that this rank has taken all rows of the lane up to row n.
-  __device__ void give_credit(int32_t lane, int32_t n, uint32_t sources) const {
+  // Tells the ranks in `sources` that this rank has taken all rows of the track up to row n.
+  __device__ void give_credit(int32_t track, int32_t n, uint32_t sources) const {
     __syncwarp();
     const int32_t source = lane_id();
     if (sources >> source & 1) {
       fence_system();  // all lanes have stored sentinels before the credit
-      store_relaxed(op.credit_at(source, op.peers.rank, lane), tagged(op.state.epoch, static_cast<uint32_t>(n + 1)));
+      store_relaxed(op.credit_at(source, op.peers.rank, track), tagged(op.state.epoch, static_cast<uint32_t>(n + 1)));
     }
   }
 

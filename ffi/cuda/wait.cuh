@@ -92,11 +92,11 @@ struct Waiting {
         base + counts_offset(state.slot, from, peers.num_ranks, peers.counts_per_source));
   }
 
-  // The credit of `from` for a lane, in the memory of `rank`.
-  __device__ unsigned long long* credit_at(int32_t rank, int32_t from, int32_t lane) const {
+  // The credit of `from` for a track, in the memory of `rank`.
+  __device__ unsigned long long* credit_at(int32_t rank, int32_t from, int32_t track) const {
     auto* base = reinterpret_cast<uint8_t*>(state.table.control[rank]);
     return reinterpret_cast<unsigned long long*>(base +
-                                                 credits_offset(from, lane, peers.num_ranks, peers.counts_per_source));
+                                                 credits_offset(from, track, peers.num_ranks, peers.counts_per_source));
   }
 
   // Polls until probe() returns `expected`. Returns false if the operation has failed: another rank has failed, or the

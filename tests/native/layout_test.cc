@@ -161,7 +161,7 @@ void test_counters() {
   EXPECT_EQ(counts_per_source(8, 32, 0), 32);
   EXPECT_EQ(counts_per_source(8, 32 + 2, 2), 8 * 32);
   EXPECT_EQ(counts_per_source(1, 4 + 4, 4), 8);
-  EXPECT_EQ(control_bytes(8, 32, true) - control_bytes(8, 32, false), 8 * 8 * kMaxCopyLanes);
+  EXPECT_EQ(control_bytes(8, 32, true) - control_bytes(8, 32, false), 8 * 8 * kMaxCopyTracks);
   EXPECT_EQ(credits_offset(0, 0, 8, 32), control_bytes(8, 32, false));
   EXPECT_EQ(static_cast<int>(OpKind::kReplicateBack), kNumOpKinds - 1);
 }

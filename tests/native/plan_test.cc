@@ -395,13 +395,13 @@ void test_balance() {
   EXPECT_EQ(kMaxBalancedExperts, 4096);  // Group's docstring says so
 }
 
-// The ends of a transfer have as many lanes, whatever devices they are.
+// The ends of a transfer have as many tracks, whatever devices they are.
 void test_replicate() {
   for (int32_t max_tokens : {1, 3, 4, 100, 4096, 100'000}) {
     const CopyPlan plan = plan_replicate(max_tokens, false, 0, 132);
-    EXPECT_EQ(plan_replicate(max_tokens, true, 1, 4).num_lanes, plan.num_lanes);
-    EXPECT_EQ(plan.num_lanes >= 1 && plan.num_lanes <= std::min(max_tokens, kMaxCopyLanes), true);
-    EXPECT_EQ(plan.num_blocks >= 1 && plan.num_blocks * kCopyWarps < plan.num_lanes + kCopyWarps, true);
+    EXPECT_EQ(plan_replicate(max_tokens, true, 1, 4).num_tracks, plan.num_tracks);
+    EXPECT_EQ(plan.num_tracks >= 1 && plan.num_tracks <= std::min(max_tokens, kMaxCopyTracks), true);
+    EXPECT_EQ(plan.num_blocks >= 1 && plan.num_blocks * kCopyWarps < plan.num_tracks + kCopyWarps, true);
   }
   EXPECT_EQ(plan_replicate(4096, false, 0, 132).num_blocks, 64);
   EXPECT_EQ(plan_replicate(4096, true, 0, 132).num_blocks, 132);
