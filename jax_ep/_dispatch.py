@@ -65,8 +65,8 @@ def dispatch(
             (docs/concepts.md). recv.num_dropped counts the dropped rows, and combine treats them as zero.
         capacity_factor: use it in place of capacity. The capacity is then capacity_factor times the rows that a
             balanced router sends: T * K rows per rank ("ragged") or T * K / E_local rows per local expert ("expert"),
-            rounded up to a multiple of alignment. "token" counts as "ragged", a row for each of the T * K pairs. But
-            a rank never gets more than R * T rows.
+            rounded up to a multiple of alignment. With "token", it is that of "ragged", but at most R * T: more rows
+            never arrive.
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number. The
             other layouts pad no group. With "token", give alignment to `expand`.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
@@ -289,9 +289,8 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
 
 
 def _start_move(call: DispatchCall, x: Any, topk_idx: Any, topk_weights: jax.Array | None, *, zero_pad: bool) -> Any:
-    if call.options.layout == "token":  # the weights follow in the done
-        return call.backend.dispatch_start(call, x, topk_idx.sent, None, zero_pad=zero_pad)
-    return call.backend.dispatch_start(call, x, topk_idx, topk_weights, zero_pad=zero_pad)
+    start = _token_layout.dispatch_start if call.options.layout == "token" else call.backend.dispatch_start
+    return start(call, x, topk_idx, topk_weights, zero_pad=zero_pad)
 
 
 def _start_rows(call: DispatchCall, *operands: Any) -> Any:

@@ -54,6 +54,8 @@ class DispatchOptions:
                 )
             factor = _checks.positive(f"{op}: capacity_factor", self.capacity_factor)
             capacity = _layouts.capacity_of_factor(self.layout, factor, **sizes, alignment=alignment)
+            if self.layout == "token":
+                capacity = min(capacity, most_rows_of(self.layout, group, num_tokens, tolerance_units))
             origin = f", from capacity_factor = {factor}"
         elif capacity is None:
             most_rows = most_rows_of(self.layout, group, num_tokens, tolerance_units)

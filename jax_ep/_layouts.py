@@ -71,7 +71,7 @@ def capacity_of_factor(
     """The capacity of `factor` times the rows that a balanced router sends, rounded up to alignment.
 
     A balanced router sends T * K pairs (token, k) to each rank, and T * K / E_local pairs to each expert. In the layout
-    "token", pairs of one token share a row. The capacity counts a row for each pair all the same.
+    "token", this counts a row for each pair, though pairs of one token share a row.
     """
     # As the decimal number that the caller wrote: 1.1 * 10 rows are 11 rows, not 12.
     rows = Fraction(str(factor)) * num_tokens * top_k

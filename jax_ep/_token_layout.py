@@ -1,15 +1,16 @@
 """The layout "token": a row per token that has an expert on the rank, instead of a row per expert.
 
 All backends move these rows as the rows of a ragged layout: each token names a rank at most once, and names the rank's
-first slot. The local experts and the weights of a row follow along the same route, as words of 32 bits. `expand` makes
-the ragged layout of the rows, and `reduce` sums the experts' outputs. Both run on one rank and move nothing.
+first slot. The kernels send the local experts and the weights of a row in its header. With the backends in plain JAX,
+they follow along the same route, as words of 32 bits. `expand` makes the ragged layout of the rows, and `reduce` sums
+the experts' outputs. Both run on one rank and move nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +21,12 @@ from jax_ep._dispatch_options import most_rows_of
 from jax_ep._group import check_usable
 from jax_ep._layouts import take
 from jax_ep._settings import GroupSettings
-from jax_ep._types import DispatchCall, Dispatched, Expanded, Route, route_of
+from jax_ep._types import DispatchCall, Dispatched, Expanded, Route, TokenSlots, route_of
 
 _BYTES_PER_WORD = 4
 
 
 # --- dispatch ---------------------------------------------------------------------------------------------------------
-
-
-class TokenSlots(NamedTuple):
-    """The slots that tokens name. Both arrays are [T, K] int32, with -1 or any other invalid slot for "none"."""
-
-    sent: jax.Array  # the first slot of a rank, where k is the first that names the rank; else -1
-    named: jax.Array  # the slot of each pair (token, k)
 
 
 def token_slots(group: GroupSettings, topk_slot: jax.Array) -> TokenSlots:
@@ -43,36 +37,52 @@ def token_slots(group: GroupSettings, topk_slot: jax.Array) -> TokenSlots:
     return TokenSlots(jnp.where(is_valid & ~is_named_before, rank * group.slots_per_rank, -1), topk_slot)
 
 
+def dispatch_start(
+    call: DispatchCall, x: Any, slots: TokenSlots, topk_weights: jax.Array | None, *, zero_pad: bool
+) -> Any:
+    """Begins a `dispatch`. The arguments are those of `Backend.dispatch_start`."""
+    if call.backend.sends_pairs:
+        return call.backend.dispatch_start(call, x, slots, topk_weights, zero_pad=zero_pad)
+    return call.backend.dispatch_start(call, x, slots.sent, None, zero_pad=zero_pad)
+
+
 def dispatch(
     call: DispatchCall, x: Any, slots: TokenSlots, topk_weights: jax.Array | None, started: Any, *, zero_pad: bool
 ) -> Dispatched:
     """Sends each token once to each rank that it names. The arguments are those of `Backend.dispatch`."""
-    recv = call.backend.dispatch(call, x, slots.sent, None, started, zero_pad=zero_pad)
+    backend = call.backend
+    if backend.sends_pairs:
+        recv = backend.dispatch(call, x, slots, topk_weights, started, zero_pad=zero_pad)
+    else:
+        recv = backend.dispatch(call, x, slots.sent, None, started, zero_pad=zero_pad)
+        recv = _with_pairs(recv, slots, topk_weights)
+    assert recv.topk_idx is not None and recv.num_rows_per_rank is not None
+    counts = _count(recv.topk_idx, recv.group.slots_per_rank)
+    num_rows = jnp.sum(recv.num_rows_per_rank, dtype=jnp.int32)
+    return dataclasses.replace(recv, counts=counts, group_sizes=counts, num_rows=num_rows)
+
+
+def _with_pairs(recv: Dispatched, slots: TokenSlots, topk_weights: jax.Array | None) -> Dispatched:
+    """Sends the slots and the weights of the rows along their route. Returns `recv` with what arrives."""
     group = recv.group
-    num_rows = jnp.sum(recv.counts, dtype=jnp.int32)
     rank = lax.axis_index(group.axis_name)
     # [T, K] slots, [T, K] weights if there are any, and the source rank.
     weights = [] if topk_weights is None else [lax.bitcast_convert_type(topk_weights, jnp.int32)]
-    source = jnp.broadcast_to(rank, (call.num_tokens, 1))
+    source = jnp.broadcast_to(rank, (recv.route.num_tokens, 1))
     words = jnp.concatenate(_compat.vary([slots.named, *weights, source], group.axis_names), axis=1)
     words = _send_words(recv.route, words)
 
-    holds_token = jnp.arange(len(words), dtype=jnp.int32) < num_rows
+    holds_token = jnp.arange(len(words), dtype=jnp.int32) < jnp.sum(recv.counts, dtype=jnp.int32)
     local = words[:, : group.top_k] - rank * group.slots_per_rank
     is_here = holds_token[:, None] & (local >= 0) & (local < group.slots_per_rank)
     if topk_weights is None:
         weight = jnp.float32(1)
     else:
         weight = lax.bitcast_convert_type(words[:, group.top_k : 2 * group.top_k], jnp.float32)
-    topk_idx = jnp.where(is_here, local, -1)
-    counts = _count(topk_idx, group.slots_per_rank)
     return dataclasses.replace(
         recv,
-        counts=counts,
-        group_sizes=counts,
         weights=jnp.where(is_here, weight, jnp.float32(0)),
-        topk_idx=topk_idx,
-        num_rows=num_rows,
+        topk_idx=jnp.where(is_here, local, -1),
         num_rows_per_rank=_count(jnp.where(holds_token, words[:, -1], -1), group.num_ranks),
     )
 
@@ -84,12 +94,15 @@ def dispatch_back(
 
     `topk_idx` [capacity, K] is the one that `dispatch` returned.
     """
+    if weights is not None:
+        # Each pair (token, k) is on at most one rank. The other ranks add zero.
+        weights = jnp.where(topk_idx >= 0, weights, 0)
+    if route.backend.sends_pairs:
+        return route.backend.dispatch_back(route, rows, weights)
     x = topk_weights = None
     if rows is not None:
         x, _ = route.backend.dispatch_back(route, rows, None)
     if weights is not None:
-        # Each pair (token, k) is on at most one rank. The other ranks add zero.
-        weights = jnp.where(topk_idx >= 0, weights, 0)
         parts = [route.backend.dispatch_back(route, part, None)[0] for part in _words_of_rows(route.group, weights)]
         topk_weights = jnp.concatenate([part for part in parts if part is not None], axis=1)
     return x, topk_weights

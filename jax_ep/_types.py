@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,13 @@ from jax_ep._dispatch_options import CheckedOptions
 from jax_ep._layouts import LayoutName
 from jax_ep._placement import PlanArrays
 from jax_ep._settings import GroupSettings
+
+
+class TokenSlots(NamedTuple):
+    """The slots that tokens name, for the layout "token". Both arrays are [T, K] int32; invalid slots mean "none"."""
+
+    sent: jax.Array  # the first slot of a rank, where k is the first that names the rank; else -1
+    named: jax.Array  # the slot of each pair (token, k)
 
 
 class Backend(Protocol):
@@ -30,6 +37,7 @@ class Backend(Protocol):
     memory_bytes: int  # device memory held per rank, outside XLA's
     closed: bool
     has_grouped_gemm: bool = False  # all devices of the group can run it, and all processes have its extension
+    sends_pairs: bool = False  # in the layout "token", slots and weights travel with the rows: see dispatch
 
     def close(self) -> None: ...
 
@@ -41,7 +49,13 @@ class Backend(Protocol):
         ...
 
     def dispatch_start(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+        self,
+        call: DispatchCall,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: jax.Array | None,
+        *,
+        zero_pad: bool,
     ) -> Any:
         """Begins a `dispatch` and waits for no peer. Returns arrays for that `dispatch`, and for nothing else."""
 
@@ -49,7 +63,7 @@ class Backend(Protocol):
         self,
         call: DispatchCall,
         x: Any,
-        topk_idx: jax.Array,
+        topk_idx: Any,
         topk_weights: jax.Array | None,
         started: Any,
         *,
@@ -57,7 +71,9 @@ class Backend(Protocol):
     ) -> Dispatched:
         """Sends x [T, H] (or its (fp8, scales) pair) to the ranks of its experts and lays out what arrives.
 
-        In the layout "token", a token names at most one expert of a rank, and that is the rank's first.
+        In the layout "token", a token names at most one expert of a rank, and that is the rank's first. Only with
+        `sends_pairs`, topk_idx is a `TokenSlots`, and the result has topk_idx, weights [capacity, K] and
+        num_rows_per_rank. Without, topk_weights is None, and `_token_layout` sends the rest along the route.
 
         `started` is what a `dispatch_start` of the same operands returned, or None for a whole operation.
         """
@@ -68,7 +84,10 @@ class Backend(Protocol):
     def dispatch_back(
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None."""
+        """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None.
+
+        In the layout "token", weights are [rows, K], and the backend has `sends_pairs`.
+        """
 
     def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> Any:
         """As dispatch_start, for `combine`."""

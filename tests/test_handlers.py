@@ -18,7 +18,8 @@ from jax_ep._constants import CHANNELS_PER_SCALE, Layout
 from shapes import SMALL
 
 CAPACITY = 64
-ABSENT = ("x_scales", "out_scales")  # rows travel in bfloat16
+ABSENT = {"x_scales", "out_scales"}  # rows travel in bfloat16
+ONLY_OF_TOKEN = {"named_slot", "recv_topk_idx", "num_rows_per_rank"}  # only with the layout "token"
 GIVES_SIZES = ("x", "g", "y", "topk_idx", "weights", "experts")  # a handler compares some other buffers with these
 ATTRIBUTES = {
     "layout": Layout.RAGGED,
@@ -44,9 +45,11 @@ def group(kernel_backend, mesh):
         yield group
 
 
-def buffers(group, declared):
+def buffers(group, declared, layout):
     """The type of each buffer, by name, in a call that a handler takes."""
     num_tokens = SMALL.tokens
+    is_token = layout == Layout.TOKEN
+    absent = ABSENT if is_token else ABSENT | ONLY_OF_TOKEN
     sizes = {
         "T": (num_tokens,),
         "M": (num_tokens,),
@@ -64,11 +67,12 @@ def buffers(group, declared):
         "D": (64,),
         "N": (CAPACITY,),
         "*rows": (CAPACITY,),
+        "*pairs": (CAPACITY, group.top_k) if is_token else (CAPACITY,),
         "2": (2,),
     }
     return {
         array.name: NONE
-        if array.name in ABSENT
+        if array.name in absent
         else Result(sum((sizes[dim] for dim in array.dims.split()), ()), array.dtype or group.dtype)
         for array in declared
     }
@@ -76,11 +80,12 @@ def buffers(group, declared):
 
 def call(group, target, changed=None, **attributes):
     """Calls a target with zeros, and with the type that `changed` has for one operand or result."""
-    operands = buffers(group, target.operands)
-    results = buffers(group, target.results)
+    attributes = ATTRIBUTES | attributes
+    operands = buffers(group, target.operands, attributes["layout"])
+    results = buffers(group, target.results, attributes["layout"])
     for name, result in (changed or {}).items():
         (operands if name in operands else results)[name] = result
-    attributes = {name: value for name, value in (ATTRIBUTES | attributes).items() if name in target.attributes}
+    attributes = {name: value for name, value in attributes.items() if name in target.attributes}
 
     del operands["axis_index"]  # which _call adds
 
@@ -100,18 +105,21 @@ def variants(result):
 
 
 @pytest.mark.parametrize(
-    "target",
-    [*targets.TARGETS, *(target.start for target in targets.SPLIT)],
-    ids=lambda target: target.name,
+    ("target", "layout"),
+    [
+        *((target, Layout.RAGGED) for target in (*targets.TARGETS, *(target.start for target in targets.SPLIT))),
+        *((target, Layout.TOKEN) for target in (targets.DISPATCH, targets.DISPATCH.start, targets.DISPATCH_BACK)),
+    ],
+    ids=lambda value: value.name.lower(),
 )
-def test_buffers_of_other_types_and_shapes(group, target):
+def test_buffers_of_other_types_and_shapes(group, target, layout):
     op = OPS.get(target.name, target.name)
     for array in (*target.operands, *target.results):
         if array.name == "axis_index":
             continue
-        for changed in variants(buffers(group, [array])[array.name]):
+        for changed in variants(buffers(group, [array], layout)[array.name]):
             with pytest.raises(jax.errors.JaxRuntimeError) as error:
-                wait_for_all_devices(out := call(group, target, {array.name: changed}))
+                wait_for_all_devices(out := call(group, target, {array.name: changed}, layout=layout))
                 jax.block_until_ready(out)
             name = r"\w+" if array.name in GIVES_SIZES else array.name
             shape = r"\[[\d, ]*\]"

@@ -260,6 +260,7 @@ def test_default_capacities(make_group, mesh):
     assert capacities(capacity=3) == [3, 3 * min(SHAPE.top_k, local)]
     assert capacities(capacity=2 * tokens) == [2 * tokens, pairs]
     assert capacities(capacity_factor=0.5)[0] == SHAPE.tokens * SHAPE.top_k // 2
+    assert capacities(capacity_factor=1000.0)[0] == tokens  # more rows never arrive
 
 
 def test_order_of_sums(make_group, mesh):

@@ -92,22 +92,31 @@ inline ffi::Error first_error(std::initializer_list<ffi::Error> errors) {
 
 template <typename Attrs>
 ffi::Error check_dispatch(const char* op, const Member& member, const Attrs& attrs, const Operand& axis_index,
-                          const Operand& x, const Operand& x_scales, const Operand& topk_idx,
+                          const Operand& x, const Operand& x_scales, const Operand& topk_idx, const Operand& named_slot,
                           const Operand& topk_weights, const Operand& out, const Operand& out_scales,
                           const Operand& weights, const Operand& counts, const Operand& group_sizes,
-                          const Operand& num_dropped, const Operand& send_slot, const Operand& recv_row,
-                          const Operand& num_recv_per_rank) {
+                          const Operand& num_dropped, const Operand& recv_topk_idx, const Operand& num_rows_per_rank,
+                          const Operand& send_slot, const Operand& recv_row, const Operand& num_recv_per_rank) {
   const Sizes sizes(member);
   const int64_t num_tokens = size(x, 0);
   const Dims rows = sizes.rows(attrs.layout, attrs.capacity);
-  return first_error({check_axis_index(op, axis_index), check_layout(op, attrs.layout, attrs.capacity, attrs.alignment),
-                      check_wire(op, attrs.cast, attrs.dequantize, x, x_scales, rows, out, out_scales),
-                      check_buffers(op, {{"topk_idx", topk_idx, ffi::S32, sizes.topk(num_tokens)},
-                                         {"topk_weights", topk_weights, ffi::F32, sizes.topk(num_tokens), true},
-                                         {"weights", weights, ffi::F32, rows},
-                                         {"num_dropped", num_dropped, ffi::S32, {}}}),
-                      check_counts(op, sizes, counts, group_sizes),
-                      check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank)});
+  const bool is_token = static_cast<Layout>(attrs.layout) == Layout::kToken;
+  const Dims pairs = is_token ? rows.then(sizes.top_k) : rows;
+  return first_error(
+      {check_axis_index(op, axis_index), check_layout(op, attrs.layout, attrs.capacity, attrs.alignment),
+       check_wire(op, attrs.cast, attrs.dequantize, x, x_scales, rows, out, out_scales),
+       check_buffers(op, {{"topk_idx", topk_idx, ffi::S32, sizes.topk(num_tokens)},
+                          is_token ? Expected{"named_slot", named_slot, ffi::S32, sizes.topk(num_tokens)}
+                                   : none("named_slot", named_slot),
+                          {"topk_weights", topk_weights, ffi::F32, sizes.topk(num_tokens), true},
+                          {"weights", weights, ffi::F32, pairs},
+                          is_token ? Expected{"recv_topk_idx", recv_topk_idx, ffi::S32, pairs}
+                                   : none("recv_topk_idx", recv_topk_idx),
+                          is_token ? Expected{"num_rows_per_rank", num_rows_per_rank, ffi::S32, {sizes.num_ranks}}
+                                   : none("num_rows_per_rank", num_rows_per_rank),
+                          {"num_dropped", num_dropped, ffi::S32, {}}}),
+       check_counts(op, sizes, counts, group_sizes),
+       check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank)});
 }
 
 inline ffi::Error check_pending(const char* op, const Operand& pending) {

@@ -15,6 +15,7 @@ struct CombineArgs : Call {
   int64_t row_bytes;                 // 0 if only weights go back
   const float* row_weights;          // [num_rows], the weights of the sums; null for weights of 1
   const float* weights_to_send;      // [num_rows] cotangents that return to [T, K], or null
+  bool has_token_weights;            // weights_to_send is [num_rows, K], of a route in the layout "token"
   const int32_t* recv_row;           // [R, T, K] of the route; null for all_to_all_back
   const int32_t* num_recv_per_rank;  // [R] of the route; null for all_to_all_back, whose sources send the numbers
 

@@ -151,6 +151,17 @@ struct CombineOperands {
     return peers.layout.row_number(op.state.slot, source, index);
   }
 
+  // The cotangent of a weight that goes back, for k = lane. `row`: the row here, for k = lane. In the layout "token",
+  // one lane has the row of all k.
+  __device__ float weight_to_send(int32_t row) const {
+    int64_t at = row;
+    if (args.has_token_weights) {
+      row = __reduce_max_sync(kAllLanes, row);
+      at = int64_t{row} * args.top_k + lane_id();
+    }
+    return row >= 0 && lane_id() < args.top_k ? __ldg(args.weights_to_send + at) : 0;
+  }
+
   __device__ static void add_weighted(const Vector<X>& y, float weight, float (&total)[kSize]) {
     float values[kSize];
     to_floats(y, values);

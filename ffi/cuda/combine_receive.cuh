@@ -12,7 +12,8 @@ struct CombineReceiver : CombineSender<Config> {
   using Base::add_weighted, Base::args, Base::issue_row_loads, Base::uses_rail_peers, Base::chunk_of,
       Base::end_of_parts, Base::has_unit, Base::kLoadsAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce,
       Base::kSize, Base::kSumsAtOnce, Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row,
-      Base::ring, Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::with_out_type;
+      Base::ring, Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::weight_to_send,
+      Base::with_out_type;
   using typename Base::SourceRow;
   using typename Base::Sums;
   using typename Base::X;
@@ -67,7 +68,7 @@ struct CombineReceiver : CombineSender<Config> {
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
     if (args.topk_weights && warp_group.warp == warp_group.num_warps - 1) {  // this warp has least to do
       float weight = weight_of(row, sources & ~here);
-      if (here && own.row >= 0) weight += __ldg(args.weights_to_send + own.row);
+      if (here) weight += weight_to_send(own.row);
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
     if constexpr (kVariant == Variant::kBalanced) {

@@ -11,7 +11,7 @@ struct CombineSender : CombineSums<Config> {
   using Base::args, Base::issue_row_loads, Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of,
       Base::end_of_parts, Base::has_unit, Base::kLoadsAhead, Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations,
       Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row, Base::row_bytes, Base::send_num_rows,
-      Base::step, Base::drain_ring;
+      Base::step, Base::drain_ring, Base::weight_to_send;
   using typename Base::SourceRow;
   using typename Base::Sums;
 
@@ -61,8 +61,9 @@ struct CombineSender : CombineSums<Config> {
   __device__ void send_row(const SourceRow& row, Sums sums, const WarpGroup& warp_group) const {
     const Hop to = next_hop(row.peer);
     const RowAddress address(op, to.rank, to.source, row.index);
-    if (args.weights_to_send && warp_group.warp == 0 && lane_id() < args.top_k) {
-      send_header(op, address.header(lane_id()), {0, 0, row.row < 0 ? 0 : __ldg(args.weights_to_send + row.row), 0});
+    if (args.weights_to_send && warp_group.warp == 0) {
+      const float weight = weight_to_send(row.row);
+      if (lane_id() < args.top_k) send_header(op, address.header(lane_id()), {0, 0, weight, 0});
     }
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {

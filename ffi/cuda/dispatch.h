@@ -28,6 +28,8 @@ struct DispatchArgs : Call {
   int32_t num_scales;     // of a row in transit; 0 if the row is not fp8
   // The routing is one of these two:
   const int32_t* topk_idx;         // [T, K]: a new route
+  const int32_t* named_slot;       // [T, K] with topk_idx, in the layout "token": all slots that the tokens name. In
+                                   // topk_idx, a token names the first slot of each of its ranks, once.
   const float* topk_weights;       // [T, K] with topk_idx; null for weights of 1
   const int32_t* known_send_slot;  // [T, R]: the `send_slot` of a known route
   const int32_t* splits;           // [E] for all_to_all, with known_send_slot: the number of rows for each expert
@@ -47,16 +49,21 @@ struct DispatchArgs : Call {
   int64_t out_row_bytes;
   float* out_scales;  // [num_rows, num_scales] or null
   // Results of a new route:
-  float* weights;                               // [num_rows]
+  float* weights;                               // [num_rows]; in the layout "token", [num_rows, K]
   int32_t *counts, *group_sizes, *num_dropped;  // for all_to_all: counts [R, E_local], the others null
   int32_t* recv_row;                            // [R, T, K]: the row of each (source, index, k), or -1
   int32_t* num_recv_per_rank;                   // [R]
+  // Results of a new route in the layout "token", else null:
+  int32_t* recv_topk_idx;      // [num_rows, K]: the local slots of each row, -1 for none
+  int32_t* num_rows_per_rank;  // [R]: the rows of the result from each rank
   // Operands of a known route, if topk_idx is null and is_all_to_all is false:
   const int32_t *known_recv_row, *known_num_recv_per_rank, *known_counts, *known_group_sizes;
   // Operands and results of kCombineBack:
   const float* row_weights;  // [num_rows]
   const void* y;             // [num_rows, out_row_bytes] or null
   float* weights_cotangent;  // [num_rows] or null
+
+  constexpr int64_t weights_per_row() const { return recv_topk_idx ? top_k : 1; }
 };
 
 // Dynamic shared memory of a block. It holds the destinations of rows, per source and expert, or a sender's counts. So

@@ -190,7 +190,9 @@ struct DispatchOperands {
   __device__ void poison() const {
     fill_bytes(args.out, args.num_rows * args.out_row_bytes, 0xff);
     fill_bytes(args.out_scales, args.num_rows * args.num_scales * 4, 0xff);
-    fill_bytes(args.weights, args.num_rows * 4, 0xff);
+    fill_bytes(args.weights, args.num_rows * args.weights_per_row() * 4, 0xff);
+    fill_bytes(args.recv_topk_idx, args.num_rows * args.weights_per_row() * 4, 0xff);
+    fill_bytes(args.num_rows_per_rank, int64_t{4} * peers.num_ranks, 0);
     fill_bytes(args.weights_cotangent, args.num_rows * 4, 0xff);
     fill_bytes(args.counts, int64_t{4} * experts_per_rank() * (args.is_all_to_all ? peers.num_ranks : 1), 0);
     fill_bytes(args.group_sizes, int64_t{4} * experts_per_rank(), 0);

@@ -215,8 +215,9 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
     if (keeps_route) {
       args.recv_row[recv_index * args.top_k + lane_id()] = row;
-      if (row >= 0) args.weights[row] = arriving.header.weight;
+      if (row >= 0 && !args.recv_topk_idx) args.weights[row] = arriving.header.weight;
     }
+    if (args.recv_topk_idx && warp_group.warp == warp_group.num_warps - 1) write_pairs(arriving.header, row);
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(Stamp::kMoved);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
@@ -242,6 +243,15 @@ struct DispatchReceiver : CombineBackward<Config> {
       op.stamp(Stamp::kWritten);
     }
     if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, warp_group);
+  }
+
+  // In the layout "token": writes the slots and the weights of a token's row here. One lane has the row.
+  __device__ void write_pairs(const RowHeader& header, int32_t row) const {
+    const int32_t row_of_token = __reduce_max_sync(kAllLanes, row);
+    if (row_of_token < 0 || lane_id() >= args.top_k) return;
+    const int64_t pair = int64_t{row_of_token} * args.top_k + lane_id();
+    args.recv_topk_idx[pair] = header.expert;
+    args.weights[pair] = header.expert < 0 ? 0 : header.weight;
   }
 
   // Copies a batch unchanged to each expert's row.

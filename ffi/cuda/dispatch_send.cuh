@@ -78,6 +78,7 @@ struct DispatchSender : Routing<Config> {
         publish_route(route, block_tokens, warp_group);
         count_tokens(counts, counted, token - group_in_block, now.ids);
         finish_route(counts, route, block_tokens, warp_group);
+        if (args.named_slot) name_slots(route, token, warp_group);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;
       }
       counted = token - group_in_block;
@@ -200,6 +201,15 @@ struct DispatchSender : Routing<Config> {
         if (lane_id() == k) route.position += number;
       }
     }
+  }
+
+  // In the layout "token", the headers tell all slots that the token names. The position of its row on a rank goes with
+  // the slot that was counted for the rank; the others have the position -1.
+  __device__ void name_slots(Route& route, int32_t token, const WarpGroup& warp_group) const {
+    if (warp_group.warp != 0 || token >= args.num_tokens || lane_id() >= args.top_k) return;
+    if (route.expert < 0) route.position = -1;
+    const int32_t slot = __ldg(args.named_slot + int64_t{token} * args.top_k + lane_id());
+    route.expert = is_expert(slot, num_experts()) ? slot : -1;
   }
 
   __device__ Batch load(int32_t token, int32_t batch_index) const {

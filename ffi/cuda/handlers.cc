@@ -22,6 +22,10 @@ struct RouteAttrs {
   int64_t group, hash, layout, capacity, alignment;
 };
 
+struct DispatchBackAttrs {
+  int64_t group, hash, layout;
+};
+
 struct AllToAllAttrs {
   int64_t group, hash, cast;
   bool dequantize, zero_pad;
@@ -51,7 +55,7 @@ void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const Operand&
 }
 
 DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x, Operand x_scales, Operand topk_idx,
-                       Operand topk_weights) {
+                       Operand named_slot, Operand topk_weights) {
   DispatchArgs args = {};
   args.op = OpKind::kDispatch;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -61,14 +65,15 @@ DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x
   args.x = x.untyped_data();
   set_wire(args, attrs.cast, x, x_scales);
   args.topk_idx = data<int32_t>(topk_idx);
+  args.named_slot = data<int32_t>(named_slot);
   args.topk_weights = data<float>(topk_weights);
   set_route(args, attrs.layout, attrs.capacity, attrs.alignment);
   return args;
 }
 
 void set_results(DispatchArgs& args, const DispatchAttrs& attrs, Operand out, Operand out_scales, Operand weights,
-                 Operand counts, Operand group_sizes, Operand num_dropped, Operand send_slot, Operand recv_row,
-                 Operand num_recv_per_rank) {
+                 Operand counts, Operand group_sizes, Operand num_dropped, Operand recv_topk_idx,
+                 Operand num_rows_per_rank, Operand send_slot, Operand recv_row, Operand num_recv_per_rank) {
   args.send_slot = data<int32_t>(send_slot);
   args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
   args.zero_pad = attrs.zero_pad;
@@ -78,45 +83,52 @@ void set_results(DispatchArgs& args, const DispatchAttrs& attrs, Operand out, Op
   args.counts = data<int32_t>(counts);
   args.group_sizes = data<int32_t>(group_sizes);
   args.num_dropped = data<int32_t>(num_dropped);
+  args.recv_topk_idx = data<int32_t>(recv_topk_idx);
+  args.num_rows_per_rank = data<int32_t>(num_rows_per_rank);
   args.recv_row = data<int32_t>(recv_row);
   args.num_recv_per_rank = data<int32_t>(num_recv_per_rank);
 }
 
 ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
-                    Operand x_scales, Operand topk_idx, Operand topk_weights, Result out, Result out_scales,
-                    Result weights, Result counts, Result group_sizes, Result num_dropped, Result send_slot,
-                    Result recv_row, Result num_recv_per_rank) {
+                    Operand x_scales, Operand topk_idx, Operand named_slot, Operand topk_weights, Result out,
+                    Result out_scales, Result weights, Result counts, Result group_sizes, Result num_dropped,
+                    Result recv_topk_idx, Result num_rows_per_rank, Result send_slot, Result recv_row,
+                    Result num_recv_per_rank) {
   const auto member = member_for("dispatch", attrs.group, ordinal);
   if (member.has_error()) return member.error();
   const ffi::Error error =
-      check_dispatch("dispatch", **member, attrs, axis_index, x, x_scales, topk_idx, topk_weights, *out, *out_scales,
-                     *weights, *counts, *group_sizes, *num_dropped, *send_slot, *recv_row, *num_recv_per_rank);
+      check_dispatch("dispatch", **member, attrs, axis_index, x, x_scales, topk_idx, named_slot, topk_weights, *out,
+                     *out_scales, *weights, *counts, *group_sizes, *num_dropped, *recv_topk_idx, *num_rows_per_rank,
+                     *send_slot, *recv_row, *num_recv_per_rank);
   if (error.failure()) return error;
-  DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
-  set_results(args, attrs, *out, *out_scales, *weights, *counts, *group_sizes, *num_dropped, *send_slot, *recv_row,
-              *num_recv_per_rank);
+  DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, named_slot, topk_weights);
+  set_results(args, attrs, *out, *out_scales, *weights, *counts, *group_sizes, *num_dropped, *recv_topk_idx,
+              *num_rows_per_rank, *send_slot, *recv_row, *num_recv_per_rank);
   return enqueue_dispatch("dispatch", stream, **member, attrs.group, element_type(x), args);
 }
 
 ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
-                          Operand x_scales, Operand topk_idx, Operand topk_weights, Operand out, Operand out_scales,
-                          Operand weights, Operand counts, Operand group_sizes, Operand num_dropped, Operand send_slot,
-                          Operand recv_row, Operand num_recv_per_rank, Result pending) {
+                          Operand x_scales, Operand topk_idx, Operand named_slot, Operand topk_weights, Operand out,
+                          Operand out_scales, Operand weights, Operand counts, Operand group_sizes, Operand num_dropped,
+                          Operand recv_topk_idx, Operand num_rows_per_rank, Operand send_slot, Operand recv_row,
+                          Operand num_recv_per_rank, Result pending) {
   const auto member = member_for("dispatch_start", attrs.group, ordinal);
   if (member.has_error()) return member.error();
-  const ffi::Error error = first_error(
-      {check_dispatch("dispatch_start", **member, attrs, axis_index, x, x_scales, topk_idx, topk_weights, out,
-                      out_scales, weights, counts, group_sizes, num_dropped, send_slot, recv_row, num_recv_per_rank),
-       check_pending("dispatch_start", *pending)});
+  const ffi::Error error =
+      first_error({check_dispatch("dispatch_start", **member, attrs, axis_index, x, x_scales, topk_idx, named_slot,
+                                  topk_weights, out, out_scales, weights, counts, group_sizes, num_dropped,
+                                  recv_topk_idx, num_rows_per_rank, send_slot, recv_row, num_recv_per_rank),
+                   check_pending("dispatch_start", *pending)});
   if (error.failure()) return error;
-  DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, topk_weights);
-  set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, send_slot, recv_row,
-              num_recv_per_rank);
+  DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, named_slot, topk_weights);
+  set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, recv_topk_idx, num_rows_per_rank,
+              send_slot, recv_row, num_recv_per_rank);
   args.phase = Phase::kDone;
   args.pending = data<PendingCall>(pending);
-  return enqueue_dispatch("dispatch_start", stream, **member, attrs.group, element_type(x), args,
-                          addresses(x, x_scales, topk_idx, topk_weights, out, out_scales, weights, counts, group_sizes,
-                                    num_dropped, send_slot, recv_row, num_recv_per_rank, pending));
+  return enqueue_dispatch(
+      "dispatch_start", stream, **member, attrs.group, element_type(x), args,
+      addresses(x, x_scales, topk_idx, named_slot, topk_weights, out, out_scales, weights, counts, group_sizes,
+                num_dropped, recv_topk_idx, num_rows_per_rank, send_slot, recv_row, num_recv_per_rank, pending));
 }
 
 ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
@@ -286,7 +298,7 @@ ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi
   return done("combine_done", OpKind::kCombine, stream, ordinal, group, operands);
 }
 
-ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, DispatchBackAttrs attrs, Operand axis_index, Operand y,
                          Operand weights, Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Result out,
                          Result topk_weights) {
   const char* const op = name_of(OpKind::kDispatchBack);
@@ -295,14 +307,18 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, 
   const Sizes sizes(**member);
   const int64_t num_tokens = size(recv_row, 1), channels = last_size(y);
   const bool lacks_y = !has_elements(y), lacks_weights = !has_elements(weights);
-  const int64_t num_rows = lacks_weights ? size(y, 0) : static_cast<int64_t>(weights.element_count());
+  const bool has_token_weights = !lacks_weights && static_cast<Layout>(attrs.layout) == Layout::kToken;
+  const int64_t num_rows = lacks_weights       ? size(y, 0)
+                           : has_token_weights ? size(weights, 0)
+                                               : static_cast<int64_t>(weights.element_count());
   const ffi::Error error = first_error(
       {check_axis_index(op, axis_index), check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank),
-       check_buffers(op, {{"y", y, Types::floats(), {num_rows, channels}, true},
-                          {"weights", weights, ffi::F32, Dims(weights), true},
-                          lacks_y ? none("out", *out) : Expected{"out", *out, Types::floats(), {num_tokens, channels}},
-                          lacks_weights ? none("topk_weights", *topk_weights)
-                                        : Expected{"topk_weights", *topk_weights, ffi::F32, sizes.topk(num_tokens)}})});
+       check_buffers(op,
+                     {{"y", y, Types::floats(), {num_rows, channels}, true},
+                      {"weights", weights, ffi::F32, has_token_weights ? sizes.topk(num_rows) : Dims(weights), true},
+                      lacks_y ? none("out", *out) : Expected{"out", *out, Types::floats(), {num_tokens, channels}},
+                      lacks_weights ? none("topk_weights", *topk_weights)
+                                    : Expected{"topk_weights", *topk_weights, ffi::F32, sizes.topk(num_tokens)}})});
   if (error.failure()) return error;
   CombineArgs args = {};
   args.op = OpKind::kDispatchBack;
@@ -313,6 +329,7 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, 
   args.y = data<void>(y);
   args.row_bytes = args.y ? row_bytes(y) : 0;
   args.weights_to_send = data<float>(weights);
+  args.has_token_weights = has_token_weights;
   args.recv_row = data<int32_t>(recv_row);
   args.num_recv_per_rank = data<int32_t>(num_recv_per_rank);
   args.send_slot = data<int32_t>(send_slot);
@@ -351,7 +368,7 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
 }
 
 JAX_EP_DEFINE_HANDLER(kDispatch, with_order_token(dispatch, "dispatch"),
-                      (with_buffers<5, 9>(bind_call<DispatchAttrs>())), kTraits);
+                      (with_buffers<6, 11>(bind_call<DispatchAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kDispatchLike, with_order_token(dispatch_like, "dispatch_like"),
                       (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back, name_of(OpKind::kCombineBack)),
@@ -361,14 +378,14 @@ JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all, "all_to_all"),
 JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine, "combine"), (with_buffers<6, 1>(bind_call<CallAttrs>())),
                       kTraits);
 JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back, name_of(OpKind::kDispatchBack)),
-                      (with_buffers<6, 2>(bind_call<CallAttrs>())), kTraits);
+                      (with_buffers<6, 2>(bind_call<DispatchBackAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kAllToAllBack, with_order_token(all_to_all_back, "all_to_all_back"),
                       (with_buffers<4, 1>(bind_call<CallAttrs>())), kTraits);
 
 // XLA does not record split-phase calls in CUDA graphs, and calls their handlers each time.
 XLA_FFI_DEFINE_HANDLER(kRoom, room, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 JAX_EP_DEFINE_HANDLER(kDispatchStart, with_order_token(dispatch_start, "dispatch_start"),
-                      (with_buffers<14, 1>(bind_call<DispatchAttrs>())));
+                      (with_buffers<17, 1>(bind_call<DispatchAttrs>())));
 JAX_EP_DEFINE_HANDLER(kDispatchDone, with_order_token(dispatch_done, "dispatch_done"), bind_done());
 JAX_EP_DEFINE_HANDLER(kCombineStart, with_order_token(combine_start, "combine_start"),
                       (with_buffers<7, 1>(bind_call<CallAttrs>())));
@@ -403,6 +420,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchAttrs, StructMember<int64_
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RouteAttrs, StructMember<int64_t>("group"), StructMember<int64_t>("hash"),
                                       StructMember<int64_t>("layout"), StructMember<int64_t>("capacity"),
                                       StructMember<int64_t>("alignment"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchBackAttrs, StructMember<int64_t>("group"),
+                                      StructMember<int64_t>("hash"), StructMember<int64_t>("layout"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::AllToAllAttrs, StructMember<int64_t>("group"),
                                       StructMember<int64_t>("hash"), StructMember<int64_t>("cast"),
                                       StructMember<bool>("dequantize"), StructMember<bool>("zero_pad"));

@@ -41,10 +41,12 @@ struct Padding : DispatchSender<Config> {
   }
 
   __device__ void pad_rows(int32_t begin, int32_t end, bool zero, int32_t worker, int32_t workers) const {
+    const int64_t per_row = args.weights_per_row();
 #pragma unroll 1
-    for (int32_t row = begin + worker * 32 + lane_id(); row < end; row += workers * 32) {
-      if (args.weights) args.weights[row] = 0;
-      if (args.weights_cotangent) args.weights_cotangent[row] = 0;
+    for (int64_t i = begin * per_row + worker * 32 + lane_id(); i < end * per_row; i += workers * 32) {
+      if (args.weights) args.weights[i] = 0;
+      if (args.weights_cotangent) args.weights_cotangent[i] = 0;
+      if (args.recv_topk_idx) args.recv_topk_idx[i] = -1;
     }
 #pragma unroll 1
     for (int32_t row = begin + worker; zero && row < end; row += workers) zero_row(row);

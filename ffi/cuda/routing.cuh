@@ -241,19 +241,25 @@ struct Routing : DispatchOperands<Config> {
       args.counts[expert] = p.counts[expert];
       args.group_sizes[expert] = p.group_sizes[expert];
     }
-    if (threadIdx.x < peers.num_ranks) args.num_recv_per_rank[threadIdx.x] = num_recv_from(threadIdx.x);
+    if (threadIdx.x < peers.num_ranks) {
+      args.num_recv_per_rank[threadIdx.x] = num_recv_from(threadIdx.x);
+      const int32_t* const first = p.first_position + threadIdx.x * experts_per_rank();
+      if (args.num_rows_per_rank) args.num_rows_per_rank[threadIdx.x] = first[experts_per_rank()] - first[0];
+    }
     if (threadIdx.x != 0) return;
     *args.num_dropped = shared.dropped;
     if (shared.dropped) red_add_relaxed_gpu(&op.own().counters.dropped, shared.dropped);
   }
 
   // The row of the result for a row of a new route, for k = lane: the group's first row, and the row's position in the
-  // group. -1 if the expert is not here, or if the row is dropped.
+  // group. -1 if the expert is not here, or if the row is dropped. In the layout "token", the first expert's group has
+  // all rows, and one k has the position.
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Destinations& destinations) const {
-    if (header.expert < 0) return -1;
-    const int32_t* const first = destinations.first_position + source * experts_per_rank() + header.expert;
+    if (header.expert < 0 || header.position < 0) return -1;
+    const int32_t expert = args.recv_topk_idx ? 0 : header.expert;
+    const int32_t* const first = destinations.first_position + source * experts_per_rank() + expert;
     const int32_t position = first[0] + header.position;
-    return position < first[experts_per_rank()] ? destinations.first_row[header.expert] + position : -1;
+    return position < first[experts_per_rank()] ? destinations.first_row[expert] + position : -1;
   }
 };
 

@@ -21,7 +21,7 @@ from jax_ep._backends.targets import NONE, Result, Target
 from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._settings import GroupSettings
-from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
+from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route, TokenSlots
 
 _BELOW_A_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")  # several elements share a byte
 _SentRows: TypeAlias = tuple[jax.Array, jax.Array | None]  # x as a kernel gets it; its scales if it is quantized
@@ -55,9 +55,16 @@ class _CudaOperations(Backend):
 
     _id: int  # the group's id, which programs contain
     _has_network: bool
+    sends_pairs = True  # in the headers of the rows
 
     def dispatch_start(
-        self, call: DispatchCall, x: Any, topk_idx: jax.Array, topk_weights: jax.Array | None, *, zero_pad: bool
+        self,
+        call: DispatchCall,
+        x: Any,
+        topk_idx: jax.Array | TokenSlots,
+        topk_weights: jax.Array | None,
+        *,
+        zero_pad: bool,
     ) -> _Started:
         rows = self._rows_to_send(call, x)
         is_quantized_here = rows[1] is not None and not call.quantized
@@ -71,7 +78,7 @@ class _CudaOperations(Backend):
         self,
         call: DispatchCall,
         x: Any,
-        topk_idx: jax.Array,
+        topk_idx: jax.Array | TokenSlots,
         topk_weights: jax.Array | None,
         started: _Started | None,
         *,
@@ -87,6 +94,7 @@ class _CudaOperations(Backend):
         out, scales = got["out"], got["out_scales"] if self._kernel_returns_fp8(call) else None
         if scales is not None and call.options.dequantize:
             out, scales = _wires.dequantize(out, scales, self.group.dtype), None
+        is_token = call.options.layout == "token"
         return Dispatched(
             x=out,
             counts=got["counts"],
@@ -95,6 +103,8 @@ class _CudaOperations(Backend):
             scales=scales,
             num_dropped=got["num_dropped"],
             route=call.route(RouteArrays(**{name: got[name] for name in RouteArrays._fields})),
+            topk_idx=got["recv_topk_idx"] if is_token else None,
+            num_rows_per_rank=got["num_rows_per_rank"] if is_token else None,
         )
 
     def dispatch_like(self, route: Route, x: jax.Array, *, zero_pad: bool) -> jax.Array:
@@ -118,8 +128,8 @@ class _CudaOperations(Backend):
         if weights is None:
             absent.append("topk_weights")
         operands = {"y": rows, "weights": weights, **_without_counts(route)}
-        results = targets.DISPATCH_BACK.result_types(operands, {"*rows": route.rows_shape}, dtypes, absent)
-        got = self._call(targets.DISPATCH_BACK, operands, results)
+        results = targets.DISPATCH_BACK.result_types(operands, {}, dtypes, absent)
+        got = self._call(targets.DISPATCH_BACK, operands, results, layout=_layout_number(route))
         return (None if rows is None else got["out"][:, :channels]), (None if weights is None else got["topk_weights"])
 
     def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> _Started:
@@ -245,24 +255,40 @@ class _CudaOperations(Backend):
         return call.returns_fp8 or (call.arrives_fp8 and not self._kernels_cast)
 
     def _dispatch_call(
-        self, call: DispatchCall, x: _SentRows, topk_idx: jax.Array, topk_weights: jax.Array | None, zero_pad: bool
+        self,
+        call: DispatchCall,
+        x: _SentRows,
+        topk_idx: jax.Array | TokenSlots,
+        topk_weights: jax.Array | None,
+        zero_pad: bool,
     ) -> tuple[dict[str, jax.Array | None], dict[str, Result], dict[str, Any]]:
         """Returns the operands, result types and settings of a dispatch."""
         group, options, route = self.group, call.options, call.route(None)
         rows, scales = x
         returns_fp8 = self._kernel_returns_fp8(call)
-        operands = {"x": rows, "x_scales": scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        sent, named = topk_idx if isinstance(topk_idx, TokenSlots) else (topk_idx, None)
+        operands = {
+            "x": rows,
+            "x_scales": scales,
+            "topk_idx": sent,
+            "named_slot": named,
+            "topk_weights": topk_weights,
+        }
+        absent = [] if returns_fp8 else ["out_scales"]
+        if named is None:
+            absent += ["recv_topk_idx", "num_rows_per_rank"]
         results = targets.DISPATCH.result_types(
             operands,
             {
                 "*rows": route.rows_shape,
+                "*pairs": route.rows_shape if named is None else (*route.rows_shape, group.top_k),
                 "E": group.slots_per_rank,
                 "P": call.num_tokens * (2 if self._has_network else 1),
                 "R": group.num_ranks,
                 "S": group.hidden // CHANNELS_PER_SCALE,
             },
             {"out": _wires.FP8 if returns_fp8 else group.dtype},
-            absent=[] if returns_fp8 else ["out_scales"],
+            absent=absent,
         )
         settings = {
             "agreed": (options.layout, options.capacity, options.alignment, options.wire),
@@ -374,8 +400,11 @@ def _types(operands: tuple[jax.Array, ...], results: Mapping[str, Result]) -> Se
 
 
 def _route_attributes(route: Route) -> dict[str, Any]:
-    layout = Layout[route.layout.upper()]
-    return {"layout": layout, "capacity": route.capacity, "alignment": route.alignment}
+    return {"layout": _layout_number(route), "capacity": route.capacity, "alignment": route.alignment}
+
+
+def _layout_number(route: Route) -> Layout:
+    return Layout[route.layout.upper()]
 
 
 def _without_counts(route: Route) -> dict[str, jax.Array]:

@@ -47,7 +47,8 @@ class Target:
     """One FFI target.
 
     Dimensions: T tokens, K = top_k, H channels of a row, R ranks, E local experts, S scales of a row. `*rows` are the
-    leading dimensions of received rows, and N is their product. P is T, or 2 T over a network. B replicas,
+    leading dimensions of received rows, and N is their product. `*pairs` are those of their weights: `*rows`, or N K in
+    the layout "token". P is T, or 2 T over a network. B replicas,
     C slots of a rank, D channels of an expert's weights.
     """
 
@@ -149,14 +150,17 @@ DISPATCH = Target(
         Array("x", "T H"),
         Array("x_scales", "T S", _FLOAT),
         Array("topk_idx", "T K", _INT),
+        Array("named_slot", "T K", _INT),  # only in the layout "token": TokenSlots.named
         Array("topk_weights", "T K", _FLOAT),
     ),
     (
         Array("out", "*rows H"),
         Array("out_scales", "*rows S", _FLOAT),
-        Array("weights", "*rows", _FLOAT),
+        Array("weights", "*pairs", _FLOAT),
         *_COUNTS,
         Array("num_dropped", "", _INT),
+        Array("recv_topk_idx", "*pairs", _INT),  # only in the layout "token", as the next one
+        Array("num_rows_per_rank", "R", _INT),
         *_ROUTE,
     ),
     (*_LAYOUT, "cast", "dequantize", "zero_pad"),
@@ -166,8 +170,9 @@ DISPATCH_LIKE = Target(
 )
 DISPATCH_BACK = Target(
     "dispatch_back",
-    (_AXIS_INDEX, Array("y", "N H"), Array("weights", "*rows", _FLOAT), *_ROUTE),
+    (_AXIS_INDEX, Array("y", "N H"), Array("weights", "*pairs", _FLOAT), *_ROUTE),
     (Array("out", "T H"), Array("topk_weights", "T K", _FLOAT)),
+    ("layout",),
 )
 COMBINE = Target(
     "combine",

@@ -8,6 +8,7 @@
 #include "exchange_all_to_all.h"
 #include "exchange_emulated.h"
 #include "exchange_layouts.h"
+#include "exchange_token.h"
 
 namespace {
 
@@ -202,6 +203,8 @@ void run_success(Session& session, std::mt19937& random, uint32_t scenario) {
       return session.run_whole();
     case 7:
       return run_streams(session);
+    case 8:
+      return run_token_rows(session, random);
     case 15:
       return run_all_to_all(session, random, Splits::kRagged, random() % 2);
     default: {

@@ -19,6 +19,7 @@
 #include "exchange_dispatch_layout.h"
 #include "exchange_group_arrays.h"
 #include "exchange_layouts.h"
+#include "exchange_token.h"
 #ifdef JAX_EP_EMULATOR
 #include "exchange_seeds.h"
 #endif
@@ -201,7 +202,7 @@ void run_exchanges(int32_t most_ranks, bool is_quick) {
   std::cerr << "odd numbers of experts, epochs that wrap: " << check::failures << " failures\n";
 }
 
-// The other operations, and the other layout: in each variant of the kernels.
+// The other operations, and the other layouts: in each variant of the kernels.
 template <typename Check>
 void for_ranks_and_forms(int32_t most_ranks, Check check) {
   const std::vector<Blocks> forms = {
@@ -252,7 +253,12 @@ int main(int argc, char** argv) {
     std::cerr << "all_to_all: " << check::failures << " failures\n";
   }
   if (runs("layouts")) {
-    for_ranks_and_forms(most_ranks, [&](int32_t num_ranks, Blocks blocks) { run_layouts(num_ranks, blocks, random); });
+    for_ranks_and_forms(most_ranks, [&](int32_t num_ranks, Blocks blocks) {
+      run_layouts(num_ranks, blocks, random);
+      Session session(num_ranks, 0, blocks);
+      session.randomize(random);
+      run_token_rows(session, random);
+    });
     std::cerr << "layouts: " << check::failures << " failures\n";
   }
   if (runs("exchange")) run_exchanges(most_ranks, is_quick);
