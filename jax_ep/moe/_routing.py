@@ -57,15 +57,19 @@ def route(
     | model | arguments |
     | --- | --- |
     | Mixtral, gpt-oss (softmax over the chosen logits), Qwen3-MoE | the defaults |
-    | DeepSeek-V3, Kimi K2 | `score="sigmoid", bias=bias, scale=2.5`; DeepSeek-V3: `num_groups=8, topk_groups=4` |
+    | DeepSeek-V3 | `score="sigmoid", bias=bias, num_groups=8, topk_groups=4, scale=2.5` |
+    | Kimi K2 (one group) | `score="sigmoid", bias=bias, scale=2.827` |
     | Switch Transformer | `top_k=1, normalize=False` |
 
     **Losses over several ranks.** `jax.lax.pmean(routing.aux_loss, axes)` is the mean of the ranks' losses: each rank
-    balances its own tokens. To balance the tokens of all ranks together, average the load and the mean scores first:
+    balances its own tokens. To balance the tokens of all ranks together, average the load and the mean shares first.
+    The share of an expert is its score, divided by the sum of the token's scores:
 
-        load = jax.lax.pmean(routing.load, axes)
-        mean_scores = jax.lax.pmean(jax.nn.softmax(logits).mean(axis=0), axes)
-        aux_loss = num_experts * jnp.sum(load * mean_scores)
+        log_scores = logits.astype(jnp.float32)
+        log_scores = jax.nn.log_sigmoid(log_scores)  # only with score="sigmoid"
+        mean_shares = jax.nn.softmax(log_scores).mean(axis=tuple(range(logits.ndim - 1)))  # [E]
+        load, mean_shares = jax.lax.pmean((routing.load, mean_shares), axes)
+        aux_loss = num_experts * jnp.sum(load * mean_shares)
 
     For `z_loss` and `load`, the mean over the ranks is exactly the value for all tokens. For a loss per sequence, apply
     `jax.vmap` to `route`.
