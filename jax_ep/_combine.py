@@ -66,7 +66,8 @@ def combine_start(
 
     Outside of `jax.jit`, it raises `SplitCallError`.
 
-    The computation between this call and `combine_done` runs while the rows travel.
+    The computation between this call and `combine_done` may run while the rows travel. XLA decides the order, and may
+    put the done directly after the start. docs/overlap.md shows how to fix the order.
 
     Returns:
         An opaque pending call. Pass it to `combine_done` once.
@@ -75,7 +76,7 @@ def combine_start(
         >>> def layer(x, topk_idx, topk_weights):
         ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
         ...     pending = ep.combine_start(recv.x, recv)
-        ...     shared = jnp.tanh(x)  # runs while the rows travel
+        ...     shared = jnp.tanh(x)  # may run while the rows travel
         ...     return shared + ep.combine_done(pending)
         >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
         True

@@ -123,7 +123,8 @@ def dispatch_start(
 
     Outside of `jax.jit`, it raises `SplitCallError`.
 
-    The computation between this call and `dispatch_done` runs while the rows travel.
+    The computation between this call and `dispatch_done` may run while the rows travel. XLA decides the order, and may
+    put the done directly after the start. docs/overlap.md shows how to fix the order.
 
     Returns:
         An opaque pending call. Pass it to `dispatch_done` once.
@@ -131,7 +132,7 @@ def dispatch_start(
     Example:
         >>> def layer(x, topk_idx, topk_weights):
         ...     pending = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout="ragged")
-        ...     shared = jnp.tanh(x)  # runs while the rows travel
+        ...     shared = jnp.tanh(x)  # may run while the rows travel
         ...     recv = ep.dispatch_done(pending)
         ...     return shared + ep.combine(recv.x, recv)
         >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
