@@ -56,17 +56,18 @@ class Plan:
 def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tolerance: float = 0.0) -> Plan:
     """Plans which rank computes which rows, so that ranks compute equally many. Call it inside `shard_map`.
 
-    With group.replicas = E_local, each rank gets at most ceil(N / R) rows for any routing, where N is the number of
-    valid pairs (token, k) of all ranks; and each rank takes rows of one other rank only. These rows need copies of that
-    rank's experts: see `replicate`. The plan is the same on every run and every backend. `_placement.py` describes the
-    algorithm.
+    A rank's share is ceil(N / R) rows, where N is the number of valid pairs (token, k) of all ranks. With
+    group.replicas = E_local, each rank gets at most its share and the tolerance, for any routing. Each rank takes rows
+    of one other rank only. These rows need copies of that rank's experts: see `replicate`. The plan is the same on
+    every run and every backend. `_placement.py` describes the algorithm.
 
-    With fewer replicas, rows that find no slot stay at home. If a rank would then have more rows than any rank has at
-    home, nobody moves. If no rank has more rows than its share, nothing is copied.
+    With fewer replicas, rows that find no slot stay with their home experts. If a rank would then have more rows than
+    the busiest rank has without a plan, the plan copies no expert and moves no row. It does the same if no rank has
+    more rows than its share and the tolerance.
 
     Args:
         topk_idx: [T, K] int32, as for `dispatch`.
-        group: the `Group`. Give it replicas=B, the slots per rank for copies. Without slots, nobody moves.
+        group: the `Group`. Give it replicas=B, the slots per rank for copies. With B = 0, the plan moves no row.
         tolerance: how much more than its share a rank may compute, as a fraction of its share. A larger tolerance
             copies fewer experts, and reserves more room in the ragged layout.
 

@@ -132,7 +132,7 @@ def place(needs: jax.Array, *, num_ranks: int, num_slots: int, tolerance_units: 
         num_ranks: R.
         num_slots: B, the replica slots per rank, at most L. With B = L, no rank computes more than the limit. With
             fewer slots, rows that have no slot stay at home; and if a rank then has more rows than any rank has at
-            home, nobody moves.
+            home, no row moves.
         tolerance_units: the tolerance over the mean, in units of 1 / 4096.
     """
     home = needs.reshape(num_ranks, -1)

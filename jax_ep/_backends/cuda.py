@@ -196,7 +196,7 @@ class _CudaOperations(Backend):
         return self._call(targets.ALL_TO_ALL_BACK, operands, results)["out"]
 
     def balance(self, topk_idx: jax.Array, tolerance_units: int) -> _placement.PlanArrays:
-        if not self.group.replicas:  # nobody moves: the ranks only exchange how many rows each gets
+        if not self.group.replicas:  # no row moves: the ranks only exchange how many rows each gets
             return _placement.plan(self.group, topk_idx, tolerance_units)
         operands: dict[str, jax.Array | None] = {"topk_idx": topk_idx}
         sizes = {"B": self.group.replicas, "R": self.group.num_ranks, "W": balance_work_words(self.group)}
