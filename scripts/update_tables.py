@@ -375,7 +375,8 @@ def steps(machine: Machine) -> str:
     cells = []
     for row in machine.tables["steps"]:
         run = machine.runs[row["run"]]
-        counted = [f"{each(row[name])} {name}" for name in ("passed", "failed", "skipped") if name in row]
+        names = ("passed", "failed", "error", "errors", "skipped")  # pytest writes "1 error" and "2 errors"
+        counted = [f"{each(row[name])} {name}" for name in names if name in row]
         result = "passed" if row["ok"] else "**failed**"
         given = f"`{row['filter']}`" if "filter" in row else ""
         cells.append([f"`{row['step']}`", result, ", ".join(counted), given, run["commit"], run["date"][:10]])
