@@ -1,4 +1,4 @@
-"""What jax_ep raises besides ValueError and TypeError, which report what can be seen while tracing."""
+"""The errors of jax_ep. Arguments that are not valid raise ValueError or TypeError instead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class PeerTimeoutError(Error):
 class SplitCallError(Error):
     """A split-phase call is not one start and one done in one compiled program.
 
-    For example: another done has already ended the pending call, or the start is outside of `jax.jit` or under vmap.
+    For example: another done has already ended the pending call, or the start is outside of `jax.jit` or under vmap. It
+    is raised while JAX traces, or by an eager call. If tracing does not show the fault, the compiled program raises
+    `jax.errors.JaxRuntimeError` when it runs on GPUs.
 
     Example:
         >>> def twice(x, topk_idx):
