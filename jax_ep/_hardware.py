@@ -84,7 +84,12 @@ HARDWARE: dict[str, Hardware] = {
     "other": Hardware(
         "other accelerators: AMD GPUs, TPUs", "collectives", "untried", "the kernels are CUDA; the backend is plain JAX"
     ),
-    "cpu": Hardware("CPUs", "reference", "tried", "all tests run here. Give backend='collectives' for less memory"),
+    "cpu": Hardware(
+        "CPUs",
+        "reference",
+        "tried",
+        "all tests run here. backend='collectives' may need less memory for gradients",
+    ),
 }
 
 
