@@ -303,6 +303,7 @@ def test_floor_of_the_link():
         ("--tokens=1,3", 2),
         ("--wire=none,fp8 --routing=skewed --num-sms=auto,8 --no-lax", 4),
         ("--wire=fp8_pow2 --dtype=float16 --layout=expert --grad --no-lax", 1),
+        ("--wire=fp8 --layout=token --grad --no-lax", 1),
     ],
 )
 def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):

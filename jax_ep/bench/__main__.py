@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 import jax_ep as ep
 from jax_ep import _checks, _network, _processes, _wires
 from jax_ep._group import BackendName
+from jax_ep._layouts import LAYOUTS
 from jax_ep.bench import report
 from jax_ep.bench.cases import ROUTINGS, Case
 from jax_ep.bench.devices import allow_virtual_cpus
@@ -164,7 +165,7 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
         help=f"format in which rows travel: none, {', '.join(_wires.WIRES)}; a list",
     )
     add("--num-sms", type=sms, default="auto", help="SMs that an operation may use; a list")
-    add("--layout", choices=("expert", "ragged"), default="ragged", help="layout of the rows that arrive")
+    add("--layout", choices=LAYOUTS, default="ragged", help="layout of the rows that arrive")
     add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
     add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="dtype of activations")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="backend of jax_ep")

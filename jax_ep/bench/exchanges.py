@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_ep as ep
-from jax_ep import _layouts
+from jax_ep import _layouts, _token_layout
 from jax_ep._group import BackendName
 from jax_ep._layouts import LayoutName
 from jax_ep._wires import Wire
@@ -43,15 +43,22 @@ class Exchange(Protocol):
     """A way to move tokens to experts and back. Its methods run inside shard_map, on one rank's operands."""
 
     @property
-    def casts(self) -> bool:
-        """True if `rows` casts the rows that arrived, which takes time."""
+    def computes_rows(self) -> bool:
+        """True if `rows` computes, which takes time."""
         ...
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> Any:
         """Moves x [T, H] to the experts. Returns a pytree that has `group_sizes` [E_local] int32."""
 
     def rows(self, recv: Any) -> jax.Array:
-        """Returns the rows that arrived, by expert, in the case's dtype: [E_local, capacity, H] or [capacity, H]."""
+        """Returns the outputs of experts that change nothing: the rows that arrived, in the case's dtype.
+
+        [E_local, capacity, H] or [capacity, H], by expert. In the layout "token", the sum over the experts of a row.
+        """
+        ...
+
+    def scaled_rows(self, recv: Any, factors: jax.Array) -> jax.Array:
+        """Returns the outputs of experts that multiply by their factor in factors [E_local]."""
         ...
 
     def combine(self, y: jax.Array, recv: Any) -> jax.Array:
@@ -70,8 +77,8 @@ class EpExchange:
     zero_pad: bool | None = None
 
     @property
-    def casts(self) -> bool:
-        return self.wire is not None
+    def computes_rows(self) -> bool:
+        return self.wire is not None or self.layout == "token"
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> ep.Dispatched:
         return ep.dispatch(
@@ -87,7 +94,15 @@ class EpExchange:
         )
 
     def rows(self, recv: ep.Dispatched) -> jax.Array:
-        return ep.dequantize(recv)
+        rows = ep.dequantize(recv)
+        return rows if self.layout != "token" else _times(rows, jnp.sum(recv.weights, axis=-1))
+
+    def scaled_rows(self, recv: ep.Dispatched, factors: jax.Array) -> jax.Array:
+        rows = ep.dequantize(recv)
+        if self.layout != "token":
+            return _times_factors(rows, recv.group_sizes, factors)
+        assert recv.topk_idx is not None
+        return _times(rows, jnp.sum(recv.weights * factors[recv.topk_idx], axis=-1))
 
     def combine(self, y: jax.Array, recv: ep.Dispatched) -> jax.Array:
         return ep.combine(y, recv)
@@ -99,8 +114,12 @@ class EpExchange:
         forward pass in the same executable.
         """
         backend = recv.route.backend
-        y_cotangent, weights_cotangent = backend.combine_back(recv.route, g, y, recv.weights)
-        x_cotangent, _ = backend.dispatch_back(recv.route, y_cotangent, weights_cotangent)
+        if recv.topk_idx is not None:  # the layout "token", in which the weights belong to the experts
+            y_cotangent, _ = backend.combine_back(recv.route, g, None, jnp.sum(recv.weights, axis=-1))
+            x_cotangent, _ = _token_layout.dispatch_back(recv.route, recv.topk_idx, y_cotangent, recv.weights)
+        else:
+            y_cotangent, weights_cotangent = backend.combine_back(recv.route, g, y, recv.weights)
+            x_cotangent, _ = backend.dispatch_back(recv.route, y_cotangent, weights_cotangent)
         assert x_cotangent is not None
         return x_cotangent
 
@@ -142,7 +161,7 @@ class LaxExchange:
     ragged: bool  # True: lax.ragged_all_to_all; False: lax.all_to_all of padded blocks
     capacity: int | None = None  # as in jax_ep.dispatch
     slots_per_rank: int | None = None  # rows of a padded block; None: the most that one rank can send to another
-    casts = False
+    computes_rows = False
 
     @property
     def _slots(self) -> int:
@@ -183,6 +202,9 @@ class LaxExchange:
     def rows(self, recv: LaxReceived) -> jax.Array:
         return recv.x
 
+    def scaled_rows(self, recv: LaxReceived, factors: jax.Array) -> jax.Array:
+        return _times_factors(recv.x, recv.group_sizes, factors)
+
     def combine(self, y: jax.Array, recv: LaxReceived) -> jax.Array:
         slots = _take(y.reshape(-1, y.shape[-1]), recv.row_of_slot, recv.slot_of_row)
         return _sum(self._move(slots, self._slots_sent, recv.incoming, recv.outgoing), recv.sent)
@@ -222,7 +244,7 @@ class LocalExchange:
 
     case: Case
     capacity: int | None = None
-    casts = False
+    computes_rows = False
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> LocalReceived:
         expert = topk_idx % self.case.experts_per_rank
@@ -233,6 +255,9 @@ class LocalExchange:
 
     def rows(self, recv: LocalReceived) -> jax.Array:
         return recv.x
+
+    def scaled_rows(self, recv: LocalReceived, factors: jax.Array) -> jax.Array:
+        return _times_factors(recv.x, recv.group_sizes, factors)
 
     def combine(self, y: jax.Array, recv: LocalReceived) -> jax.Array:
         return _sum(y.reshape(-1, y.shape[-1]), recv.kept)
@@ -256,6 +281,18 @@ def _sum(rows: jax.Array, copies: Copies) -> jax.Array:
     """Returns the weighted sum over each token's copies: [T, H]."""
     terms = _take(rows, copies.row_of_copy, copies.copy_of_row).astype(jnp.float32) * copies.weights[..., None]
     return terms.sum(axis=1).astype(rows.dtype)
+
+
+def _times(rows: jax.Array, factors: jax.Array) -> jax.Array:
+    """Multiplies each row of rows [N, H] by its factor in factors [N]."""
+    return (rows.astype(jnp.float32) * factors[:, None]).astype(rows.dtype)
+
+
+def _times_factors(rows: jax.Array, group_sizes: jax.Array, factors: jax.Array) -> jax.Array:
+    """Multiplies the rows of each expert by the expert's factor."""
+    if rows.ndim == 3:
+        return rows * factors.astype(rows.dtype)[:, None, None]
+    return _times(rows, jnp.repeat(factors, group_sizes, total_repeat_length=rows.shape[0]))
 
 
 def _layout(case: Case, capacity: int | None, group_sizes: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:

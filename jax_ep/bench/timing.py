@@ -63,12 +63,13 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
     host_inputs = make_inputs(case)
     inputs = place(host_inputs, mesh)
     y = None
-    if exchange.casts:
+    if exchange.computes_rows:
         y = spmd(lambda inputs: exchange.rows(exchange.dispatch(*inputs)), mesh)(inputs)
     wall, found, (out, recv) = _time_chain(chain, mesh, pairs, (inputs, y), traced=traced)
 
     def check(inputs: Inputs, out: jax.Array, recv: Any, weights: jax.Array) -> jax.Array:
-        signed = exchange.combine(_times_signs(exchange.rows(recv), recv.group_sizes, case), recv)
+        signs = jnp.asarray(signs_of_experts(case)).reshape(case.ranks, -1)[lax.axis_index(AXIS)]
+        signed = exchange.combine(exchange.scaled_rows(recv, signs), recv)
         expected = inputs.x.astype(jnp.float32) * weights[:, None]
         return (out == inputs.x).all() & (signed.astype(jnp.float32) == expected).all()
 
@@ -112,13 +113,6 @@ def _from_experts(exchange: Exchange, recv: Any, y: jax.Array | None) -> jax.Arr
     if y is None:
         return exchange.rows(recv)
     return lax.optimization_barrier((y, recv.x))[0]
-
-
-def _times_signs(rows: jax.Array, group_sizes: jax.Array, case: Case) -> jax.Array:
-    own = jnp.asarray(signs_of_experts(case)).reshape(case.ranks, -1)[lax.axis_index(AXIS)].astype(rows.dtype)
-    if rows.ndim == 3:
-        return rows * own[:, None, None]
-    return rows * jnp.repeat(own, group_sizes, total_repeat_length=rows.shape[0])[:, None]
 
 
 def spmd(fn: Callable, mesh: Mesh) -> Any:
