@@ -9,7 +9,7 @@ the experts' outputs. Both run on one rank and move nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import jax
@@ -22,9 +22,6 @@ from jax_ep._group import check_usable
 from jax_ep._layouts import take
 from jax_ep._settings import GroupSettings
 from jax_ep._types import DispatchCall, Dispatched, Expanded, Route, TokenSlots, route_of
-
-_BYTES_PER_WORD = 4
-
 
 # --- dispatch ---------------------------------------------------------------------------------------------------------
 
@@ -70,7 +67,7 @@ def _with_pairs(recv: Dispatched, slots: TokenSlots, topk_weights: jax.Array | N
     weights = [] if topk_weights is None else [lax.bitcast_convert_type(topk_weights, jnp.int32)]
     source = jnp.broadcast_to(rank, (recv.route.num_tokens, 1))
     words = jnp.concatenate(_compat.vary([slots.named, *weights, source], group.axis_names), axis=1)
-    words = _send_words(recv.route, words)
+    words = recv.route.backend.dispatch_like(recv.route, words, zero_pad=False)
 
     holds_token = jnp.arange(len(words), dtype=jnp.int32) < jnp.sum(recv.counts, dtype=jnp.int32)
     local = words[:, : group.top_k] - rank * group.slots_per_rank
@@ -103,22 +100,8 @@ def dispatch_back(
     if rows is not None:
         x, _ = route.backend.dispatch_back(route, rows, None)
     if weights is not None:
-        parts = [route.backend.dispatch_back(route, part, None)[0] for part in _words_of_rows(route.group, weights)]
-        topk_weights = jnp.concatenate([part for part in parts if part is not None], axis=1)
+        topk_weights, _ = route.backend.dispatch_back(route, weights, None)
     return x, topk_weights
-
-
-def _send_words(route: Route, words: jax.Array) -> jax.Array:
-    """Sends words [T, W] of 32 bits along `route`: [capacity, W]. Rows that hold no token are unspecified."""
-    parts = _words_of_rows(route.group, words)
-    return jnp.concatenate([route.backend.dispatch_like(route, part, zero_pad=False) for part in parts], axis=1)
-
-
-def _words_of_rows(group: GroupSettings, words: jax.Array) -> Iterator[jax.Array]:
-    """Cuts the columns of words [..., W] so that each part fits in a row of the group."""
-    words_per_row = group.hidden * group.dtype.itemsize // _BYTES_PER_WORD
-    for first in range(0, words.shape[-1], words_per_row):
-        yield words[..., first : first + words_per_row]
 
 
 def _count(values: jax.Array, num: int) -> jax.Array:
