@@ -356,16 +356,22 @@ def on_reference():
 
 
 @pytest.mark.parametrize(
-    ("balance", "implementation", "replicas"),
-    [(0.0, "ragged_dot", 2), (0.25, "einsum", 2), (0.0, "ragged_dot", 0)],
+    ("options", "replicas"),
+    [
+        ({"balance": 0.0, "experts": "ragged_dot"}, 2),
+        ({"balance": 0.25, "experts": "einsum"}, 2),
+        ({"balance": 0.0, "experts": "ragged_dot"}, 0),
+        ({"balance": 0.0, "layout": "token"}, 2),
+    ],
+    ids=str,
 )
-def test_mlp(on_reference, balance, implementation, replicas):
+def test_mlp(on_reference, options, replicas):
     case = CASES["expert"]
     x, topk_idx, topk_weights, _ = make_case("skewed", case)
     rng = np.random.default_rng(1)
     w_gate_up = rng.standard_normal((4, case.local, HIDDEN, 2 * INNER), np.float32) / 4
     w_down = rng.standard_normal((4, case.local, INNER, HIDDEN), np.float32) / 3
-    function = partial(mlp_and_gradients, balance=balance, implementation=implementation)
+    function = partial(mlp_and_gradients, options=options)
     arrays = x, topk_idx, topk_weights, w_gate_up, w_down
     with jax.default_matmul_precision("highest"):
         out, *gradients = on_reference(function, case, *arrays, replicas=replicas)
@@ -380,9 +386,9 @@ def test_mlp(on_reference, balance, implementation, replicas):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
-def mlp_and_gradients(group, case, x, topk_idx, topk_weights, w_gate_up, w_down, *, balance, implementation):
+def mlp_and_gradients(group, case, x, topk_idx, topk_weights, w_gate_up, w_down, *, options):
     def mlp(x, topk_weights, *weights):
-        return ep.moe.mlp(x, topk_idx, topk_weights, *weights, group=group, balance=balance, experts=implementation)
+        return ep.moe.mlp(x, topk_idx, topk_weights, *weights, group=group, **options)
 
     out, transpose = jax.vjp(mlp, x, topk_weights, w_gate_up, w_down)
     return out, *transpose(out)

@@ -305,9 +305,31 @@ def test_bfloat16(reference_group, mesh, experts, check_vma):
     check_against_dense(reference_group(mesh, shape), mesh, shape, experts=experts, check_vma=check_vma)
 
 
-@pytest.mark.parametrize("experts", CPU_EXPERTS[1:])
-def test_on_every_backend(make_group, mesh, experts):
-    check_against_dense(make_group(mesh, SHAPE), mesh, SHAPE, experts=experts)
+@pytest.mark.parametrize("options", [{"experts": "einsum"}, {"experts": "ragged_dot"}, {"layout": "token"}], ids=str)
+def test_on_every_backend(make_group, mesh, options):
+    check_against_dense(make_group(mesh, SHAPE), mesh, SHAPE, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"alignment": 4}, {"capacity_factor": 1.5, "alignment": 4}, {"wire": "fp8"}], ids=str
+)
+def test_the_layout_token_is_the_layout_ragged(reference_group, mesh, monkeypatch, options):
+    """The experts get the same rows, in buffers of the same size."""
+    shape = dataclasses.replace(SHAPE, hidden=128)
+    group, case = reference_group(mesh, shape), make_case(shape, mesh.size, "uniform")
+    matmul, shapes, results = _layer.portable_matmul, [], []
+
+    def recorded(rows, *args, **kwargs):
+        shapes[-1].append(rows.shape)
+        return matmul(rows, *args, **kwargs)
+
+    monkeypatch.setattr(_layer, "portable_matmul", recorded)
+    for layout in (None, "token"):
+        shapes.append([])
+        layer = mlp_on(mesh, group, experts="ragged_dot", layout=layout, **options)
+        results.append(value_and_gradients(layer, case))
+    assert_close(*results, 1e-5)
+    assert shapes[0] == shapes[1] != []
 
 
 @pytest.mark.parametrize(("experts", "capacity", "alignment"), [("einsum", 4, 1), ("ragged_dot", 9, 1), ("auto", 8, 4)])
@@ -559,7 +581,8 @@ MLP = [
     ({"balance": -1}, ValueError, [-1, "at least 0"]),
     ({"balance": True}, TypeError, ["True", "number"]),
     ({"experts": "dense"}, ValueError, ["dense", "auto", "grouped", "einsum", "ragged_dot", "tokamax"]),
-    ({"layout": "expert"}, ValueError, ["'expert'", "experts='einsum'"]),
+    ({"layout": "expert"}, ValueError, ["layout is 'expert'", "'token'", "experts='einsum'"]),
+    ({"layout": "token", "experts": "einsum"}, ValueError, ["layout is 'token'", "experts is 'einsum'"]),
     ({"capacty": 8}, TypeError, ["capacty", "capacity"]),
     ({"capacity": 10, "alignment": 4}, ValueError, [10, 4, 12]),
     ({"wire": "fp4"}, ValueError, ["fp4", "fp8"]),

@@ -18,6 +18,9 @@ from jax_ep._combine import combine
 from jax_ep._dequantize import dequantize
 from jax_ep._dispatch import dispatch
 from jax_ep._group import Group, check_usable
+from jax_ep._layouts import capacity_of_factor
+from jax_ep._token_layout import expand, reduce
+from jax_ep._types import Dispatched, Expanded
 from jax_ep.moe._grouped_matmul import Implementation, no_grouped_reason
 from jax_ep.moe._portable_matmul import portable_matmul
 
@@ -29,8 +32,7 @@ EXPERTS: tuple[Experts, ...] = get_args(Experts)
 # Below that, padding costs no time, and one batched matmul for all experts reads the weights once.
 FEW_ROWS = 64
 
-# mlp sets these arguments of dispatch: `group` is its own argument, the layout follows from `experts`, the plan from
-# `balance`.
+# Arguments of dispatch that mlp sets: `group` and `layout` are its own, and the plan follows from `balance`.
 _DECIDED = ("group", "layout", "plan")
 _DISPATCH_ARGUMENTS = tuple(
     parameter.name
@@ -51,6 +53,7 @@ def mlp(
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
     balance: float | None = None,
     experts: Experts = "auto",
+    layout: Literal["token"] | None = None,
     **dispatch_arguments: Any,
 ) -> Annotated[jax.Array, "group.dtype [..., H]"]:
     """A mixture of gated MLPs: dispatch, the experts, combine. Call it inside `jax.shard_map` over `group.mesh`.
@@ -83,6 +86,9 @@ def mlp(
             are multiples of 8, all its devices are Hopper GPUs, and all its processes have built the grouped GEMM.
             Otherwise, "auto" is "ragged_dot", which can take many times as long (docs/moe.md). So on Hopper GPUs, check
             that `jax-ep doctor` shows `_grouped_matmul: loaded`. All ranks make the same choice.
+        layout: None takes the layout of `experts`. "token" sends and returns a row per token and rank, and copies rows
+            for their experts on the rank (`jax_ep.expand`, `jax_ep.reduce`): for few SMs (docs/moe.md). The experts are
+            then any but "einsum".
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
             The unit of `capacity` depends on the layout. The unit of `capacity_factor` does not. dequantize is True by
             default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
@@ -128,6 +134,7 @@ def mlp(
     if balance is not None:
         _checks.not_negative(f"{op}: balance", balance)
     _checks.choice(f"{op}: experts", experts, EXPERTS)
+    _check_layout(op, layout, experts)
     _check_dispatch_arguments(op, dispatch_arguments)
 
     channels = group.hidden, 2 * inner, inner
@@ -135,10 +142,15 @@ def mlp(
         raise ValueError(f"{op}: experts is 'grouped', but {reason}; use experts='auto'")
     implementation = experts
     if implementation == "auto":
-        implementation = _choose_experts(group, len(tokens[0]), dispatch_arguments, channels)
-    layout: Literal["expert", "ragged"] = "expert" if implementation == "einsum" else "ragged"
+        pads = layout is None and _pads_at_no_cost(group, len(tokens[0]), dispatch_arguments)
+        implementation = "einsum" if pads else _ragged_experts(group, channels)
     plan = None if balance is None else make_plan(tokens[1], group=group, tolerance=balance)
-    recv = dispatch(*tokens, group=group, layout=layout, plan=plan, **{"dequantize": True, **dispatch_arguments})
+    options: dict[str, Any] = {"group": group, "plan": plan, **dispatch_arguments}
+    arrived: Dispatched | Expanded
+    if layout == "token":
+        recv, arrived = _token_rows(tokens, options)
+    else:
+        recv = arrived = dispatch(*tokens, layout="expert" if implementation == "einsum" else "ragged", **options)
     # A plan copies no expert without rows. So a copy has rows unless dispatch drops them, which the default room
     # excludes.
     has_default_room = not any(dispatch_arguments.get(name) is not None for name in ("capacity", "capacity_factor"))
@@ -150,13 +162,13 @@ def mlp(
             _weights_with_copies(w_down, plan, implementation),
         )
     # Cast here, so that the gradient of weights that are replicated over other mesh axes is summed over these.
-    rows, (for_gate_up, for_down) = _compat.vary((dequantize(recv), weights), [])
+    rows, (for_gate_up, for_down) = _compat.vary((dequantize(arrived), weights), [])
 
     def matmul(rows: jax.Array, weights: _Weights) -> jax.Array:
         return portable_matmul(
             rows,
             weights.w,
-            recv.group_sizes,
+            arrived.group_sizes,
             implementation=implementation,
             copies=weights.copies,
             leaves_empty_copies=leaves_empty_copies,
@@ -172,8 +184,22 @@ def mlp(
         )
     hidden = (activated * up).astype(group.dtype)
     y = checkpoint_name(matmul(hidden, for_down), "jax_ep_moe_down")
+    if isinstance(arrived, Expanded):
+        y = reduce(y, arrived)
     out = checkpoint_name(combine(y, recv), "jax_ep_moe_output")
     return out.reshape(x.shape)
+
+
+def _token_rows(tokens: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Dispatched, Expanded]:
+    """Dispatches in the layout "token", and expands the rows that arrive."""
+    alignment = options.get("alignment", 1)
+    recv = dispatch(*tokens, layout="token", **options)
+    room = None
+    if (factor := options.get("capacity_factor")) is not None:
+        group = recv.route.group
+        sizes = {"num_tokens": len(tokens[0]), "top_k": group.top_k, "experts_per_rank": group.experts_per_rank}
+        room = capacity_of_factor("ragged", factor, **sizes, alignment=alignment)
+    return recv, expand(recv, capacity=room, alignment=alignment)
 
 
 class _Weights(NamedTuple):
@@ -195,12 +221,8 @@ def _devices_of(group: Group) -> list[Any]:
     return list(group.mesh.devices.flat) if isinstance(group.mesh, jax.sharding.Mesh) else []
 
 
-def _choose_experts(
-    group: Group, num_tokens: int, dispatch_arguments: dict[str, Any], channels: tuple[int, ...]
-) -> Implementation:
-    """What "auto" is. All ranks must choose alike, because results differ in their last bits."""
-    if _pads_at_no_cost(group, num_tokens, dispatch_arguments):
-        return "einsum"
+def _ragged_experts(group: Group, channels: tuple[int, ...]) -> Implementation:
+    """What "auto" is for ragged rows. All ranks must choose alike, because results differ in their last bits."""
     is_fast = group._impl.has_grouped_gemm and no_grouped_reason(group.dtype, channels) is None
     return "grouped" if is_fast else "ragged_dot"
 
@@ -272,12 +294,17 @@ def _check_weights(op: str, group: Group, w_gate_up: Any, w_down: Any) -> int:
     return columns // 2
 
 
-def _check_dispatch_arguments(op: str, arguments: dict[str, Any]) -> None:
-    if "layout" in arguments:
+def _check_layout(op: str, layout: Any, experts: Experts) -> None:
+    if layout not in (None, "token"):
         raise ValueError(
-            f"{op}: layout is {arguments['layout']!r}, but mlp chooses the layout by experts: use experts='einsum' for "
-            "'expert', and leave out layout="
+            f"{op}: layout is {layout!r}; it must be 'token', or None for the layout of experts: 'expert' with "
+            "experts='einsum', otherwise 'ragged'"
         )
+    if layout == "token" and experts == "einsum":
+        raise ValueError(f"{op}: layout is 'token' and experts is 'einsum', which needs layout=None; leave out one")
+
+
+def _check_dispatch_arguments(op: str, arguments: dict[str, Any]) -> None:
     if unknown := arguments.keys() - set(_DISPATCH_ARGUMENTS):
         raise TypeError(
             f"{op}: {min(unknown)} is not an argument of mlp or of dispatch; dispatch takes "
