@@ -4,7 +4,7 @@
 
 The group has one rank, which holds --experts experts of --model. So dispatch and combine move rows within one device.
 Each part is an executable of its own: dispatch, the matmul with gate and up, the activation, the matmul with down, and
-combine. A layer should take little longer than its parts together. The layer runs once for each of --implementations,
+combine; with --layout token, also expand and reduce. A layer should take little longer than its parts together. The layer runs once for each of --implementations,
 and its parts as the first of them. For each executable the times are on the host's clock: the median over chains of
 executions, one behind the other.
 """
@@ -66,16 +66,23 @@ class Timer:
         return us, compiled(*arrays)
 
 
-def time_parts(timer: Timer, group: ep.Group, implementation: str, arrays: Sequence[jax.Array]) -> dict[str, float]:
+def time_parts(
+    timer: Timer, group: ep.Group, implementation: str, layout: str | None, arrays: Sequence[jax.Array]
+) -> dict[str, float]:
     """Microseconds of each part of the layer, which all get what the part before returned."""
     *tokens, w_gate_up, w_down = arrays
     matmul = partial(grouped_matmul, implementation=implementation)
-    layout = "expert" if implementation == "einsum" else "ragged"
+    layout = layout or ("expert" if implementation == "einsum" else "ragged")
     us = {}
     us["dispatch"], recv = timer(partial(ep.dispatch, group=group, layout=layout), *tokens)
-    us["gate and up"], gate_up = timer(matmul, recv.x, w_gate_up, recv.group_sizes)
+    rows = recv
+    if layout == "token":
+        us["expand"], rows = timer(ep.expand, recv)
+    us["gate and up"], gate_up = timer(matmul, rows.x, w_gate_up, rows.group_sizes)
     us["activation"], hidden = timer(activate, gate_up)
-    us["down"], y = timer(matmul, hidden, w_down, recv.group_sizes)
+    us["down"], y = timer(matmul, hidden, w_down, rows.group_sizes)
+    if layout == "token":
+        us["reduce"], y = timer(ep.reduce, y, rows)
     us["combine"], _ = timer(ep.combine, y, recv)
     return us
 
@@ -99,6 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=16 if on_cpu else 4096, help="tokens of the device")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--implementations", default="ragged_dot" if on_cpu else "grouped,ragged_dot", help="of the matmuls; a list")
+    add("--layout", choices=("token",), help="moe.mlp's layout, if not that of the implementation")
     add("--seconds", type=float, default=0.05, help="length of a chain of executions")
     add("--samples", type=int, default=5, help="chains per time")
     add("--json", metavar="FILE", help="write what was measured there")
@@ -118,11 +126,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ep.Group(mesh, AXIS, **sizes, max_tokens_per_rank=options.tokens, dtype=options.dtype) as group:
         arrays = make_arrays(group, options.tokens, intermediate)
         first, *others = options.implementations.split(",")
-        parts = time_parts(timer, group, first, arrays)
+        parts = time_parts(timer, group, first, options.layout, arrays)
         rows += [{"implementation": first, "part": part, "us": us} for part, us in parts.items()]
         rows.append({"implementation": first, "part": "all parts", "us": sum(parts.values())})
         for implementation in (first, *others):
-            us, _ = timer(partial(ep.moe.mlp, group=group, experts=implementation), *arrays)
+            us, _ = timer(partial(ep.moe.mlp, group=group, experts=implementation, layout=options.layout), *arrays)
             rows.append({"implementation": implementation, "part": "moe.mlp", "us": us})
     for row in rows:
         print(f"{row['implementation']:10} {row['part']:12} {row['us']:10.1f}")

@@ -143,6 +143,8 @@ first_gpu=${first_gpu%%,*}
 step matmul-1-experts env CUDA_VISIBLE_DEVICES="$first_gpu" $installed -m jax_ep.bench experts \
   --groups uniform,lognormal,one-hot --json "$logs/matmul-1-experts.json" ${BENCH_ARGS:-}
 step matmul-2-parts env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --json "$logs/matmul-2-parts.json"
+step matmul-3-token env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --layout token \
+  --implementations grouped --json "$logs/matmul-3-token.json"
 # Balanced placement: its kernels, and a layer's step under skewed routing. The second part needs the grouped GEMM, too.
 step balance-1-kernels $installed -m jax_ep.bench balance --json "$logs/balance-1-kernels.json"
 step balance-2-step "$python" benchmarks/moe_step.py --skew 0 0.5 1 1.5 hot --compute grouped \

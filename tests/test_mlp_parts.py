@@ -28,3 +28,11 @@ def test_times_the_parts_and_the_layer(tmp_path, capsys):
     assert us["einsum", "all parts"] == pytest.approx(sum(us["einsum", part] for part in parts))
     assert all(time > 0 for time in us.values())
     assert "moe.mlp" in capsys.readouterr().out
+
+
+def test_the_layout_token_has_two_more_parts(tmp_path):
+    file = tmp_path / "mlp_parts.json"
+    options = ["--model=tiny", "--experts=4", "--top-k=2", "--tokens=8", "--seconds=0.001", "--samples=1"]
+    assert mlp_parts.main([*options, "--layout=token", "--implementations=ragged_dot", f"--json={file}"]) == 0
+    parts = [row["part"] for row in json.loads(file.read_text())["rows"]]
+    assert parts == "dispatch,expand,gate and up,activation,down,reduce,combine,all parts,moe.mlp".split(",")
