@@ -44,20 +44,20 @@ class Divisor {
 // peers are the ranks with its number in the other nodes. Rows and sums for a node go to the rail peer in that node.
 struct Nodes {
   int32_t size = 1, count = 1;
-  int32_t own = 0, number = 0;  // this rank's node, and the rank's number in the node
+  int32_t own_node = 0, number = 0;  // this rank's node, and the rank's number in the node
 
   constexpr Nodes() = default;
   constexpr Nodes(int32_t size, int32_t num_ranks, int32_t rank)
-      : size(size), count(num_ranks / size), own(rank / size), number(rank % size) {}
+      : size(size), count(num_ranks / size), own_node(rank / size), number(rank % size) {}
 
   constexpr int32_t num_others() const { return count - 1; }
   // The i-th of the other nodes, beginning with the node after this one.
-  constexpr int32_t other(int32_t i) const { return (own + 1 + i) % count; }
-  constexpr bool is_own(int32_t rank) const { return rank / size == own; }
+  constexpr int32_t other(int32_t i) const { return (own_node + 1 + i) % count; }
+  constexpr bool is_in_own_node(int32_t rank) const { return rank / size == own_node; }
   // The rank of `node` that has the same number as `rank`.
   constexpr int32_t rail_peer(int32_t rank, int32_t node) const { return node * size + rank % size; }
   constexpr int32_t rail_peer_in(int32_t node) const { return rail_peer(number, node); }
-  constexpr bool is_rail_peer(int32_t rank) const { return !is_own(rank) && rank % size == number; }
+  constexpr bool is_rail_peer(int32_t rank) const { return !is_in_own_node(rank) && rank % size == number; }
   // True if `rank` is a rail peer, and if `ranks` (a bit per rank) has a rank of its node.
   constexpr bool forwards(int32_t rank, uint32_t ranks) const {
     return is_rail_peer(rank) && (ranks >> (rank - rank % size) & 0xffffffffu >> (32 - size)) != 0;

@@ -60,7 +60,7 @@ struct CombineReceiver : CombineSender<Config> {
     if (uses_rail_peers()) {
       const Nodes& nodes = nodes_of(peers);
       index = rail_index(nodes, index, token);
-      if (!nodes.is_own(rank)) source = nodes.source_of(rank / nodes.size);
+      if (!nodes.is_in_own_node(rank)) source = nodes.source_of(rank / nodes.size);
     }
     if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
     __syncwarp();                                   // some lanes have waited; now all lanes may read

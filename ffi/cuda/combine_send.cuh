@@ -89,7 +89,7 @@ struct CombineSender : CombineSums<Config> {
   __device__ Hop next_hop(int32_t peer) const {
     if (!uses_rail_peers() || !is_remote(peers, peer)) return {peer, peers.rank};
     const Nodes& nodes = nodes_of(peers);
-    return {nodes.rail_peer(peer, nodes.own), nodes.rail_peer(peers.rank, peer / nodes.size)};
+    return {nodes.rail_peer(peer, nodes.own_node), nodes.rail_peer(peers.rank, peer / nodes.size)};
   }
 
   // Puts a row to a remote rank, after the warp group has staged it. The first warp puts it.

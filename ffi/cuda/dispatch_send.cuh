@@ -137,7 +137,8 @@ struct DispatchSender : Routing<Config> {
   // The number of the source under which rank `rank` keeps this rank's rows in its arena. With rail peers, a remote
   // rank keeps them under the number of this rank's node.
   __device__ int32_t source_at(int32_t rank) const {
-    return uses_rail_peers() && is_remote(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own) : peers.rank;
+    return uses_rail_peers() && is_remote(peers, rank) ? nodes_of(peers).source_of(nodes_of(peers).own_node)
+                                                       : peers.rank;
   }
 
   // Loads a token's route. A token out of range has no destinations.

@@ -256,7 +256,7 @@ NetworkTable Group::find_peers(const Member& member) const {
   NetworkTable table = {};
   table.nodes = Nodes(node_size(), num_ranks(), self);
   for (int32_t rank = 0; rank < num_ranks(); ++rank) {
-    const bool is_local = table.nodes.is_own(rank);
+    const bool is_local = table.nodes.is_in_own_node(rank);
     uint8_t* const arena = is_local ? network.pointer_to(member.symmetric_arena, pes.at(rank)) : member.symmetric_arena;
     uint8_t* const control = is_local ? network.pointer_to(own_control, pes.at(rank)) : own_control;
     if (arena == nullptr || control == nullptr) {

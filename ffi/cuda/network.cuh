@@ -31,7 +31,7 @@ __device__ __forceinline__ const Nodes& nodes_of(const Peers& peers) { return ne
 __device__ __forceinline__ int32_t rail_index(const Nodes& nodes, int32_t index, int32_t token) {
   const int32_t rank = lane_id();
   const uint32_t ranks = __ballot_sync(kAllLanes, index >= 0);
-  if (nodes.is_own(rank)) return index;
+  if (nodes.is_in_own_node(rank)) return index;
   return nodes.forwards(rank, ranks) ? token : -1;
 }
 

@@ -48,7 +48,7 @@ struct NodeForward : DispatchReceiver<Config> {
   __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowAddress& from,
                                    const WarpGroup& warp_group) const {
     Route route = {-1, -1, 0, 1.0f};
-    const bool is_local = nodes.is_own(lane_id());
+    const bool is_local = nodes.is_in_own_node(lane_id());
     const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.rail_peer(lane_id(), node);
     if (!new_route() && is_local) route.index = __ldg(args.known_send_slot + kept);
     bool is_sent = new_route() || __any_sync(kAllLanes, route.index >= 0);
@@ -62,7 +62,7 @@ struct NodeForward : DispatchReceiver<Config> {
     RowHeader header = {-1, 0, 0, 0};
     if (is_sent && lane_id() < args.top_k) header = load_header(from.header(lane_id()));
     const int32_t rank = is_expert(header.expert, num_experts()) ? peers.rank_of(header.expert) : -1;
-    if (rank >= 0 && nodes.is_own(rank)) route.expert = header.expert;
+    if (rank >= 0 && nodes.is_in_own_node(rank)) route.expert = header.expert;
     route.position = header.position;
     route.weight = header.weight;
 #pragma unroll 1

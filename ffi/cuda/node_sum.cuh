@@ -19,14 +19,14 @@ struct NodeSum : CombineReceiver<Config> {
     const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.role, warp_id());
     if (any_of_warp_group(warp_group, kFirstBarrier, op.state.failed)) return;
     const Nodes& nodes = nodes_of(peers);
-    const int32_t as = nodes.source_of(nodes.own);
+    const int32_t as = nodes.source_of(nodes.own_node);
     const int32_t num_items = warp_group.index < warp_group.num_groups ? nodes.num_others() * args.num_tokens : 0;
 #pragma unroll 1
     for (int32_t item = warp_group.index; item < num_items; item += warp_group.num_groups) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
       const int32_t source = nodes.rail_peer(lane_id(), node);  // the source as which rank = lane sends
       const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + source;
-      const int32_t index = nodes.is_own(lane_id()) ? __ldg(args.send_slot + kept) : -1;
+      const int32_t index = nodes.is_in_own_node(lane_id()) ? __ldg(args.send_slot + kept) : -1;
       const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
       if (sources == 0) continue;
       const int32_t row = row_number(source, index);  // of rank = lane

@@ -117,18 +117,18 @@ void test_nodes() {
       if (num_ranks % size != 0) continue;
       for (int32_t rank = 0; rank < num_ranks; ++rank) {
         const Nodes nodes(size, num_ranks, rank);
-        EXPECT_EQ(nodes.is_own(rank), true);
-        EXPECT_EQ(nodes.rail_peer_in(nodes.own), rank);
+        EXPECT_EQ(nodes.is_in_own_node(rank), true);
+        EXPECT_EQ(nodes.rail_peer_in(nodes.own_node), rank);
         std::set<int32_t> others;
         for (int32_t i = 0; i < nodes.num_others(); ++i) {
           const int32_t node = nodes.other(i), rail_peer = nodes.rail_peer_in(node);
           others.insert(node);
           EXPECT_EQ(nodes.is_rail_peer(rail_peer), true);
-          EXPECT_EQ(Nodes(size, num_ranks, rail_peer).rail_peer_in(nodes.own), rank);
+          EXPECT_EQ(Nodes(size, num_ranks, rail_peer).rail_peer_in(nodes.own_node), rank);
           EXPECT_EQ(nodes.source_of(node) >= num_ranks && nodes.source_of(node) < num_ranks + nodes.count, true);
         }
         EXPECT_EQ(others.size(), static_cast<size_t>(num_ranks / size - 1));
-        EXPECT_EQ(others.count(nodes.own), size_t{0});
+        EXPECT_EQ(others.count(nodes.own_node), size_t{0});
         for (int32_t to = 0; to < num_ranks; ++to) {
           int32_t passing = 0;
           for (int32_t lane = 0; lane < 32; ++lane) {
@@ -136,7 +136,7 @@ void test_nodes() {
             EXPECT_EQ(lane, nodes.rail_peer_in(to / size));
             ++passing;
           }
-          EXPECT_EQ(passing, nodes.is_own(to) ? 0 : 1);
+          EXPECT_EQ(passing, nodes.is_in_own_node(to) ? 0 : 1);
         }
       }
     }
