@@ -1,5 +1,5 @@
-// Layout arithmetic for kernels, handlers and host functions: the owners of experts, the capacities of layouts, and the
-// positions of received rows.
+// Layout arithmetic for kernels, handlers and host functions: the owners of experts, the nodes of a group, the
+// capacities of layouts, and the positions of received rows. Also division by a number that is known before a launch.
 //
 // All functions are constexpr. nvcc's --expt-relaxed-constexpr makes them callable on the device, so that host and
 // device cannot disagree. Counts of rows are int32, as in XLA. Sums of counts, row numbers and byte sizes are int64,
@@ -66,16 +66,44 @@ struct Nodes {
   constexpr int32_t source_of(int32_t node) const { return size * count + node; }
 };
 
+// The next two functions say how the layouts differ. Their switches have no default, so that the compiler warns of a
+// switch that lacks a new layout.
+
+// True if each expert has a buffer of `capacity` rows. False if the groups of a rank's experts follow one another in
+// one buffer of `capacity` rows. (In the token layout, all rows are in one group.)
+constexpr bool has_buffer_per_expert(Layout layout) {
+  switch (layout) {
+    case Layout::kExpert:
+      return true;
+    case Layout::kRagged:
+    case Layout::kToken:
+      break;
+  }
+  return false;
+}
+
+// True if a token has at most one row in a buffer of `capacity` rows.
+constexpr bool has_one_row_per_token(Layout layout) {
+  switch (layout) {
+    case Layout::kRagged:
+      return false;
+    case Layout::kExpert:
+    case Layout::kToken:
+      break;
+  }
+  return true;
+}
+
 // The smallest capacity that never drops a row, if no token names an expert twice.
 constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                    int64_t experts_per_rank, int64_t alignment) {
-  if (layout != Layout::kRagged) return num_ranks * num_tokens;
+  if (has_one_row_per_token(layout)) return num_ranks * num_tokens;
   const int64_t most_rows = num_ranks * num_tokens * std::min(top_k, experts_per_rank);
   return align_up(most_rows + experts_per_rank * (alignment - 1), alignment);
 }
 
-// The rows of one local expert in a rank's flattened buffer.
-struct Placement {
+// The rows of one local expert in the result. The rows have consecutive numbers, over the buffers of all experts.
+struct ExpertGroup {
   int64_t first_row;
   int32_t group_size;  // the need, rounded up to the alignment, except in the expert layout
   bool fits;
@@ -84,9 +112,9 @@ struct Placement {
 // Places `need` rows of local expert `expert`. `rows_before` is the sum of align_up(need, alignment) over the experts
 // before it, and does not matter in the expert layout. If any expert of the rank does not fit, share_rows() and fill()
 // decide which rows all experts keep.
-constexpr Placement place_group(Layout layout, int32_t expert, int64_t rows_before, int32_t need, int64_t capacity,
-                                int64_t alignment) {
-  if (layout == Layout::kExpert) return {expert * capacity, need, need <= capacity};
+constexpr ExpertGroup place_group(Layout layout, int32_t expert, int64_t rows_before, int32_t need, int64_t capacity,
+                                  int64_t alignment) {
+  if (has_buffer_per_expert(layout)) return {expert * capacity, need, need <= capacity};
   const int64_t size = align_up(need, alignment);
   return {rows_before, static_cast<int32_t>(size), rows_before + size <= capacity};
 }

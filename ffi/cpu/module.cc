@@ -84,7 +84,7 @@ std::vector<std::tuple<int64_t, int32_t, bool>> place_groups(const std::vector<i
   std::vector<std::tuple<int64_t, int32_t, bool>> groups;
   int64_t rows_before = 0;
   for (size_t expert = 0; expert < need.size(); ++expert) {
-    const Placement group = place_group(layout, expert, rows_before, need[expert], capacity, alignment);
+    const ExpertGroup group = place_group(layout, expert, rows_before, need[expert], capacity, alignment);
     groups.emplace_back(group.first_row, group.group_size, group.fits);
     rows_before += align_up(need[expert], alignment);
   }

@@ -32,7 +32,7 @@ struct Sizes {
   Dims recv_row(int64_t num_tokens) const { return {num_ranks, num_tokens, top_k}; }
   // The leading dimensions of received rows.
   Dims rows(int64_t layout, int64_t capacity) const {
-    return static_cast<Layout>(layout) == Layout::kExpert ? Dims{experts_per_rank, capacity} : Dims{capacity};
+    return has_buffer_per_expert(static_cast<Layout>(layout)) ? Dims{experts_per_rank, capacity} : Dims{capacity};
   }
 };
 

@@ -14,7 +14,7 @@ struct Padding : DispatchSender<Config> {
   // zero_pad, or if alignment has added them. With zero_pad, all receivers share the work; otherwise the first receiver
   // does it.
   __device__ void pad(const Destinations& destinations) const {
-    const bool is_ragged = args.layout != Layout::kExpert, zeroes = args.zero_pad;
+    const bool is_ragged = !has_buffer_per_expert(args.layout), zeroes = args.zero_pad;
     const bool is_first = op.state.role == plan.first_receiver;
     if (!zeroes && !is_first) return;
     const int32_t worker = (zeroes ? op.state.role - plan.first_receiver : 0) * plan.block_warps() + warp_id();

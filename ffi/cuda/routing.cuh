@@ -179,7 +179,7 @@ struct Routing : DispatchOperands<Config> {
       for (int i = 0; i < 2; ++i) {
         const int32_t expert = first + i;
         if (expert >= end) break;
-        const Placement group = place_group(args.layout, expert, begin, need[i], args.capacity, args.alignment);
+        const ExpertGroup group = place_group(args.layout, expert, begin, need[i], args.capacity, args.alignment);
         p.first_row[expert] = static_cast<int32_t>(group.first_row);
         p.counts[expert] = new_route() ? need[i] : __ldg(args.known_counts + expert);
         p.group_sizes[expert] = group.group_size;

@@ -41,11 +41,13 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   const auto& args = static_cast<const DispatchArgs&>(*state.call);
   const int32_t num_experts = peers.experts_per_rank;
   const Destinations destinations(scratch, peers.num_ranks, num_experts);
-  const bool is_ragged = args.layout != Layout::kExpert;  // the token layout is ragged, with one group of rows
+  const bool is_ragged = !has_buffer_per_expert(args.layout);
   const bool has_token_rows = args.layout == Layout::kToken;
-  const auto alignment = static_cast<uint32_t>(args.alignment);  // the capacity is an int32, too
-  __syncwarp();                                                  // the other lanes have written their destinations
-  int32_t* const tiles = destinations.group_sizes;               // in the ragged layout, until the sizes are known
+  // Alignment and capacity fit in 32 bits (jax_ep/_dispatch_options.py). A GPU is slow in 64-bit divisions.
+  const auto alignment = static_cast<uint32_t>(args.alignment);
+  __syncwarp();  // the other lanes have written their destinations
+  // In a ragged layout, until the sizes are known: the tiles of `alignment` rows that each expert needs.
+  int32_t* const tiles = destinations.group_sizes;
   Fill share = {};
   if (is_ragged) {
 #pragma unroll 1
@@ -62,11 +64,12 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
     const bool present = expert < num_experts;
     int64_t room = args.capacity;
     if (is_ragged) {
-      const int32_t need = present ? tiles[expert] : 0;
-      const uint32_t wanting = __ballot_sync(kAllLanes, need > share.level);
+      const int32_t tiles_needed = present ? tiles[expert] : 0;
+      const uint32_t wanting = __ballot_sync(kAllLanes, tiles_needed > share.level);
       const int32_t own_turn = turn + __popc(wanting & ((1u << lane_id()) - 1));
       turn += __popc(wanting);
-      room = (need <= share.level ? need : share.level + (own_turn < share.left_over)) * args.alignment;
+      const int32_t kept = tiles_needed <= share.level ? tiles_needed : share.level + (own_turn < share.left_over);
+      room = kept * args.alignment;
       const int64_t through = rows_before + sum_through(room);
       if (present) destinations.first_row[expert] = static_cast<int32_t>(through - room);
       rows_before = __shfl_sync(kAllLanes, through, 31);

@@ -43,7 +43,7 @@ void test_default_capacity() {
 void expect_ragged(const std::vector<int32_t>& need, int64_t capacity, int64_t alignment) {
   int64_t rows_before = 0;
   for (size_t expert = 0; expert < need.size(); ++expert) {
-    const Placement group = place_group(Layout::kRagged, expert, rows_before, need[expert], capacity, alignment);
+    const ExpertGroup group = place_group(Layout::kRagged, expert, rows_before, need[expert], capacity, alignment);
     EXPECT_EQ(group.first_row, rows_before);
     rows_before += align_up(need[expert], alignment);
     EXPECT_EQ(group.fits, rows_before <= capacity);
@@ -61,7 +61,7 @@ void test_ragged_places() {
 }
 
 void test_expert_places() {
-  const Placement group = place_group(Layout::kExpert, 3, 0, 20, 16, 8);
+  const ExpertGroup group = place_group(Layout::kExpert, 3, 0, 20, 16, 8);
   EXPECT_EQ(group.first_row, 48);
   EXPECT_EQ(group.group_size, 20);
   EXPECT_EQ(group.fits, false);
