@@ -14,7 +14,7 @@ const std::map<std::string, bool Adversary::*> kSwitches = {
     {"shuffles_warps", &Adversary::shuffles_warps},   {"shuffles_blocks", &Adversary::shuffles_blocks},
     {"delays_launches", &Adversary::delays_launches},
 };
-const std::map<std::string, double Adversary::*> kStealsRows = {
+const std::map<std::string, double Adversary::*> kShares = {
     {"settle_share", &Adversary::settle_share},           {"held_share", &Adversary::held_share},
     {"held_blocks_share", &Adversary::held_blocks_share}, {"stall_share", &Adversary::stall_share},
     {"switch_share", &Adversary::switch_share},           {"late_share", &Adversary::late_share},
@@ -48,7 +48,7 @@ Adversary adversary_of(uint64_t seed, const std::string& settings) {
     const double value = equals == std::string::npos ? 1 : std::stod(part.substr(equals + 1));
     if (const auto found = kSwitches.find(name); found != kSwitches.end()) {
       made.*found->second = value != 0;
-    } else if (const auto share = kStealsRows.find(name); share != kStealsRows.end()) {
+    } else if (const auto share = kShares.find(name); share != kShares.end()) {
       made.*share->second = value;
     } else if (name == "resident_blocks") {
       made.resident_blocks = static_cast<int>(value);

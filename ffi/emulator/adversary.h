@@ -31,7 +31,7 @@ class Random {
 struct Adversary {
   uint64_t seed = 0;
   bool delays_stores = false;    // stores become visible late, and in another order
-  bool tears_units = false;      // stores of 16 bytes arrive in two split-phase calls
+  bool tears_units = false;      // a store of 16 bytes arrives as two stores of 8 bytes
   bool shuffles_warps = false;   // any ready warp and lane runs next; threads lose the processor between accesses
   bool shuffles_blocks = false;  // the blocks of a launch start in any order
   bool delays_launches = false;  // ranks are late, and so is the end of a launch

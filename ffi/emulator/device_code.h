@@ -1,5 +1,5 @@
 // What device code calls without a header on a GPU: the position of a thread, warp collectives, atomics, arithmetic. A
-// part of the escape for cuda_runtime_api.h.
+// part of the emulator's replacement for cuda_runtime_api.h.
 #pragma once
 
 #include "ffi/emulator/machine.h"
@@ -124,7 +124,7 @@ inline float __fmul_rn(float a, float b) {
   const float product = a * b;
   return std::isnan(product) ? __uint_as_float(0x7fffffffu) : product;
 }
-// Of two split-phase calls of 16 bits: the larger as unsigned numbers, the smaller as signed ones.
+// Of the two 16-bit halves of each word: the larger as unsigned numbers, and the smaller as signed numbers.
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
 }

@@ -1,4 +1,4 @@
-// The emulator's escape for CUDA's cuda_bf16.h: the type and the conversions that the kernels use, with a GPU's bits.
+// The emulator's replacement for CUDA's cuda_bf16.h: the type and the conversions that kernels use, with a GPU's bits.
 #pragma once
 
 #include <cuda_runtime_api.h>

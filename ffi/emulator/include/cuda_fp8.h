@@ -1,4 +1,4 @@
-// The emulator's escape for CUDA's cuda_fp8.h: the types and the conversions that the kernels use, with a GPU's bits.
+// The emulator's replacement for CUDA's cuda_fp8.h: the types and the conversions that kernels use, with a GPU's bits.
 #pragma once
 
 #include <cuda_fp16.h>
