@@ -1,4 +1,5 @@
-// Derives the shape of a launch from the shape of the call. All tuning of launches is in this file.
+// Derives the shape of a launch of dispatch or combine from the shape of the call. plan_balance.h has the launches of
+// balance and replicate. All tuning of launches is in these two files.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,8 @@
 namespace jax_ep {
 
 inline constexpr int32_t kMaxBlockWarps = 16;  // a streaming multiprocessor (SM) runs one block of this size
-// The most shared memory, static and dynamic, that a block of any kernel needs. The kernels' operands assert it.
+// The most shared memory, static and dynamic, that a block of a dispatch or a combine needs. dispatch_operands.cuh and
+// combine_operands.cuh assert it.
 inline constexpr int64_t kMaxBlockSharedBytes = 204 * 1024;
 inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: concurrent kernels use the other SMs
 inline constexpr int32_t kMostSmsBesideOthers = 64;
@@ -449,52 +451,6 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, log_warps, sms);
   plan.sums_own = sums_own;
   return plan;
-}
-
-// The launches of a balance: one block plans, and others count the pairs (token, k) before and number them afterwards
-// (ffi/cuda/pairs.cuh). Few pairs have few blocks, and few experts have few threads in the block that plans.
-inline constexpr int32_t kPairThreads = 512;
-struct BalancePlan {
-  int32_t num_worker_threads;  // threads of the block that plans, without the control warp
-  int32_t num_blocks;          // that count, and that number
-  int32_t num_counters;        // warps of a block that count: each has a counter per expert in shared memory
-
-  constexpr int32_t block_threads() const { return num_worker_threads + 32; }
-  constexpr int32_t counters_bytes(int32_t num_experts) const {
-    return static_cast<int32_t>(align_up(4 * num_experts * num_counters, 16));
-  }
-};
-
-// The dynamic shared memory of the block that plans: six words per expert.
-inline constexpr int32_t kWordsPerExpert = 6, kMaxBalanceScratch = 96 * 1024;
-constexpr int32_t balance_scratch_bytes(int32_t num_experts) {
-  return static_cast<int32_t>(align_up(4 * num_experts * kWordsPerExpert, 16));
-}
-inline constexpr int32_t kMaxBalancedExperts = kMaxBalanceScratch / (4 * kWordsPerExpert);
-// The size of the array `work` of a balance (BalanceWork).
-constexpr int64_t balance_work_words(int64_t num_experts, int64_t num_ranks) {
-  return (kMaxBalanceBlocks + 2) * num_experts + 4 * num_ranks + 1;
-}
-
-constexpr BalancePlan plan_balance(int64_t num_pairs, int32_t num_experts, int32_t num_sms, int32_t device_sms) {
-  constexpr int64_t kPairsPerBlock = 4 * kPairThreads;
-  const int64_t num_warps = std::clamp<int64_t>(divide_up(num_experts, 32), 8, 31);
-  const int64_t most = std::min(kMaxBalanceBlocks, usable_sms(num_sms, device_sms));
-  const int64_t num_blocks = std::clamp<int64_t>(divide_up(num_pairs, kPairsPerBlock), 1, most);
-  const int32_t room = kMaxBalanceScratch / (4 * num_experts);
-  return {static_cast<int32_t>(num_warps * 32), static_cast<int32_t>(num_blocks), std::min(kPairThreads / 32, room)};
-}
-
-// The launch of a replicate: warps claim tracks of rows (ffi/cuda/row_ring.cuh). All ranks have equally many tracks. If
-// the kernel also clears slots, the other SMs do so meanwhile.
-inline constexpr int32_t kCopyWarps = 16;  // of a block
-struct CopyPlan {
-  int32_t num_blocks, num_tracks;
-};
-// A track has at least four rows in flight, if the arena has room for so many.
-constexpr CopyPlan plan_replicate(int32_t max_tokens, bool clears_slots, int32_t num_sms, int32_t device_sms) {
-  const int32_t num_tracks = std::clamp(max_tokens / 4, 1, kMaxCopyTracks), sms = usable_sms(num_sms, device_sms);
-  return {clears_slots ? sms : std::min(sms, (num_tracks + kCopyWarps - 1) / kCopyWarps), num_tracks};
 }
 
 }  // namespace jax_ep

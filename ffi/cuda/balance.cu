@@ -11,7 +11,7 @@ struct BalanceShared {
   RankPlacements ranks;
 };
 
-// The steps of one block that plans. The pairs of this rank are counted.
+// The steps of balance_kernel, whose one block makes the plan. count_pairs_kernel has counted this rank's pairs.
 struct Balance {
   const Peers& peers;
   const BalanceArgs& args;
@@ -92,7 +92,7 @@ struct Balance {
       work.begin[rank] = placing.ranks.begin[rank];
       work.end[rank] = placing.ranks.end[rank];
       work.first_copy[rank] = placing.ranks.first_copy[rank];
-      work.takers[rank] = static_cast<int32_t>(placing.ranks.takers[rank]);
+      work.receivers[rank] = static_cast<int32_t>(placing.ranks.receivers[rank]);
     }
     if (threadIdx.x == 0) *work.is_valid = 1;
   }
@@ -151,7 +151,7 @@ cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, const Ba
   const int32_t experts_per_rank = peers.num_home_experts(), num_experts = peers.num_ranks * experts_per_rank;
   const Grid pairs = {plan.num_blocks, kPairThreads, 0};
   cudaError_t status = launch(count_pairs_kernel, {plan.num_blocks, kPairThreads, plan.counters_bytes(num_experts)},
-                              stream, args, num_experts, peers.num_ranks, plan.num_counters);
+                              stream, args, num_experts, peers.num_ranks, plan.num_counting_warps);
   if (status == cudaSuccess) {
     status = launch(balance_kernel, {1, plan.block_threads(), balance_scratch_bytes(num_experts)}, stream, peers, args,
                     plan);

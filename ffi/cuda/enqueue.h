@@ -19,6 +19,7 @@
 #include "ffi/cuda/split_phase.h"
 #include "ffi/cuda/xla.h"
 #include "ffi/handler_error.h"
+#include "ffi/plan_balance.h"
 
 namespace jax_ep {
 

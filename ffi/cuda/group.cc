@@ -13,6 +13,7 @@
 #include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/dispatch_layout.h"
 #include "ffi/cuda/runtime.h"
+#include "ffi/plan_balance.h"
 
 namespace jax_ep {
 namespace {

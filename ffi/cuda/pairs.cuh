@@ -11,11 +11,11 @@ namespace jax_ep {
 
 // Arrays in args.work, which the kernels of a balance hand on. E counts home experts.
 struct BalanceWork {
-  int32_t* block_counts;                       // [blocks, E]: the pairs of each block; later those of the blocks before
-  int32_t* offset;                             // [E]: what ExpertPlacements has under this name
-  int32_t* place;                              // [E]
-  int32_t *begin, *end, *first_copy, *takers;  // [R] each: what RankPlacements has under these names
-  int32_t* is_valid;                           // 0 if the balance has failed
+  int32_t* block_counts;  // [blocks, E]: the pairs of each block; later those of the blocks before
+  int32_t* offset;        // [E]: what ExpertPlacements has under this name
+  int32_t* place;         // [E]
+  int32_t *begin, *end, *first_copy, *receivers;  // [R] each: what RankPlacements has under these names
+  int32_t* is_valid;                              // 0 if the balance has failed
 
   __device__ BalanceWork(const BalanceArgs& args, int32_t num_experts, int32_t num_ranks)
       : block_counts(args.work),
@@ -24,8 +24,8 @@ struct BalanceWork {
         begin(place + num_experts),
         end(begin + num_ranks),
         first_copy(end + num_ranks),
-        takers(first_copy + num_ranks),
-        is_valid(takers + num_ranks) {}
+        receivers(first_copy + num_ranks),
+        is_valid(receivers + num_ranks) {}
 };
 
 // The part of the pairs that a block counts.
@@ -43,14 +43,15 @@ struct PairsOfBlock {
 struct PairCounts {
   const BalanceArgs& args;
   const PairsOfBlock pairs;
-  const int32_t num_experts, num_counters;
-  int32_t* const counters;  // [num_counters, E], in shared memory: of one warp each
+  const int32_t num_experts, num_counting_warps;
+  int32_t* const counters;  // [num_counting_warps, E], in shared memory
 
-  // Calls f(pair, id) for each pair of this warp, in order: a lane per pair. The index is -1 behind the end.
+  // Calls f(pair, id) for each pair of this warp, in order, with a lane per pair. `id` is the pair's expert. A lane
+  // behind the last pair gets -1 for both.
   template <typename F>
   __device__ void for_each_pair(F f) const {
-    if (warp_id() >= num_counters) return;
-    const int32_t share = (pairs.end - pairs.begin + num_counters * 32 - 1) / (num_counters * 32) * 32;
+    if (warp_id() >= num_counting_warps) return;
+    const int32_t share = (pairs.end - pairs.begin + num_counting_warps * 32 - 1) / (num_counting_warps * 32) * 32;
     const int32_t begin = pairs.begin + warp_id() * share, end = min(begin + share, pairs.end);
     for (int32_t first = begin; first < end; first += 32) {
       const int32_t pair = first + lane_id();
@@ -61,7 +62,7 @@ struct PairCounts {
   // Counts the pairs of each warp, per expert. Writes to topk_slot how many earlier pairs of the warp name the same
   // expert.
   __device__ void count() const {
-    for (int32_t i = threadIdx.x; i < num_counters * num_experts; i += blockDim.x) counters[i] = 0;
+    for (int32_t i = threadIdx.x; i < num_counting_warps * num_experts; i += blockDim.x) counters[i] = 0;
     __syncthreads();
     for_each_pair([&](int32_t pair, int32_t id) {
       const bool is_row = is_expert(id, num_experts);
@@ -81,7 +82,7 @@ struct PairCounts {
   __device__ void sum(int32_t* counts) const {
     for (int32_t expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
       int32_t count = 0;
-      for (int32_t warp = 0; warp < num_counters; ++warp) {
+      for (int32_t warp = 0; warp < num_counting_warps; ++warp) {
         int32_t& counter = counters[warp * num_experts + expert];
         const int32_t earlier = count;
         count += counter;
@@ -102,10 +103,10 @@ struct PairCounts {
 
 __global__ void __launch_bounds__(kPairThreads)
     count_pairs_kernel(const __grid_constant__ BalanceArgs args, int32_t num_experts, int32_t num_ranks,
-                       int32_t num_counters) {
+                       int32_t num_counting_warps) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   wait_for_dependencies();
-  const PairCounts counts = {args, PairsOfBlock(args, blockIdx.x, gridDim.x), num_experts, num_counters,
+  const PairCounts counts = {args, PairsOfBlock(args, blockIdx.x, gridDim.x), num_experts, num_counting_warps,
                              reinterpret_cast<int32_t*>(scratch)};
   counts.count();
   counts.sum(BalanceWork(args, num_experts, num_ranks).block_counts + blockIdx.x * num_experts);
@@ -122,7 +123,7 @@ struct Slots {
   // expert or, behind the home experts, the replica slot.
   __device__ int32_t slot_of(int32_t expert, int32_t at) const {
     const int32_t home = by_home_experts.quotient(expert), slots_per_rank = experts_per_rank + num_slots;
-    for (uint32_t left = static_cast<uint32_t>(work.takers[home]); left != 0; left &= left - 1) {
+    for (uint32_t left = static_cast<uint32_t>(work.receivers[home]); left != 0; left &= left - 1) {
       const int32_t to = __ffs(static_cast<int>(left)) - 1;
       if (at < work.begin[to] || at >= work.end[to]) continue;
       return to * slots_per_rank + experts_per_rank + work.place[expert] - work.first_copy[to];

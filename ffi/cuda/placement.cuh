@@ -17,7 +17,7 @@ struct RankPlacements {
   int32_t end[kMaxRanks];         // the row behind the last one
   int32_t first_copy[kMaxRanks];  // the place, on this line, of the first expert that it copies
   int32_t num_copies[kMaxRanks];
-  uint32_t takers[kMaxRanks];  // bits of the ranks that take rows of it
+  uint32_t receivers[kMaxRanks];  // bits of the ranks that take rows from it
   // By the number of the donor, largest excess first:
   int32_t donor[kMaxRanks], excess_end[kMaxRanks], served[kMaxRanks];
   bool has_donors;
@@ -90,7 +90,7 @@ struct Placing {
     if (is_rank) {
       ranks.source[rank] = -1;
       ranks.begin[rank] = ranks.end[rank] = ranks.num_copies[rank] = 0;
-      ranks.takers[rank] = 0;
+      ranks.receivers[rank] = 0;
       ranks.num_rows[rank] = load;
     }
     if (rank == 0) ranks.has_donors = donors != 0;
@@ -207,17 +207,17 @@ struct Placing {
     const int32_t load = is_rank ? ranks.load[rank] : 0, source = is_rank ? ranks.source[rank] : -1;
     const int32_t taken = source >= 0 ? ranks.end[rank] - ranks.begin[rank] : 0;
     int32_t num_rows = load + taken;
-    uint32_t takers = 0;
+    uint32_t receivers = 0;
     for (int32_t other = 0; other < num_ranks; ++other) {
       const int32_t its_taken = __shfl_sync(kAllLanes, taken, other);
       if (__shfl_sync(kAllLanes, source, other) != rank) continue;
       num_rows -= its_taken;
-      takers |= 1u << other;
+      receivers |= 1u << other;
     }
     const bool moves = __reduce_max_sync(kAllLanes, num_rows) <= __reduce_max_sync(kAllLanes, load);
     if (!is_rank) return;
     ranks.num_rows[rank] = moves ? num_rows : load;
-    ranks.takers[rank] = moves ? takers : 0;
+    ranks.receivers[rank] = moves ? receivers : 0;
     if (!moves) ranks.num_copies[rank] = 0;
   }
 };

@@ -6,7 +6,7 @@
 
 #include "ffi/cuda/call.h"
 #include "ffi/layout.h"
-#include "ffi/plan.h"
+#include "ffi/plan_balance.h"
 
 namespace jax_ep {
 

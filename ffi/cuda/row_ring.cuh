@@ -13,7 +13,7 @@
 #pragma once
 
 #include "ffi/cuda/ll_units.cuh"
-#include "ffi/plan.h"
+#include "ffi/plan_balance.h"
 
 namespace jax_ep {
 

@@ -46,7 +46,7 @@ class RouteArrays(NamedTuple):
 
 
 def balance_work_words(group: GroupSettings) -> int:
-    """The size of the array "work" of a balance: balance_work_words in ffi/plan.h."""
+    """The size of the array "work" of a balance: balance_work_words in ffi/plan_balance.h."""
     return (MAX_BALANCE_BLOCKS + 2) * group.num_experts + 4 * group.num_ranks + 1
 
 

@@ -244,9 +244,9 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
     for (int32_t e = 0; e < sizes.home_experts; ++e) {
       std::vector<float> sum(experts->at(after[rank], e), experts->at(after[rank], e) + channels);
       for (int32_t slot = 0; slot < sizes.replicas; ++slot) {
-        for (int32_t taker = 0; taker < sizes.num_ranks; ++taker) {
-          if (expert_in(taker, slot) != rank * sizes.home_experts + e) continue;
-          const float* const copy = experts->at(after[taker], sizes.home_experts + slot);
+        for (int32_t receiver = 0; receiver < sizes.num_ranks; ++receiver) {
+          if (expert_in(receiver, slot) != rank * sizes.home_experts + e) continue;
+          const float* const copy = experts->at(after[receiver], sizes.home_experts + slot);
           for (int64_t i = 0; i < channels; ++i) sum[i] += copy[i];
         }
       }

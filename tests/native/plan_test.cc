@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "ffi/plan_balance.h"
 
 using namespace jax_ep;
 
@@ -379,13 +380,13 @@ void test_divisor() {
 
 void test_balance() {
   EXPECT_EQ(plan_balance(4096 * 8, 256, 0, 132).num_blocks, 16);
-  EXPECT_EQ(plan_balance(4096 * 8, 256, 0, 132).num_counters, 16);
+  EXPECT_EQ(plan_balance(4096 * 8, 256, 0, 132).num_counting_warps, 16);
   EXPECT_EQ(plan_balance(0, 1, 0, 132).num_blocks, 1);
   EXPECT_EQ(plan_balance(4096 * 8, 256, 8, 132).num_blocks, 8);
   for (int32_t num_experts = 1; num_experts <= kMaxBalancedExperts; ++num_experts) {
     for (int64_t num_pairs : {0, 8, 300, 1 << 20}) {
       const BalancePlan plan = plan_balance(num_pairs, num_experts, 0, 132);
-      EXPECT_EQ(plan.num_counters >= 1 && 32 * plan.num_counters <= kPairThreads, true);
+      EXPECT_EQ(plan.num_counting_warps >= 1 && 32 * plan.num_counting_warps <= kPairThreads, true);
       EXPECT_EQ(plan.num_blocks >= 1 && plan.num_blocks <= kMaxBalanceBlocks, true);
       EXPECT_EQ(plan.counters_bytes(num_experts) <= kMaxBalanceScratch, true);
       EXPECT_EQ(plan.num_worker_threads % 32 == 0 && plan.block_threads() <= 1024, true);
