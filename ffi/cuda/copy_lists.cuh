@@ -1,9 +1,9 @@
 // Which experts travel between which ranks, from the replica slots of all ranks. A rank takes copies from one other
 // rank only, its source.
 //
-// Each home rank numbers the experts that any rank copies from it, in the order of experts. The rows of these experts,
-// one expert after the other, are the rows of the home rank. Every rank knows the numbers of its own copied experts,
-// and of those of its source.
+// A home rank exports the experts that any rank copies from it. It numbers its exported experts in the order of
+// experts. The rows of the exported experts, one expert after the other, are the rows of the home rank. Every rank
+// knows the numbers of the experts that it exports, and of those that its source exports.
 #pragma once
 
 #include "ffi/cuda/control_words.cuh"
@@ -13,10 +13,10 @@ namespace jax_ep {
 
 // The sizes of the lists, in shared memory.
 struct CopyCounts {
-  int32_t num_exported;    // experts of this rank that are copied
-  int32_t num_of_source;   // experts of the source that are copied, by any rank
-  int32_t source;          // -1 for none
-  uint32_t all_receivers;  // bits of the ranks that copy from this rank
+  int32_t num_exported;            // experts of this rank that any rank copies
+  int32_t num_exported_by_source;  // experts of the source that any rank copies
+  int32_t source;                  // -1 for none
+  uint32_t all_receivers;          // bits of the ranks that copy from this rank
 };
 
 struct CopyLists {
@@ -25,10 +25,10 @@ struct CopyLists {
   const Operation& op;
   const ReplicateArgs& args;
   CopyCounts& counts;
-  // After build(), `exported` and `receivers` have an element per copied expert of this rank, and `slot_here` per
-  // copied expert of the source. Before the compact_ steps of build(), `receivers` and `slot_here` have one per local
-  // expert.
-  int32_t* const exported;    // the expert's local number
+  // After build(), `exported` and `receivers` have an element per exported expert of this rank, and `slot_here` has one
+  // per exported expert of the source. Until the compact_ steps of build(), `receivers` has an element per home expert
+  // of this rank, and `slot_here` has one per home expert of the source.
+  int32_t* const exported;    // the expert's number among the home experts
   uint32_t* const receivers;  // bits of the ranks that copy it
   int32_t* const slot_here;   // this rank's slot with the copy, or kCopiedElsewhere
   int32_t* const slots_of;    // [expert, R]: the slot of each home expert at each rank that copies it
@@ -77,14 +77,14 @@ struct CopyLists {
     __syncthreads();
   }
 
-  __device__ int32_t slot_of(int32_t copied_expert, int32_t rank) const {
-    return slots_of[exported[copied_expert] * op.peers.num_ranks + rank];
+  __device__ int32_t slot_of(int32_t exported_number, int32_t rank) const {
+    return slots_of[exported[exported_number] * op.peers.num_ranks + rank];
   }
 
  private:
   __device__ int32_t home_of(int32_t expert) const { return args.by_home_experts.quotient(expert); }
 
-  // Moves the copied experts to the front, in order. A warp calls it.
+  // Moves the exported experts to the front, in order. A warp calls it.
   __device__ void compact_exported() const {
     const int32_t experts = op.peers.num_home_experts();
     int32_t count = 0;
@@ -108,7 +108,7 @@ struct CopyLists {
     }
   }
 
-  // Moves the slots of the source's copied experts to the front, in the order of experts. A warp calls it.
+  // Moves the slots of the experts that the source exports to the front, in the order of experts. A warp calls it.
   __device__ void compact_slots_here(int32_t source) const {
     const int32_t experts = op.peers.num_home_experts();
     int32_t count = 0;
@@ -121,7 +121,7 @@ struct CopyLists {
       count += __popc(copied);
     }
     if (lane_id() == 0) {
-      counts.num_of_source = count;
+      counts.num_exported_by_source = count;
       counts.source = source;
     }
   }

@@ -27,15 +27,15 @@ struct Replicate {
 
   // A part of an expert.
   struct Row {
-    int32_t copied_expert;  // the expert's position among the copied experts of its home rank
+    int32_t exported_number;  // the expert's number among the exported experts of its home rank
     int64_t offset;
     int32_t bytes;
   };
   __device__ Row row_at(int32_t track, int32_t n) const {
     const int64_t index = ring.index(track, n);
-    const auto copied_expert = static_cast<int32_t>(index / rows_per_expert());
-    const int64_t offset = (index - int64_t{copied_expert} * rows_per_expert()) * row_bytes();
-    return {copied_expert, offset, static_cast<int32_t>(min(int64_t{row_bytes()}, args.expert_bytes - offset))};
+    const auto exported_number = static_cast<int32_t>(index / rows_per_expert());
+    const int64_t offset = (index - int64_t{exported_number} * rows_per_expert()) * row_bytes();
+    return {exported_number, offset, static_cast<int32_t>(min(int64_t{row_bytes()}, args.expert_bytes - offset))};
   }
   __device__ uint8_t* expert(int32_t local) const { return args.home + local * args.expert_bytes; }
   __device__ uint8_t* copy_in(int32_t slot) const { return args.copies + slot * args.expert_bytes; }
@@ -44,7 +44,7 @@ struct Replicate {
     return ring.rows_of_track(track, int64_t{lists.counts.num_exported} * rows_per_expert());
   }
   __device__ int32_t rows_of_source(int32_t track) const {
-    return ring.rows_of_track(track, int64_t{lists.counts.num_of_source} * rows_per_expert());
+    return ring.rows_of_track(track, int64_t{lists.counts.num_exported_by_source} * rows_per_expert());
   }
 
   // Copies the rows of a track: those of this rank's experts to their receivers, and those of the source to the slots
@@ -54,14 +54,14 @@ struct Replicate {
     const int32_t num_taken = rows_of_source(track);
     const auto send = [&](int32_t n) {
       const Row row = row_at(track, n);
-      const uint32_t ranks = lists.receivers[row.copied_expert];
+      const uint32_t ranks = lists.receivers[row.exported_number];
       ring.await_credits(track, n, ranks, first_row);
       if (op.warp_has_failed()) return;
-      ring.send(track, n, ranks, expert(lists.exported[row.copied_expert]) + row.offset, row.bytes);
+      ring.send(track, n, ranks, expert(lists.exported[row.exported_number]) + row.offset, row.bytes);
     };
     const auto take = [&](int32_t n) {
       const Row row = row_at(track, n);
-      const int32_t slot = lists.slot_here[row.copied_expert];
+      const int32_t slot = lists.slot_here[row.exported_number];
       if (slot >= 0) {
         uint8_t* const to = copy_in(slot) + row.offset;
         for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
@@ -88,7 +88,7 @@ struct Replicate {
     const int32_t num_taken = rows_exported(track);
     const auto send = [&](int32_t n) {
       const Row row = row_at(track, n);
-      const int32_t slot = lists.slot_here[row.copied_expert];
+      const int32_t slot = lists.slot_here[row.exported_number];
       const uint32_t ranks = slot >= 0 ? 1u << lists.counts.source : 0;
       ring.await_credits(track, n, ranks, first_row);
       if (ranks == 0 || op.warp_has_failed()) return;
@@ -96,7 +96,7 @@ struct Replicate {
     };
     const auto take = [&](int32_t n) {
       const Row row = row_at(track, n);
-      uint8_t* const at = expert(lists.exported[row.copied_expert]) + row.offset;
+      uint8_t* const at = expert(lists.exported[row.exported_number]) + row.offset;
       for (int32_t chunk = 0; chunk < num_chunks(row.bytes); chunk += RowRing::kBatch) {
         add_batch<X>(track, n, row, chunk, at);
       }
@@ -117,8 +117,8 @@ struct Replicate {
       values.bits = *reinterpret_cast<const uint4*>(home + at);
       to_floats(values, sum[i]);
     }
-    for (uint32_t left = lists.receivers[row.copied_expert]; left != 0;) {
-      const int32_t rank = next_receiver(row.copied_expert, left);
+    for (uint32_t left = lists.receivers[row.exported_number]; left != 0;) {
+      const int32_t rank = next_receiver(row.exported_number, left);
       left &= ~(1u << rank);
       uint4 units[RowRing::kBatch];
       ring.take(track, n, rank, chunk, row.bytes, units);
@@ -144,15 +144,15 @@ struct Replicate {
   }
 
   // The rank in `left` whose copy is in the lowest slot; of several, the lowest rank.
-  __device__ int32_t next_receiver(int32_t copied_expert, uint32_t left) const {
+  __device__ int32_t next_receiver(int32_t exported_number, uint32_t left) const {
     const bool is_left = left >> lane_id() & 1;
-    const int32_t slot = is_left ? lists.slot_of(copied_expert, lane_id()) : INT32_MAX;
+    const int32_t slot = is_left ? lists.slot_of(exported_number, lane_id()) : INT32_MAX;
     const int32_t lowest = __reduce_min_sync(kAllLanes, slot);
     return __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_left && slot == lowest))) - 1;
   }
 
   // Whether this rank sends rows or takes some.
-  __device__ bool has_rows() const { return lists.counts.num_exported > 0 || lists.counts.num_of_source > 0; }
+  __device__ bool has_rows() const { return lists.counts.num_exported > 0 || lists.counts.num_exported_by_source > 0; }
 
   // The parts of slots that warps claim, to zero those without a copy.
   static constexpr int64_t kPartBytes = 64 * 1024;
