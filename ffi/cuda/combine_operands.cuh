@@ -1,6 +1,5 @@
-// What the parts of a combine kernel share: the operands, facts that follow from them, and sums of rows. The warps of a
-// warp group share a row that is summed, by chunks. The parts are layers, each in a file of its own, on top of this
-// one:
+// What the layers of a combine kernel share: the operands, facts that follow from them, and the parts of a row that the
+// warps of a warp group sum. The other layers, each in a file of its own, are on top of this layer:
 //   combine_sums.cuh, combine_send.cuh, combine_receive.cuh, node_sum.cuh.
 // combine.cu has the kernel, in which their order is visible.
 #pragma once
@@ -38,8 +37,7 @@ constexpr bool needs_rail_peers(const Peers& peers, const CombineArgs& args) {
 }
 
 // True if y is prefetched into a per-warp ring in shared memory. Used where throughput matters more than latency: it
-// keeps more bytes in flight and takes fewer instructions. A part is the sums_at_once() chunks of a row that a warp
-// sums at once. A piece in the ring is a part of a row of y.
+// keeps more bytes in flight and takes fewer instructions. A piece in the ring is a part of a row of y.
 constexpr bool has_prefetch_ring(Variant variant) { return variant == Variant::kThroughput; }
 constexpr int sums_at_once(Variant variant) { return has_prefetch_ring(variant) ? 4 : 2; }
 constexpr int32_t kPartBytes = sums_at_once(Variant::kThroughput) * kChunkBytes;
@@ -115,11 +113,14 @@ struct CombineOperands {
     return sum.bits;
   }
 
-  // The metadata of a row that goes back, as one lane holds it.
-  struct SourceRow {
-    int32_t peer, index;
-    // Decides `present`. For a peer's row: the number of rows from the peer, which must be more than `index`. For an
-    // own row: its index in args.send_slot, which must not be -1.
+  // The rows of one token on this rank, which the rank sums. The token is of the rank `peer`, which may be this rank.
+  // Each lane has these facts, with the row and the weight for k = lane. (all_to_all_back moves one row per token, and
+  // treats an own row like a peer's.)
+  struct RowsOfToken {
+    int32_t peer, index;  // index: among the tokens that the peer has sent here; for an own token, its number
+    // Decides `present`. For a peer's token: the number of tokens that the peer has sent here, which must be more than
+    // `index`. For an own token: a number that must not be negative. With sums_own(), it is the token's number, so each
+    // own token is present, even if it has no rows here. Otherwise, it is the token's index in args.send_slot.
     int32_t num_rows_or_slot;
     bool present;
     uint32_t rows;  // bits of the k that have a row here
@@ -131,9 +132,10 @@ struct CombineOperands {
   __device__ bool sums_own() const { return !is_low_latency(kVariant) && plan.sums_own && !is_all_to_all(); }
   __device__ int32_t num_destinations() const { return peers.num_ranks - sums_own(); }
 
-  // A part is the chunks of a row that a warp sums at once. With a ring, they are contiguous. Without a ring, they are
-  // num_warps apart, so that all warps of the warp group have a chunk if there are as many. A warp's parts go from
-  // warp_group.warp to end_of_parts(), in steps of step().
+  // A part is the N chunks of a row that a warp sums at once. A variable `part` names it. With a ring, `part` is the
+  // part's number, and its chunks are contiguous. Without a ring, `part` is the part's first chunk, and its chunks are
+  // num_warps apart, so that all warps of the warp group have a chunk if there are as many. In both cases, `part` goes
+  // from warp_group.warp to end_of_parts(), in steps of step().
   template <int N = kSumsAtOnce>
   __device__ int32_t end_of_parts() const {
     return kHasRing ? (chunks() + N - 1) / N : chunks();

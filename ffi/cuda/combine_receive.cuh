@@ -14,7 +14,7 @@ struct CombineReceiver : CombineSender<Config> {
       Base::kSize, Base::kSumsAtOnce, Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row,
       Base::ring, Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::weight_to_send,
       Base::with_out_type;
-  using typename Base::SourceRow;
+  using typename Base::RowsOfToken;
   using typename Base::Sums;
   using typename Base::X;
 
@@ -41,8 +41,8 @@ struct CombineReceiver : CombineSender<Config> {
 
   // A token whose sums come back.
   struct Returning {
-    int32_t index;  // the index of its row among the rows that rank = lane got
-    SourceRow own;  // its rows here; call complete_row() before use
+    int32_t index;    // the index of its row among the rows that rank = lane got
+    RowsOfToken own;  // its rows here; call complete_row() before use
   };
 
   __device__ Returning issue_token_loads(int32_t token) const {
@@ -54,7 +54,7 @@ struct CombineReceiver : CombineSender<Config> {
   }
 
   __device__ void receive_token(int32_t token, const Returning& issued, const WarpGroup& warp_group) const {
-    const SourceRow own = sums_own() ? complete_row(issued.own) : SourceRow{};
+    const RowsOfToken own = sums_own() ? complete_row(issued.own) : RowsOfToken{};
     const int32_t rank = lane_id();
     int32_t index = issued.index, source = rank;
     if (uses_rail_peers()) {
@@ -72,7 +72,7 @@ struct CombineReceiver : CombineSender<Config> {
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
     if constexpr (kVariant == Variant::kBalanced) {
-      // If sums come from few ranks, and none from this rank, registers are left for more chunks.
+      // If few ranks have sums, and this warp sums no own rows, registers are left for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
         return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, warp_group);
       }
@@ -86,7 +86,7 @@ struct CombineReceiver : CombineSender<Config> {
 
   // Adds a token's sums, if y is prefetched. The own rows are summed first. Their sum waits in shared memory until it
   // is added in the order of ranks. This takes few instructions, which matters most here.
-  __device__ void add_parts_of_ring(int32_t token, int32_t row, uint32_t sources, uint32_t here, const SourceRow& own,
+  __device__ void add_parts_of_ring(int32_t token, int32_t row, uint32_t sources, uint32_t here, const RowsOfToken& own,
                                     const WarpGroup& warp_group) const {
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
 #pragma unroll 1
@@ -158,7 +158,7 @@ struct CombineReceiver : CombineSender<Config> {
   // summed while the other ranks' sums are in transit.
   template <int kChunks, int kRanks>
   __device__ __forceinline__ void add_parts(int32_t token, int32_t row, uint32_t sources, uint32_t here,
-                                            const SourceRow& own, const WarpGroup& warp_group) const {
+                                            const RowsOfToken& own, const WarpGroup& warp_group) const {
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < Base::template end_of_parts<kChunks>();
          part += Base::template step<kChunks>(warp_group)) {

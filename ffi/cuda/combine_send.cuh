@@ -12,7 +12,7 @@ struct CombineSender : CombineSums<Config> {
       Base::end_of_parts, Base::has_unit, Base::kLoadsAhead, Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations,
       Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row, Base::row_bytes, Base::send_num_rows,
       Base::step, Base::drain_ring, Base::weight_to_send;
-  using typename Base::SourceRow;
+  using typename Base::RowsOfToken;
   using typename Base::Sums;
 
   __device__ void notify() const {
@@ -29,9 +29,9 @@ struct CombineSender : CombineSums<Config> {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id());
     const uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
     uint32_t item = warp_group.index;
-    SourceRow row = {}, next = {};
+    RowsOfToken row = {}, next = {};
     Sums sums = {};
-    const auto sum_row = [&](SourceRow issued) {
+    const auto sum_row = [&](RowsOfToken issued) {
       const uint32_t next_item = item + warp_group.num_groups;
       if (kLoadsAhead && !is_all_to_all() && next_item < num_items) next = issue_row_loads(next_item);
       row = complete_row(issued);
@@ -58,7 +58,7 @@ struct CombineSender : CombineSums<Config> {
   }
 
   // Sends a partial sum. `sums` is this warp's first part of it.
-  __device__ void send_row(const SourceRow& row, Sums sums, const WarpGroup& warp_group) const {
+  __device__ void send_row(const RowsOfToken& row, Sums sums, const WarpGroup& warp_group) const {
     const Hop to = next_hop(row.peer);
     const RowAddress address(op, to.rank, to.source, row.index);
     if (args.weights_to_send && warp_group.warp == 0) {

@@ -11,7 +11,7 @@ struct CombineSums : CombineOperands<Config> {
   using Base::add_weighted, Base::args, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
       Base::kLoadsAhead, Base::kHasRing, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op,
       Base::peers, Base::ring, Base::rounded, Base::row_bytes, Base::start_sum, Base::sums_own, Base::to_come;
-  using typename Base::SourceRow;
+  using typename Base::RowsOfToken;
   using typename Base::X;
 
   // For all_to_all_back. They are not inlined, so that other operations need no registers for them.
@@ -25,7 +25,7 @@ struct CombineSums : CombineOperands<Config> {
   // Loads the metadata of a row, and does not use it yet; complete_row() makes it usable. If kLoadsAhead,
   // complete_row() also computes `present`: a compare here would wait for the loads. Otherwise `present` is computed
   // here, which takes less time.
-  __device__ SourceRow issue_row_loads(uint32_t item) const {
+  __device__ RowsOfToken issue_row_loads(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
     if (peer >= peers.num_ranks) peer -= peers.num_ranks;
@@ -33,38 +33,38 @@ struct CombineSums : CombineOperands<Config> {
   }
 
   // The index of an own token's row is the token's number.
-  __device__ SourceRow issue_row_loads(int32_t peer, int32_t index) const {
-    SourceRow source = {};
-    source.peer = peer;
-    source.index = index;
-    const int32_t recv_index = source.peer * args.num_tokens + source.index;
-    source.row = -1;
+  __device__ RowsOfToken issue_row_loads(int32_t peer, int32_t index) const {
+    RowsOfToken token = {};
+    token.peer = peer;
+    token.index = index;
+    const int32_t recv_index = token.peer * args.num_tokens + token.index;
+    token.row = -1;
     if (is_all_to_all()) {
-      if (lane_id() == 0) source.row = recv_index;
+      if (lane_id() == 0) token.row = recv_index;
     } else if (lane_id() < args.top_k) {
-      source.row = __ldg(args.recv_row + int64_t{recv_index} * args.top_k + lane_id());
+      token.row = __ldg(args.recv_row + int64_t{recv_index} * args.top_k + lane_id());
     }
     if (peer != peers.rank || is_all_to_all()) {
-      source.num_rows_or_slot = num_rows_of(source.peer);
-      if (!kLoadsAhead) source.present = source.index < source.num_rows_or_slot;
+      token.num_rows_or_slot = num_rows_of(token.peer);
+      if (!kLoadsAhead) token.present = token.index < token.num_rows_or_slot;
     } else {
-      source.num_rows_or_slot = sums_own() ? index : __ldg(args.send_slot + int64_t{index} * peers.num_ranks + peer);
-      if (!kLoadsAhead) source.present = source.num_rows_or_slot >= 0;
+      token.num_rows_or_slot = sums_own() ? index : __ldg(args.send_slot + int64_t{index} * peers.num_ranks + peer);
+      if (!kLoadsAhead) token.present = token.num_rows_or_slot >= 0;
     }
-    return source;
+    return token;
   }
 
-  __device__ SourceRow complete_row(SourceRow source) const {
-    if (kLoadsAhead) source.present = is_present(source);
-    if (!source.present) source.row = -1;
-    source.weight = args.row_weights && source.row >= 0 ? __ldg(args.row_weights + source.row) : 1.0f;
-    source.rows = __ballot_sync(kAllLanes, source.row >= 0);
-    return source;
+  __device__ RowsOfToken complete_row(RowsOfToken token) const {
+    if (kLoadsAhead) token.present = is_present(token);
+    if (!token.present) token.row = -1;
+    token.weight = args.row_weights && token.row >= 0 ? __ldg(args.row_weights + token.row) : 1.0f;
+    token.rows = __ballot_sync(kAllLanes, token.row >= 0);
+    return token;
   }
 
-  __device__ bool is_present(const SourceRow& source) const {
-    return source.peer != peers.rank || is_all_to_all() ? source.index < source.num_rows_or_slot
-                                                        : source.num_rows_or_slot >= 0;
+  __device__ bool is_present(const RowsOfToken& token) const {
+    return token.peer != peers.rank || is_all_to_all() ? token.index < token.num_rows_or_slot
+                                                       : token.num_rows_or_slot >= 0;
   }
 
   // The number of rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the number,
@@ -80,16 +80,16 @@ struct CombineSums : CombineOperands<Config> {
   // Sums a part. With a ring, the caller must go through all parts of a row in their order. Without one, N is 1 for a
   // receiver, which sums own rows, and larger for a sender.
   template <int N = kSumsAtOnce>
-  __device__ UnitSums<N> partial_sums(const SourceRow& source, int32_t part, const WarpGroup& warp_group) const {
+  __device__ UnitSums<N> partial_sums(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group) const {
     float total[N][kSize];
 #pragma unroll
     for (int c = 0; c < N; ++c) start_sum(total[c]);
     if constexpr (kHasRing) {
-      add_pieces(source, part, warp_group, total);
+      add_pieces(token, part, warp_group, total);
     } else if constexpr (N > 1) {
-      add_rows(source, part, warp_group, total);
+      add_rows(token, part, warp_group, total);
     } else {
-      add_own_rows(source, part, total[0]);
+      add_own_rows(token, part, total[0]);
     }
     UnitSums<N> sums;
 #pragma unroll
@@ -101,7 +101,7 @@ struct CombineSums : CombineOperands<Config> {
   // takes few instructions: values that all rows have in common are computed once and kept, and a lane that has no unit
   // in its chunk reads the row's last unit.
   template <int N>
-  __device__ void add_rows(const SourceRow& source, int32_t part, const WarpGroup& warp_group,
+  __device__ void add_rows(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group,
                            float (&total)[N][kSize]) const {
     const auto bytes = static_cast<uint32_t>(row_bytes());
     const uint8_t* of_first_row[N];
@@ -114,13 +114,13 @@ struct CombineSums : CombineOperands<Config> {
       has_chunk[c] = chunk < chunks();
     }
 #pragma unroll 1
-    for (uint32_t rows = source.rows; rows;) {
+    for (uint32_t rows = token.rows; rows;) {
       Vector<X> y[kRowsAtOnce][N];
       uint32_t weighted = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         if (!rows) break;
-        const uint32_t row = __shfl_sync(kAllLanes, source.row, __ffs(rows) - 1);
+        const uint32_t row = __shfl_sync(kAllLanes, token.row, __ffs(rows) - 1);
         rows &= rows - 1;
 #pragma unroll
         for (int c = 0; c < N; ++c) {
@@ -132,7 +132,7 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         if (!weighted) break;
-        const float weight = weight_of_first(source, weighted);
+        const float weight = weight_of_first(token, weighted);
         weighted &= weighted - 1;
 #pragma unroll
         for (int c = 0; c < N; ++c) {
@@ -145,14 +145,14 @@ struct CombineSums : CombineOperands<Config> {
   // Sums one chunk of an own row for a receiver. The receiver has time until the peers' sums come, but their addresses
   // take its registers. So the values that add_rows keeps are computed again for each row: if they were kept, ptxas
   // would spill them, or load the rows one by one.
-  __device__ void add_own_rows(const SourceRow& source, int32_t chunk, float (&total)[kSize]) const {
+  __device__ void add_own_rows(const RowsOfToken& token, int32_t chunk, float (&total)[kSize]) const {
 #pragma unroll 1
-    for (uint32_t rows = source.rows; rows;) {
+    for (uint32_t rows = token.rows; rows;) {
       Vector<X> y[kRowsAtOnce];
       uint32_t weighted = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        const uint8_t* const row = row_of_y(source, rows);
+        const uint8_t* const row = row_of_y(token, rows);
         y[i].bits = uint4{};
         if (rows && has_unit(chunk)) {
           y[i].bits = load_unit_of_y<kReadsOnce>(row + (chunk * kChunkBytes + lane_id() * kUnitBytes));
@@ -162,40 +162,40 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         if (!weighted) break;
-        add_weighted(y[i], weight_of_first(source, weighted), total);
+        add_weighted(y[i], weight_of_first(token, weighted), total);
         weighted &= weighted - 1;
       }
     }
   }
 
   // The address of the first row in `rows`.
-  __device__ const uint8_t* row_of_y(const SourceRow& source, uint32_t rows) const {
-    const auto row = static_cast<uint32_t>(__shfl_sync(kAllLanes, source.row, __ffs(rows) - 1));
+  __device__ const uint8_t* row_of_y(const RowsOfToken& token, uint32_t rows) const {
+    const auto row = static_cast<uint32_t>(__shfl_sync(kAllLanes, token.row, __ffs(rows) - 1));
     return static_cast<const uint8_t*>(args.y) + uint64_t{row} * static_cast<uint32_t>(row_bytes());
   }
 
-  __device__ static float weight_of_first(const SourceRow& source, uint32_t rows) {
-    return __shfl_sync(kAllLanes, source.weight, __ffs(rows) - 1);
+  __device__ static float weight_of_first(const RowsOfToken& token, uint32_t rows) {
+    return __shfl_sync(kAllLanes, token.weight, __ffs(rows) - 1);
   }
 
   // Sums a part from the ring, in which the pieces of a part follow one another in the order of rows. Each row's lane
   // prefetches the row's pieces, as far ahead as the ring has room. (Garbage behind the end of a row's last piece is
   // added, too, and is not stored.)
   template <int N>
-  __device__ void add_pieces(const SourceRow& source, int32_t part, const WarpGroup& warp_group,
+  __device__ void add_pieces(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group,
                              float (&total)[N][kSize]) const {
     static_assert(N == kSumsAtOnce);
     const int32_t begin = part * kPartBytes;
     if (part == warp_group.warp) {
-      const uint32_t rows_before = source.rows & ((1u << lane_id()) - 1);
-      const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{source.row} * args.row_bytes;
-      to_come = {ring.num_taken() + __popc(rows_before), source.row >= 0 ? row_bytes() - begin : 0,
+      const uint32_t rows_before = token.rows & ((1u << lane_id()) - 1);
+      const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{token.row} * args.row_bytes;
+      to_come = {ring.num_taken() + __popc(rows_before), token.row >= 0 ? row_bytes() - begin : 0,
                  keep_address(row + begin)};
-      prefetch_pieces(source, warp_group);
+      prefetch_pieces(token, warp_group);
     }
 #pragma unroll 1
-    for (uint32_t rows = begin < row_bytes() ? source.rows : 0; rows; rows &= rows - 1) {
-      const float weight = weight_of_first(source, rows);
+    for (uint32_t rows = begin < row_bytes() ? token.rows : 0; rows; rows &= rows - 1) {
+      const float weight = weight_of_first(token, rows);
       const uint32_t piece = ring.next() + lane_id() * kUnitBytes;
       Vector<X> y[N];
 #pragma unroll
@@ -203,24 +203,24 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll
       for (int c = 0; c < N; ++c) add_weighted(y[c], weight, total[c]);
       ring.drop();
-      prefetch_pieces(source, warp_group);
+      prefetch_pieces(token, warp_group);
     }
   }
 
-  __device__ void prefetch_pieces(const SourceRow& source, const WarpGroup& warp_group) const {
+  __device__ void prefetch_pieces(const RowsOfToken& token, const WarpGroup& warp_group) const {
 #pragma unroll 1
     while (to_come.bytes_left > 0 && ring.has_room_for(to_come.number)) {
       ring.prefetch(to_come.number, to_come.from, min(to_come.bytes_left, kPartBytes));
-      to_come.number += __popc(source.rows);
+      to_come.number += __popc(token.rows);
       to_come.from += warp_group.num_warps * kPartBytes;
       to_come.bytes_left -= warp_group.num_warps * kPartBytes;
     }
   }
 
   // Waits for all pieces that have been prefetched: a block must not end before its bulk copies.
-  __device__ void drain_ring(const SourceRow& source) const {
-    if (!source.rows) return;
-    const int32_t end = __reduce_min_sync(kAllLanes, source.row >= 0 ? to_come.number : INT32_MAX);
+  __device__ void drain_ring(const RowsOfToken& token) const {
+    if (!token.rows) return;
+    const int32_t end = __reduce_min_sync(kAllLanes, token.row >= 0 ? to_come.number : INT32_MAX);
 #pragma unroll 1
     while (ring.num_taken() < end) ring.next(), ring.drop();
   }
