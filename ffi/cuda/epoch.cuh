@@ -71,6 +71,8 @@ struct Epoch : Roles {
       __syncwarp();
     }
     if constexpr (kHasNetwork) {
+      // Over a network, words may overtake one another. The words of the former launch must arrive first: some of them,
+      // such as `finished`, have the same address as words of this launch, which replace them.
       if (state.role == 0 && lane_id() == 0) order_words();
       __syncwarp();
     }

@@ -36,7 +36,9 @@ struct NetworkLayout {
   int32_t num_ranks, max_tokens;
   int64_t row_stride;
   int64_t staging_begin;  // rows to send, indexed by (slot, peer, index)
-  int64_t signals_begin;  // a word per row of the arena: the epoch of the newest row that has arrived there
+  // A word per row of the arena: the epoch of the newest row that has arrived there, or no_row_signal() in place of a
+  // row (network_rows.cuh).
+  int64_t signals_begin;
   int64_t traffic_begin;
   int64_t bytes;
 

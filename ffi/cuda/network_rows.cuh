@@ -1,5 +1,6 @@
 // Rows for remote ranks. A sender stages a row in its own memory, puts it to the remote rank in one transfer, and sets
-// the row's signal there. The receiver waits for the signal; then all units of the row have arrived.
+// the row's signal there. The receiver waits for the signal; then all units of the row have arrived. The receiver then
+// takes the units by the in-band protocol (ll_units.cuh), which restores the sentinels.
 #pragma once
 
 #include "ffi/cuda/control_words.cuh"
@@ -13,7 +14,9 @@ __device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer
   return op.state.table.arena[op.peers.rank] + network.staged_row(op.state.slot, peer, index);
 }
 
-inline constexpr uint32_t kNoRow = 1;  // the tag of a signal that comes without a row
+// The signal of a row that has arrived is the operation's epoch. This is the signal of a row that the source does not
+// send.
+__device__ __forceinline__ unsigned long long no_row_signal(uint32_t epoch) { return tagged(1, epoch); }
 
 // The signal of row `index` from a source, in the memory of the rank that waits for it (a symmetric address).
 __device__ __forceinline__ unsigned long long* signal_of(const Operation& op, int32_t from, int32_t index) {
@@ -37,9 +40,9 @@ __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32
   red_add_relaxed_gpu(&traffic->bytes, bytes);
 }
 
-// Sets the signal with kNoRow: source `from` sends no row `index`.
+// Sets the signal without a row: source `from` sends no row `index`.
 __device__ __forceinline__ void put_no_row(const Operation& op, int32_t peer, int32_t from, int32_t index) {
-  put_word(signal_of(op, from, index), tagged(kNoRow, op.state.epoch), pe_of(op.peers, peer));
+  put_word(signal_of(op, from, index), no_row_signal(op.state.epoch), pe_of(op.peers, peer));
 }
 
 // Waits for the signal of row `index` of source `from`, which `peer` sends. Returns false if the source sends no such
@@ -51,7 +54,7 @@ __device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, 
   bool is_there = false;
   op.wait_until(peer, [&] {
     is_there = signal_arrived(signal, op.state.epoch);
-    return is_there || signal_arrived(signal, tagged(kNoRow, op.state.epoch));
+    return is_there || signal_arrived(signal, no_row_signal(op.state.epoch));
   });
   return is_there;
 }

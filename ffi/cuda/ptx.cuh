@@ -1,6 +1,9 @@
 // All PTX that kernels use, and every access to memory that another block, another rank or the host touches: loads,
 // stores and atomics by order and scope, copies to shared memory, barriers, the clock. ffi/emulator/ptx.h implements
 // the same functions for tests on CPUs.
+//
+// Two kernels also use plain CUDA: the blocks of dispatch_layout.cu meet at a cluster barrier and count with atomicAdd,
+// and floor.cu stores rows in the memory of peers with plain stores. CUTLASS has PTX of its own.
 #pragma once
 
 #include <cstdint>
@@ -101,11 +104,11 @@ __device__ __forceinline__ void init_landed(uint32_t landed) {
 // Makes the mbarriers that this thread has initialized visible to bulk copies.
 __device__ __forceinline__ void publish_landed() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Starts a bulk copy. `from` and `bytes` are multiples of 16. No thread may still read the former contents of `to`.
-// With kLeavesCache, the L2 cache evicts the data first, since they are read once.
-template <bool kLeavesCache = true>
+// With kEvictsFirst, the L2 cache evicts the data first, since they are read once.
+template <bool kEvictsFirst = true>
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t landed) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(landed), "r"(bytes) : "memory");
-  if constexpr (!kLeavesCache) {
+  if constexpr (!kEvictsFirst) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(landed)
                  : "memory");
@@ -269,7 +272,8 @@ __device__ __forceinline__ bool named_barrier_or(int32_t id, int32_t num_threads
   return any != 0;
 }
 
-// Every polling loop calls it. On a GPU, it does nothing; the emulator runs other threads between two polls.
+// Every polling loop calls it, except in floor.cu, which is not emulated. On a GPU, it does nothing; the emulator runs
+// other threads between two polls.
 __device__ __forceinline__ void poll_pause() {}
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {
