@@ -48,14 +48,17 @@ constexpr int32_t most_threads(Variant variant) {
   return 32 * (is_low_latency(variant) ? kLowLatencyBlockWarps + 1 : kMaxBlockWarps);
 }
 
-// A thread block is a sender or a receiver. With work stealing, a sender also receives, after it has sent. Senders
-// have the first roles, and wait for no peer's rows. A receiver waits for rows only when all senders have begun
-// (epoch.cuh and roles.cuh). So the rows that a receiver waits for are always sent. In a launch of one block, the block
-// sends and then receives. The low-latency variant needs two blocks: while a receiver's workers wait, its control warp
-// writes the destinations of rows to the memory in which a sender's workers count rows.
+// A thread block is a sender or a receiver; over a network, it may be a forwarder (num_forwarders). With work stealing,
+// senders and forwarders also receive, after they have sent. Senders have the first roles, and wait for no peer's rows.
+// A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh). So the rows that a receiver
+// waits for are always sent. In a launch of one block, the block sends and then receives. The low-latency variant needs
+// two blocks: while a receiver's workers wait, its control warp writes the destinations of rows to the memory in which
+// a sender's workers count rows.
 //
 // If there are several senders, the first sends no rows: it notifies the peers of the call and of the number of rows.
-// If there are several receivers, the first starts without a row: it writes the small results, and pads.
+// If there are several receivers, the first starts without a row: one of its warps waits for the notifications of all
+// ranks, and counts (wait_peers). In a combine, the first receiver does nothing else. In a dispatch, it writes the
+// small results, pads (alone or with the other receivers), and with work stealing then claims rows.
 struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
@@ -197,7 +200,8 @@ struct Send {
 struct Receive {
   WarpsPerRow warps;
 };
-// At most so many sixteenths of the blocks receive. More blocks receive if senders leave blocks unused.
+// A share of the blocks, in sixteenths. With Fewest::kReceivers, at most this share receives, or more if senders leave
+// blocks unused. With Fewest::kSenders, at least this share receives, or less if there are too few rows to receive.
 struct ReceiverSixteenths {
   int32_t number;
 };

@@ -26,7 +26,8 @@ struct DispatchArgs : Call {
   int64_t row_bytes;      // of x
   int32_t cast;           // Cast: how senders cast x
   int32_t num_scales;     // of a row in transit; 0 if the row is not fp8
-  // The routing is one of these two:
+  // The routing is one of these two: a new route, which this dispatch computes, or a known route, which an earlier
+  // dispatch computed. (For all_to_all, Python computes known_send_slot from the splits.)
   const int32_t* topk_idx;         // [T, K]: a new route
   const int32_t* named_slot;       // [T, K] with topk_idx, in the layout "token": all slots that the tokens name. In
                                    // topk_idx, a token names the first slot of each of its ranks, once.

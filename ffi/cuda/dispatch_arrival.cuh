@@ -24,8 +24,8 @@ struct DispatchArrival : Padding<Config> {
     bool is_own;  // only its header must arrive: the row is in x
     bool is_sent;
     RowAddress address;
-    RowHeader header;  // of a new route, for k = lane
-    int32_t row;       // of a known route, for k = lane
+    RowHeader header;  // for k = lane; only rows of a new route have headers
+    int32_t row;       // the row of the result for k = lane, if the route is known
     float weight;      // of that row, for the backward pass of combine
     Taken batch;       // the batch that this warp processes
   };

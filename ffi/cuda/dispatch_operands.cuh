@@ -24,12 +24,13 @@ struct DispatchShared {
   int32_t experts[2][kMaxBlockWarps * kMaxTopK];
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
-  int32_t arrived[kMaxRanks];  // the number of rows from each source
-  int32_t gives_up;            // a warp has seen the failure before kDestinationsBarrier
+  int32_t num_rows_from[kMaxRanks];  // the number of rows that each source sends here
+  int32_t gives_up;                  // a warp has seen the failure before kDestinationsBarrier
   uint32_t claimed[kMaxBlockWarps];
 };
 
-// A rank's counts over the tokens that its block has counted so far; in dynamic shared memory.
+// What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all
+// tokens. A sender counts the tokens before those that it sends.
 struct SendCounts {
   int32_t* experts;  // [num_experts]: pairs (token, k) that name the expert
   int32_t* ranks;    // [num_ranks]: tokens with an expert on the rank

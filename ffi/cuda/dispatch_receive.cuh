@@ -59,7 +59,7 @@ struct DispatchReceiver : CombineBackward<Config> {
         item += warp_group.num_groups;
         if (item >= end) break;
         arriving = look_for_row(item, warp_group, [&](int32_t source) {
-          return kIsLowLatency ? num_recv_from(source) : shared.arrived[source];
+          return kIsLowLatency ? num_recv_from(source) : shared.num_rows_from[source];
         });
         if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);
       }
@@ -67,9 +67,9 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // Work stealing. A sender block that has sent all its tokens claims rows that no receiver has claimed. It may do so
-  // only once every block of the launch has begun: a block that spins keeps its SM, and could keep a sender of its own
-  // launch from starting. If a peer did the same, both ranks would wait for each other.
+  // Work stealing. A sender or a forwarder that has sent all its rows claims rows that no receiver has claimed. It may
+  // do so only once every block of the launch has begun: a block that spins keeps its SM, and could keep a sender of
+  // its own launch from starting. If a peer did the same, both ranks would wait for each other.
   __device__ void steal_rows() const {
     const bool judges = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
     if (named_barrier_or(kWorkersBarrier, op.num_worker_threads, judges && !op.all_have_begun())) return;
@@ -94,7 +94,8 @@ struct DispatchReceiver : CombineBackward<Config> {
                                     const WarpGroup& warp_group) const {
 #pragma unroll 1
     while (item < num_items()) {
-      if (!looked) arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.arrived[source]; });
+      if (!looked)
+        arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.num_rows_from[source]; });
       looked = false;
       if (arriving.is_sent) await_row(arriving, warp_group);
       const uint32_t claimed = claim_row(warp_group);  // the claim's latency overlaps the writes of this row

@@ -133,7 +133,7 @@ struct Routing : DispatchOperands<Config> {
   // variant, only the control warp calls it, and each warp loads the numbers itself.
   __device__ void learn_destinations() const {
     if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
-    if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.arrived[threadIdx.x] = num_recv_from(threadIdx.x);
+    if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.num_rows_from[threadIdx.x] = num_recv_from(threadIdx.x);
     __syncwarp();
     // Workers wait at the barrier in await_destinations(). The extra control warp of the low-latency variant only
     // arrives at it. In other variants, the control warp is a worker, too.
