@@ -40,7 +40,8 @@ struct Layouts<GroupedProduct::kWeightsGradient> {  // A = transpose(rows), B = 
 // multiplies, the other one writes its tile. No blocks form a cluster, because a cluster would pad each group to its
 // own shape. These tiles were the fastest of those that were measured (docs/experiments.md).
 using LargeTile = cute::Shape<cute::_128, cute::_192, cute::_64>;
-using SmallTile = cute::Shape<cute::_64, cute::Int<kSmallTileColumns>, cute::_64>;  // for few rows per group
+// For forward products of few rows per group: has_few_rows() in grouped_matmul.cc.
+using SmallTile = cute::Shape<cute::_64, cute::Int<kSmallTileColumns>, cute::_64>;
 
 template <GroupedProduct product, typename Element, typename Tile>
 struct GroupedGemm {
