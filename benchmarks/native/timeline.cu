@@ -6,8 +6,8 @@
 //
 // 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
-// experts are the first rank's) are as the bench's options; FORM=2 takes a Variant by its number, SUMS_OWN=0 a plan's
-// flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
+// experts are the first rank's) are as the bench's options; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a
+// plan's flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -266,7 +266,7 @@ int main(int argc, char** argv) {
     if (plan.block_warps() <= kLowLatencyBlockWarps) {
       plan.variant = Variant::kLowLatency;
     }
-    if (setting("FORM", -1) >= 0) plan.variant = static_cast<Variant>(setting("FORM", 0));
+    if (setting("VARIANT", -1) >= 0) plan.variant = static_cast<Variant>(setting("VARIANT", 0));
     plan.sums_own = setting("SUMS_OWN", plan.sums_own);
     return plan;
   };

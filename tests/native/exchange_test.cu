@@ -139,10 +139,10 @@ void more_blocks_than_fit() {
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   const int32_t sms = group.members()[0].num_sms, chunks = num_chunks(kRowBytes);
-  LaunchPlan gather_plan = plan_combine(num_tokens, 1, top_k, chunks, 0, sms);
+  LaunchPlan combine_plan = plan_combine(num_tokens, 1, top_k, chunks, 0, sms);
   LaunchPlan dispatch_plans[] = {plan_dispatch(num_tokens, 1, top_k, chunks, 0, sms, false),
                                  plan_dispatch(num_tokens, 1, top_k, chunks, 5, sms, false)};  // with shared rows
-  for (LaunchPlan* plan : {&gather_plan, &dispatch_plans[0], &dispatch_plans[1]}) {
+  for (LaunchPlan* plan : {&combine_plan, &dispatch_plans[0], &dispatch_plans[1]}) {
     plan->num_senders = plan->first_receiver = kBlocks;
     plan->num_blocks = 2 * kBlocks;
   }
@@ -153,7 +153,7 @@ void more_blocks_than_fit() {
     for (const LaunchPlan& plan : dispatch_plans) {
       must(launch_dispatch(peers, rank.dispatch(0), ElementType::kFloat32, plan, rank.streams[0]));
     }
-    must(launch_combine(peers, rank.combine(), ElementType::kFloat32, gather_plan, rank.streams[0]));
+    must(launch_combine(peers, rank.combine(), ElementType::kFloat32, combine_plan, rank.streams[0]));
   }
   must(cudaDeviceSynchronize());
   EXPECT_EQ(group.failure().has_value(), false);
@@ -204,11 +204,11 @@ void run_exchanges(int32_t most_ranks, bool is_quick) {
 
 // The other operations, and the other layouts: in each variant of the kernels.
 template <typename Check>
-void for_ranks_and_forms(int32_t most_ranks, Check check) {
-  const std::vector<Blocks> forms = {
+void for_ranks_and_variants(int32_t most_ranks, Check check) {
+  const std::vector<Blocks> variants = {
       kAny, kLongRows, {1, Variant::kThroughput}, {5, Variant::kBalanced}, {5, Variant::kThroughput}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
-    for (Blocks blocks : forms) {
+    for (Blocks blocks : variants) {
       if (blocks.number != 0 || num_ranks <= 2) check(num_ranks, blocks);
     }
   }
@@ -246,14 +246,14 @@ int main(int argc, char** argv) {
   }
   std::mt19937 random(0);
   if (runs("all_to_all")) {
-    for_ranks_and_forms(most_ranks, [&](int32_t num_ranks, Blocks blocks) {
+    for_ranks_and_variants(most_ranks, [&](int32_t num_ranks, Blocks blocks) {
       Session session(num_ranks, 0, blocks);
       run_all_to_alls(session, random);
     });
     std::cerr << "all_to_all: " << check::failures << " failures\n";
   }
   if (runs("layouts")) {
-    for_ranks_and_forms(most_ranks, [&](int32_t num_ranks, Blocks blocks) {
+    for_ranks_and_variants(most_ranks, [&](int32_t num_ranks, Blocks blocks) {
       run_layouts(num_ranks, blocks, random);
       Session session(num_ranks, 0, blocks);
       session.randomize(random);
