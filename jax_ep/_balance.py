@@ -94,7 +94,10 @@ def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tol
 
 
 def home_slots(group: Group, topk_idx: jax.Array) -> jax.Array:
-    """Returns the slot of each home expert, counted over all ranks. Ids that name no expert become -1."""
+    """Maps expert ids [T, K] to the slots of the same experts at home, numbered over all ranks.
+
+    With replicas, an id that names no expert becomes -1. Without replicas, ids are slots and are returned unchanged.
+    """
     if not group.replicas:
         return topk_idx
     is_valid = (topk_idx >= 0) & (topk_idx < group.num_experts)
