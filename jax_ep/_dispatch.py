@@ -256,12 +256,12 @@ def _visible(recv: Dispatched) -> Dispatched:
     route = recv.route
     if not route.has_empty_slots:
         return recv
-    num_experts = route.group.experts_per_rank
+    num_home_experts = route.group.experts_per_rank
     return dataclasses.replace(
         recv,
         x=route.without_empty_slots(recv.x),
-        counts=recv.counts[:num_experts],
-        group_sizes=recv.group_sizes[:num_experts],
+        counts=recv.counts[:num_home_experts],
+        group_sizes=recv.group_sizes[:num_home_experts],
         weights=route.without_empty_slots(recv.weights),
         scales=None if recv.scales is None else route.without_empty_slots(recv.scales),
     )

@@ -101,28 +101,27 @@ def fill(need: jax.Array, room: jax.Array | int, start: jax.Array | int = 0) -> 
     return kept + jnp.where(turn < left_over, wants_more, 0)
 
 
-def place(
-    need: jax.Array, *, layout: str, capacity: int, alignment: int, first_expert: jax.Array | int = 0
-) -> Placement:
+def place(need: jax.Array, *, layout: str, capacity: int, alignment: int, first_slot: jax.Array | int = 0) -> Placement:
     """Places need [E_local, R] rows, from each source rank for each local expert, and shares too little room fairly.
 
-    `first_expert` is the global id of the rank's first expert. It decides which source rank gets what is left over. In
-    the layout "token", that is rank 0.
+    Replica slots count as local experts: with them, read E_local + B for E_local. `first_slot` is the number of the
+    rank's first slot, counted over all ranks; without replicas, it is the id of the rank's first expert. It decides
+    which source rank is the first to get room that equal shares leave over. In the layout "token", that is rank 0.
     """
-    of_expert = jnp.sum(need, axis=1, dtype=jnp.int32)
-    num_experts, num_ranks = need.shape
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    num_rows = jnp.sum(need, axis=1, dtype=jnp.int32)
+    num_slots, num_ranks = need.shape
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
     if layout == "expert":
-        first_row = experts * capacity
-        counts = jnp.minimum(of_expert, capacity)
+        first_row = slots * capacity
+        counts = jnp.minimum(num_rows, capacity)
         group_sizes = counts
     else:
-        tiles = fill(-(-of_expert // alignment), capacity // alignment)
+        tiles = fill(-(-num_rows // alignment), capacity // alignment)
         group_sizes = tiles * alignment
-        counts = jnp.minimum(of_expert, group_sizes)
+        counts = jnp.minimum(num_rows, group_sizes)
         first_row = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
-    kept = fill(need, counts, 0 if layout == "token" else (first_expert + experts) % num_ranks)
-    return Placement(first_row, counts, group_sizes, kept, jnp.sum(of_expert - counts, dtype=jnp.int32))
+    kept = fill(need, counts, 0 if layout == "token" else (first_slot + slots) % num_ranks)
+    return Placement(first_row, counts, group_sizes, kept, jnp.sum(num_rows - counts, dtype=jnp.int32))
 
 
 def row_expert(group_sizes: jax.Array, *, layout: str, capacity: int) -> jax.Array:

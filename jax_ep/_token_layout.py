@@ -218,7 +218,7 @@ def _place_pairs(
         layout="ragged",
         capacity=capacity,
         alignment=alignment,
-        first_expert=lax.axis_index(route.group.axis_name) * route.group.slots_per_rank,
+        first_slot=lax.axis_index(route.group.axis_name) * route.group.slots_per_rank,
     )
     kept = placement.kept.T  # [R, E_local]
     first_row = placement.first_row + jnp.cumsum(kept, axis=0, dtype=jnp.int32) - kept

@@ -62,7 +62,7 @@ def test_place(layout, alignment):
         for capacity in (0, alignment, 4 * alignment, 40 * alignment):
             need = rng.integers(0, 12, (num_experts, num_ranks)).astype(np.int32)
             first_expert = num_experts * int(rng.integers(num_ranks))
-            placement = place(need, capacity=capacity, first_expert=first_expert)
+            placement = place(need, capacity=capacity, first_slot=first_expert)
             options = {"layout": layout, "capacity": capacity, "alignment": alignment, "first_expert": first_expert}
             kept = oracle.share_room(need, **options)
             np.testing.assert_array_equal(placement.kept, kept)
@@ -86,7 +86,7 @@ def drop_rates(sent, layout, factor, alignment):
     place = functools.partial(_layouts.place, layout=layout, capacity=capacity, alignment=alignment)
     need = sent.T.reshape(NUM_RANKS, EXPERTS_PER_RANK, NUM_RANKS)
     first_experts = np.arange(NUM_RANKS) * EXPERTS_PER_RANK
-    kept = jax.jit(jax.vmap(lambda need, first: place(need, first_expert=first).kept))(need, first_experts)
+    kept = jax.jit(jax.vmap(lambda need, first: place(need, first_slot=first).kept))(need, first_experts)
     kept = np.asarray(kept).reshape(NUM_EXPERTS, NUM_RANKS)
     return 1 - kept.sum(axis=0) / sent.sum(axis=1), 1 - kept.sum(axis=1) / sent.sum(axis=0)
 

@@ -161,13 +161,13 @@ class ReferenceBackend(Backend):
         return jnp.zeros_like(y[0]).at[rows.reshape(-1)].set(back, mode="drop")
 
     def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, RouteArrays]:
-        """Computes the row of every (source rank, token, k) of topk_idx [R, T, K] that names an expert of this rank."""
-        num_experts, (num_ranks, num_tokens, _) = self.group.slots_per_rank, topk_idx.shape
-        first_expert = lax.axis_index(self.group.axis_name) * num_experts
-        expert = topk_idx - first_expert
-        is_here = (expert >= 0) & (expert < num_experts)
-        names = expert[..., None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, None]  # [R, T, K, E_local]
-        num_pairs = jnp.sum(names, axis=2, dtype=jnp.int32)  # of each (source rank, token, expert)
+        """Computes the row of every (source rank, token, k) of topk_idx [R, T, K] that names a slot of this rank."""
+        num_slots, (num_ranks, num_tokens, _) = self.group.slots_per_rank, topk_idx.shape
+        first_slot = lax.axis_index(self.group.axis_name) * num_slots
+        slot = topk_idx - first_slot  # of this rank
+        is_here = (slot >= 0) & (slot < num_slots)
+        names = slot[..., None] == jnp.arange(num_slots, dtype=jnp.int32)[None, None, None]  # [R, T, K, num_slots]
+        num_pairs = jnp.sum(names, axis=2, dtype=jnp.int32)  # of each (source rank, token, slot)
 
         route = call.route(None)
         placement = _layouts.place(
@@ -175,16 +175,16 @@ class ReferenceBackend(Backend):
             layout=route.layout,
             capacity=route.capacity,
             alignment=route.alignment,
-            first_expert=first_expert,
+            first_slot=first_slot,
         )
         first_row = placement.first_row[:, None] + jnp.cumsum(placement.kept, axis=1, dtype=jnp.int32) - placement.kept
-        # The rows of an expert from one source rank are in the order (token, k).
+        # The rows of a slot from one source rank are in the order (token, k).
         earlier_tokens = jnp.cumsum(num_pairs, axis=1, dtype=jnp.int32) - num_pairs
-        earlier_k = jnp.tril(expert[..., None] == expert[..., None, :], -1)  # [R, T, K, K]
-        earlier = _at(earlier_tokens, expert) + jnp.sum(earlier_k, axis=-1, dtype=jnp.int32)
+        earlier_k = jnp.tril(slot[..., None] == slot[..., None, :], -1)  # [R, T, K, K]
+        earlier = _at(earlier_tokens, slot) + jnp.sum(earlier_k, axis=-1, dtype=jnp.int32)
 
         num_rows = _size(route.rows_shape)
-        kept, first_row = (_at(table.T[:, None], expert) for table in (placement.kept, first_row))
+        kept, first_row = (_at(table.T[:, None], slot) for table in (placement.kept, first_row))
         row = jnp.where(is_here & (earlier < kept), first_row + earlier, num_rows)
         index = jnp.arange(num_ranks * num_tokens, dtype=jnp.int32).reshape(num_ranks, num_tokens, 1)
         none = jnp.full(num_rows, index.size, jnp.int32)
@@ -261,9 +261,12 @@ def _rows_of_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
     return jnp.where(place[None] < blocks.sizes[:, None], blocks.first_row[:, None] + place[None], num_rows)
 
 
-def _at(table: jax.Array, expert: jax.Array) -> jax.Array:
-    """Returns table[r, t, expert[r, t, k]]: [R, T, K]. table is [R, T, E_local], or [R, 1, E_local] for all tokens."""
-    return jnp.take_along_axis(table, expert, axis=-1, mode="clip")
+def _at(table: jax.Array, slot: jax.Array) -> jax.Array:
+    """Returns table[r, t, slot[r, t, k]]: [R, T, K].
+
+    table is [R, T, num_slots], or [R, 1, num_slots] for all tokens.
+    """
+    return jnp.take_along_axis(table, slot, axis=-1, mode="clip")
 
 
 def _size(shape: tuple[int, ...]) -> int:
