@@ -170,7 +170,7 @@ class _CudaOperations(Backend):
         }
         results = targets.ALL_TO_ALL.result_types(
             operands,
-            {"E": group.slots_per_rank, "S": group.hidden // CHANNELS_PER_SCALE},
+            {"C": group.slots_per_rank, "S": group.hidden // CHANNELS_PER_SCALE},
             {"out": _wires.FP8 if returns_fp8 else x.dtype},
             absent=[] if returns_fp8 else ["out_scales"],
         )
@@ -282,7 +282,7 @@ class _CudaOperations(Backend):
             {
                 "*rows": route.rows_shape,
                 "*pairs": route.rows_shape if named is None else (*route.rows_shape, group.top_k),
-                "E": group.slots_per_rank,
+                "C": group.slots_per_rank,
                 "P": call.num_tokens * (2 if self._has_network else 1),
                 "R": group.num_ranks,
                 "S": group.hidden // CHANNELS_PER_SCALE,

@@ -46,10 +46,11 @@ _PENDING = Array("pending", "2", _INT)  # struct PendingCall in ffi/cuda/call.h
 class Target:
     """One FFI target.
 
-    Dimensions: T tokens, K = top_k, H channels of a row, R ranks, E local experts, S scales of a row. `*rows` are the
-    leading dimensions of received rows, and N is their product. `*pairs` are those of their weights: `*rows`, or N K in
-    the layout "token". P is T, or 2 T over a network. B replicas,
-    C slots of a rank, D channels of an expert's weights.
+    The letters of dimensions: R ranks, T tokens, K = top_k, H channels of a row, S scales of a row. P is T, or 2 T over
+    a network. `*rows` are the leading dimensions of received rows, and N is their product. `*pairs` are the dimensions of
+    their weights: `*rows` or, in the layout "token", N K. M rows of all_to_all. L home experts of a rank (E_local in
+    docstrings), B replica slots of a rank, C = L + B slots of a rank. D elements of an expert's weights, W words of
+    `work`. RC is R * C.
     """
 
     name: str
@@ -140,7 +141,7 @@ _ROUTE = (
     Array("recv_row", "R T K", _INT),  # the row on this rank of each (source rank, index, k) that arrived, or -1
     Array("num_recv_per_rank", "R", _INT),  # the number of rows that came from each rank
 )
-_COUNTS = (Array("counts", "E", _INT), Array("group_sizes", "E", _INT))
+_COUNTS = (Array("counts", "C", _INT), Array("group_sizes", "C", _INT))
 _LAYOUT = ("layout", "capacity", "alignment")
 
 DISPATCH = Target(
@@ -198,10 +199,10 @@ ALL_TO_ALL = Target(
         _AXIS_INDEX,
         Array("x", "M H"),
         Array("x_scales", "M S", _FLOAT),
-        Array("splits", "R*E", _INT),
+        Array("splits", "RC", _INT),
         Array("send_slot", "M R", _INT),
     ),
-    (Array("out", "R M H"), Array("out_scales", "R M S", _FLOAT), Array("out_splits", "R E", _INT)),
+    (Array("out", "R M H"), Array("out_scales", "R M S", _FLOAT), Array("out_splits", "R C", _INT)),
     ("cast", "dequantize", "zero_pad"),
 )
 ALL_TO_ALL_BACK = Target(
@@ -222,7 +223,7 @@ BALANCE = Target(
     ),
     ("tolerance",),
 )
-# Of replicate and its gradient, "out" has the memory of "experts". C is E_local + B, L is E_local.
+# Of replicate and its gradient, "out" has the memory of "experts".
 REPLICATE = Target(
     "replicate",
     (_AXIS_INDEX, Array("experts", "C D"), Array("slots", "R B", _INT)),
