@@ -14,30 +14,30 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupStats:
-    """Counters of this process's ranks since their group was made. L ranks in this process, R ranks in the group.
+    """Counters of this process's ranks since their group was made. R_local ranks in this process, R ranks in the group.
 
     A row is one token on its way to, or back from, one rank, however many of its experts are on that rank. Its bytes
-    are those of payload, scales and headers as they travel, without notifications. Entry [i, r]
-    of an array [L, R] is about `ranks[i]` and rank r. If both are the same rank, the rows stay on the device. The
-    backends "reference" and "collectives" count nothing: all fields except `ranks` and `devices` are None.
+    are those of payload, scales and headers as they travel, without notifications. Entry [i, r] of an array
+    [R_local, R] is about `ranks[i]` and rank r. If both are the same rank, the rows stay on the device. The backends
+    "reference" and "collectives" count nothing: all fields except `ranks` and `devices` are None.
 
     The rank that holds the experts counts the rows in both directions. This process cannot read the counters of a rank
     on another host. So the rows sent to experts there are missing, and so are the rows that came back from them.
     `jax_ep.replicate` counts as an operation, but the bytes of its copies are in no counter.
 
     Attributes:
-        ranks: L numbers: the ranks of this process in their expert-parallel group.
-        devices: L names: the devices of these ranks.
-        operations: for each kind of operation, [L] int64: the number of operations that have begun on all ranks. A
-            split-phase call counts as one.
-        rows_dropped: [L] int64, the sum of `num_dropped`.
-        home_rows, planned_rows: [L] int64, the sums of `home_rows` and `num_rows` of the plans of `balance`: the loads
-            without and with the plans.
-        copies: [L] int64, the copies of experts that these plans gave to the ranks.
-        rows_sent, rows_received: [L, R] int64.
-        bytes_sent, bytes_received: [L, R] int64.
-        seconds_waited: [L, R] float64, the time from when ranks[i] entered an operation until rank r entered it, summed
-            over all operations.
+        ranks: R_local numbers: the ranks of this process in their expert-parallel group.
+        devices: R_local names: the devices of these ranks.
+        operations: for each kind of operation, [R_local] int64: the number of operations that have begun on all ranks.
+            A split-phase call counts as one.
+        rows_dropped: [R_local] int64, the sum of `num_dropped`.
+        home_rows, planned_rows: [R_local] int64, the sums of `home_rows` and `num_rows` of the plans of `balance`: the
+            loads without and with the plans.
+        copies: [R_local] int64, the copies of experts that these plans gave to the ranks.
+        rows_sent, rows_received: [R_local, R] int64.
+        bytes_sent, bytes_received: [R_local, R] int64.
+        seconds_waited: [R_local, R] float64, the time from when ranks[i] entered an operation until rank r entered it,
+            summed over all operations.
 
     Example:
         >>> stats = group.stats()
@@ -65,7 +65,7 @@ class GroupStats:
 
         Returns:
             {"ranks": [a dict of "rank", "device" and the counters, for each rank], "total": the sums of the counters}.
-            In each dict, a counter [L, R] is a list of R numbers, and a counter [L] is a number.
+            In each dict, a counter [R_local, R] is a list of R numbers, and a counter [R_local] is a number.
         """
         counters = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]}
 
