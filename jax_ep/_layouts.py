@@ -28,8 +28,11 @@ LayoutName: TypeAlias = Literal["expert", "ragged", "token"]  # Layout in _const
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
-class Placement(NamedTuple):
-    """Where the rows of each local expert are, and which rows are kept. All arrays are int32."""
+class RowPlacement(NamedTuple):
+    """Where the rows of each local expert are in a rank's buffer, and which rows are kept. All arrays are int32.
+
+    Replica slots count as local experts: with them, read E_local + B for E_local.
+    """
 
     first_row: jax.Array  # [E_local], row of the flattened buffer
     counts: jax.Array  # [E_local], rows that are kept
@@ -101,12 +104,14 @@ def fill(need: jax.Array, room: jax.Array | int, start: jax.Array | int = 0) -> 
     return kept + jnp.where(turn < left_over, wants_more, 0)
 
 
-def place(need: jax.Array, *, layout: str, capacity: int, alignment: int, first_slot: jax.Array | int = 0) -> Placement:
+def place_rows(
+    need: jax.Array, *, layout: str, capacity: int, alignment: int, first_slot: jax.Array | int = 0
+) -> RowPlacement:
     """Places need [E_local, R] rows, from each source rank for each local expert, and shares too little room fairly.
 
-    Replica slots count as local experts: with them, read E_local + B for E_local. `first_slot` is the number of the
-    rank's first slot, counted over all ranks; without replicas, it is the id of the rank's first expert. It decides
-    which source rank is the first to get room that equal shares leave over. In the layout "token", that is rank 0.
+    `first_slot` is the number of the rank's first slot, counted over all ranks. Without replicas, it is the id of the
+    rank's first expert. It decides which source rank is the first to get room that equal shares leave over. In the
+    layout "token", that is rank 0.
     """
     num_rows = jnp.sum(need, axis=1, dtype=jnp.int32)
     num_slots, num_ranks = need.shape
@@ -121,7 +126,7 @@ def place(need: jax.Array, *, layout: str, capacity: int, alignment: int, first_
         counts = jnp.minimum(num_rows, group_sizes)
         first_row = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
     kept = fill(need, counts, 0 if layout == "token" else (first_slot + slots) % num_ranks)
-    return Placement(first_row, counts, group_sizes, kept, jnp.sum(num_rows - counts, dtype=jnp.int32))
+    return RowPlacement(first_row, counts, group_sizes, kept, jnp.sum(num_rows - counts, dtype=jnp.int32))
 
 
 def row_expert(group_sizes: jax.Array, *, layout: str, capacity: int) -> jax.Array:

@@ -32,8 +32,8 @@ from jax_ep._settings import GroupSettings
 Rows = TypeVar("Rows", int, jax.Array)
 
 
-class Placement(NamedTuple):
-    """Where the rows of a group go. All ranks have the same arrays."""
+class BalancedPlacement(NamedTuple):
+    """Which rank computes which rows, with the copies that this needs. All ranks have the same arrays."""
 
     source: jax.Array
     """[R] int32: the rank from which each rank takes rows; -1 for none."""
@@ -70,7 +70,7 @@ def plan(group: GroupSettings, topk_idx: jax.Array, tolerance_units: int) -> Pla
     expert = jnp.where(is_valid, topk_idx, group.num_experts).reshape(-1)
     counts = jnp.zeros(group.num_experts, jnp.int32).at[expert].add(1, mode="drop")
     of_ranks = lax.all_gather(counts, group.axis_names)  # [R, E]
-    placement = place(
+    placement = place_balanced(
         of_ranks.sum(axis=0, dtype=jnp.int32),
         num_ranks=group.num_ranks,
         num_slots=group.replicas,
@@ -100,7 +100,7 @@ def _earlier(values: jax.Array) -> jax.Array:
     return jnp.zeros_like(values).at[order].set(index - lax.cummax(jnp.where(is_first, index, 0)))
 
 
-def _slot_of(group: GroupSettings, placement: Placement, expert: jax.Array, position: jax.Array) -> jax.Array:
+def _slot_of(group: GroupSettings, placement: BalancedPlacement, expert: jax.Array, position: jax.Array) -> jax.Array:
     """The slot, counted over all ranks, to which the row at `position` of its expert goes."""
     local = group.experts_per_rank
     home, number = expert // local, expert % local
@@ -124,7 +124,7 @@ def limit_of(rows: Rows, tolerance_units: int) -> Rows:
     return rows + rows * whole_units + whole_rows * rest_units + rest_rows * rest_units // TOLERANCE_UNIT
 
 
-def place(needs: jax.Array, *, num_ranks: int, num_slots: int, tolerance_units: int = 0) -> Placement:
+def place_balanced(needs: jax.Array, *, num_ranks: int, num_slots: int, tolerance_units: int = 0) -> BalancedPlacement:
     """Places the rows of a group.
 
     Args:
@@ -148,7 +148,7 @@ def place(needs: jax.Array, *, num_ranks: int, num_slots: int, tolerance_units: 
     num_rows = load + taken - given
     moves = num_rows.max() <= load.max()
     nobody = jnp.full_like(source, -1)
-    return Placement(
+    return BalancedPlacement(
         jnp.where(moves, source, nobody),
         jnp.where(moves, begin, 0),
         jnp.where(moves, end, 0),

@@ -201,7 +201,7 @@ def _capacity(route: Route, capacity: int | None, alignment: int) -> int:
 
 def _place_pairs(
     route: Route, topk_idx: jax.Array, num_rows_per_rank: jax.Array, capacity: int, alignment: int
-) -> tuple[_layouts.Placement, jax.Array]:
+) -> tuple[_layouts.RowPlacement, jax.Array]:
     """Computes the row of each pair (token row, k) in the ragged layout: [N, K] int32, `capacity` for no row."""
     num_entries = route.num_entries
     expert_numbers = jnp.arange(num_entries, dtype=jnp.int32)
@@ -213,7 +213,7 @@ def _place_pairs(
     before_source = before[end - num_rows_per_rank]  # [R, E_local]
     need = before[end] - before_source
 
-    placement = _layouts.place(
+    placement = _layouts.place_rows(
         need.T,
         layout="ragged",
         capacity=capacity,

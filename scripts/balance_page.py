@@ -50,7 +50,9 @@ STYLE = """<style>
 </style>"""
 
 
-def pieces_of(placement: _placement.Placement) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int, int]]]:
+def pieces_of(
+    placement: _placement.BalancedPlacement,
+) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int, int]]]:
     """Returns the (expert, rows) that each rank computes, home experts first; and the (donor, receiver, rows)."""
     local = len(NEEDS) // RANKS
     kept = NEEDS.copy()
@@ -95,8 +97,8 @@ def bars(x: int, base: int, ranks: list[list[tuple[int, int]]]) -> list[str]:
     return parts
 
 
-def example() -> _placement.Placement:
-    return jax.tree.map(np.asarray, _placement.place(jnp.asarray(NEEDS), num_ranks=RANKS, num_slots=2))
+def example() -> _placement.BalancedPlacement:
+    return jax.tree.map(np.asarray, _placement.place_balanced(jnp.asarray(NEEDS), num_ranks=RANKS, num_slots=2))
 
 
 def draw() -> str:

@@ -57,7 +57,7 @@ def test_place(layout, alignment):
     rng = np.random.default_rng(alignment)
     for num_experts, num_ranks in ((1, 1), (3, 4), (5, 2)):
         place = jax.jit(
-            functools.partial(_layouts.place, layout=layout, alignment=alignment), static_argnames="capacity"
+            functools.partial(_layouts.place_rows, layout=layout, alignment=alignment), static_argnames="capacity"
         )
         for capacity in (0, alignment, 4 * alignment, 40 * alignment):
             need = rng.integers(0, 12, (num_experts, num_ranks)).astype(np.int32)
@@ -83,7 +83,7 @@ def drop_rates(sent, layout, factor, alignment):
     """What share of its rows each source rank loses, and each expert; of rows `sent` [R, E]."""
     sizes = {"num_tokens": TOKENS, "top_k": TOP_K, "experts_per_rank": EXPERTS_PER_RANK, "alignment": alignment}
     capacity = _layouts.capacity_of_factor(layout, factor, **sizes)
-    place = functools.partial(_layouts.place, layout=layout, capacity=capacity, alignment=alignment)
+    place = functools.partial(_layouts.place_rows, layout=layout, capacity=capacity, alignment=alignment)
     need = sent.T.reshape(NUM_RANKS, EXPERTS_PER_RANK, NUM_RANKS)
     first_experts = np.arange(NUM_RANKS) * EXPERTS_PER_RANK
     kept = jax.jit(jax.vmap(lambda need, first: place(need, first_slot=first).kept))(need, first_experts)

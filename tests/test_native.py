@@ -87,7 +87,7 @@ def test_layout_arithmetic_is_that_of_python(layout, alignment):
             first_row, group_sizes, fits = zip(*native, strict=True)
             assert all(fits) == (needed <= capacity)
             if all(fits):
-                place = _layouts.place(
+                place = _layouts.place_rows(
                     jnp.asarray(need)[:, None], layout=layout, capacity=capacity, alignment=alignment
                 )
                 assert list(first_row) == place.first_row.tolist()

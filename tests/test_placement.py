@@ -22,7 +22,7 @@ SHAPES = [
     (8, 5, 2, 0),
     (4, 3, 0, 0),
 ]
-place = jax.jit(_placement.place, static_argnames=("num_ranks", "num_slots", "tolerance_units"))
+place = jax.jit(_placement.place_balanced, static_argnames=("num_ranks", "num_slots", "tolerance_units"))
 
 
 def moved(placement, needs):

@@ -124,7 +124,7 @@ class CollectivesBackend(ReferenceBackend):
 
         return lax.fori_loop(0, arrays.num_rounds, run_round, result).astype(out_dtype)
 
-    def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, Any]:
+    def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.RowPlacement, Any]:
         placement, of_reference = super()._route(call, topk_idx)
         row = of_reference.row
         _, num_tokens, top_k = row.shape

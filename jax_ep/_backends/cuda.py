@@ -35,7 +35,7 @@ class _Started(NamedTuple):
     quantized: _SentRows | None = None  # the rows that the start sends in place of its operand x
 
 
-class RouteArrays(NamedTuple):
+class CudaRoute(NamedTuple):
     """One rank's part of a route. `_ROUTE` and `_COUNTS` in targets.py describe the arrays."""
 
     send_slot: jax.Array
@@ -102,7 +102,7 @@ class _CudaOperations(Backend):
             weights=got["weights"],
             scales=scales,
             num_dropped=got["num_dropped"],
-            route=call.route(RouteArrays(**{name: got[name] for name in RouteArrays._fields})),
+            route=call.route(CudaRoute(**{name: got[name] for name in CudaRoute._fields})),
             topk_idx=got["recv_topk_idx"] if is_token else None,
             num_rows_per_rank=got["num_rows_per_rank"] if is_token else None,
         )

@@ -27,7 +27,7 @@ from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
 _DEBUG_NANS = "JAX_EP_DEBUG_NANS"  # in the environment, when a group is made: "1" fills unspecified rows with NaN
 
 
-class RouteArrays(NamedTuple):
+class ReferenceRoute(NamedTuple):
     """One rank's part of a route, for the experts' side. An index one past the end means "none"."""
 
     row: jax.Array  # [R, T, K] int32: the row on this rank for each (source rank, token, k)
@@ -160,7 +160,7 @@ class ReferenceBackend(Backend):
         back = self._exchange(y).reshape(-1, hidden)
         return jnp.zeros_like(y[0]).at[rows.reshape(-1)].set(back, mode="drop")
 
-    def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.Placement, RouteArrays]:
+    def _route(self, call: DispatchCall, topk_idx: jax.Array) -> tuple[_layouts.RowPlacement, ReferenceRoute]:
         """Computes the row of every (source rank, token, k) of topk_idx [R, T, K] that names a slot of this rank."""
         num_slots, (num_ranks, num_tokens, _) = self.group.slots_per_rank, topk_idx.shape
         first_slot = lax.axis_index(self.group.axis_name) * num_slots
@@ -170,7 +170,7 @@ class ReferenceBackend(Backend):
         num_pairs = jnp.sum(names, axis=2, dtype=jnp.int32)  # of each (source rank, token, slot)
 
         route = call.route(None)
-        placement = _layouts.place(
+        placement = _layouts.place_rows(
             jnp.sum(num_pairs, axis=1, dtype=jnp.int32).T,
             layout=route.layout,
             capacity=route.capacity,
@@ -188,7 +188,7 @@ class ReferenceBackend(Backend):
         row = jnp.where(is_here & (earlier < kept), first_row + earlier, num_rows)
         index = jnp.arange(num_ranks * num_tokens, dtype=jnp.int32).reshape(num_ranks, num_tokens, 1)
         none = jnp.full(num_rows, index.size, jnp.int32)
-        return placement, RouteArrays(row, none.at[row].set(index, mode="drop"))
+        return placement, ReferenceRoute(row, none.at[row].set(index, mode="drop"))
 
     def _rows(self, route: Route, x: jax.Array) -> jax.Array:
         """x [T, ...] of all ranks in this rank's rows; zero in rows that hold no token."""
@@ -247,7 +247,7 @@ def _partial_sums(route: Route, y: jax.Array, weights: jax.Array | None) -> jax.
     return total
 
 
-def _is_in_group(route: Route, placement: _layouts.Placement) -> jax.Array:
+def _is_in_group(route: Route, placement: _layouts.RowPlacement) -> jax.Array:
     """Which rows an expert's group occupies: bool [rows]."""
     row = jnp.arange(route.capacity, dtype=jnp.int32)
     if route.layout == "expert":

@@ -306,7 +306,9 @@ def _layout(case: Case, capacity: int | None, group_sizes: jax.Array) -> tuple[j
         alignment=1,
     )
     shape = _layouts.rows_shape(case.layout, capacity=capacity, experts_per_rank=case.experts_per_rank)
-    return _layouts.place(group_sizes[:, None], layout=case.layout, capacity=capacity, alignment=1).first_row, shape
+    return _layouts.place_rows(
+        group_sizes[:, None], layout=case.layout, capacity=capacity, alignment=1
+    ).first_row, shape
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
