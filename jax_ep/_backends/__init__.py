@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_ep import _checks, _native, _network, _processes
 from jax_ep._backends.collectives import CollectivesBackend
-from jax_ep._backends.cuda import CudaBackend, CudaPrograms
+from jax_ep._backends.cuda import AbstractCudaBackend, CudaBackend
 from jax_ep._backends.emulated import EmulatedBackend
 from jax_ep._backends.reference import ReferenceBackend
 from jax_ep._constants import MAX_RANKS
@@ -107,7 +107,7 @@ def open_backend(name: str, group: GroupSettings) -> Backend:
     if name == "collectives":
         return CollectivesBackend(group)
     if not group.has_devices:
-        return CudaPrograms(group)
+        return AbstractCudaBackend(group)
     if name == "emulated":
         return EmulatedBackend(group)
     return CudaBackend(group, cast(ModuleType, _native.cuda))

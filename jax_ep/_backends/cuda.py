@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_ep import _compat, _layouts, _placement, _wires
 from jax_ep._backends import plain_replicate, targets
-from jax_ep._backends.native_group import GroupOfPrograms, NativeGroup
+from jax_ep._backends.native_group import AbstractGroup, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
 from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, Layout
 from jax_ep._ordered_calls import ordered_call
@@ -51,7 +51,7 @@ def balance_work_words(group: GroupSettings) -> int:
 
 
 class _CudaOperations(Backend):
-    """Runs the operations of a `NativeGroup`, or lowers those of a `GroupOfPrograms`, as FFI calls."""
+    """Runs the operations of a `NativeGroup`, or lowers those of an `AbstractGroup`, as FFI calls."""
 
     _id: int  # the group's id, which programs contain
     _has_network: bool
@@ -390,7 +390,7 @@ class CudaBackend(NativeGroup, _CudaOperations):
     """A group on GPUs, which runs the operations."""
 
 
-class CudaPrograms(GroupOfPrograms, _CudaOperations):
+class AbstractCudaBackend(AbstractGroup, _CudaOperations):
     """A group on an abstract mesh, which only traces and lowers the operations."""
 
 

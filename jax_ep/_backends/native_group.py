@@ -258,7 +258,7 @@ class NativeGroup:
         }
 
 
-class GroupOfPrograms:
+class AbstractGroup:
     """A group on an abstract mesh. Its programs can be traced and lowered. They run with an equal group on devices."""
 
     memory_bytes = 0
