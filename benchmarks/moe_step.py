@@ -175,7 +175,7 @@ def make_layers(case: Case, factor: float, group: ep.Group, compute: str) -> dic
     """The variants. The first is what the others are compared with."""
     rows = factor * case.tokens * case.top_k  # of a rank
     capacity = math.ceil(rows / case.experts_per_rank if case.layout == "expert" else rows)
-    over_lax = partial(LaxExchange, case, capacity=capacity, slots_per_rank=math.ceil(rows / case.ranks))
+    over_lax = partial(LaxExchange, case, capacity=capacity, rows_per_pair=math.ceil(rows / case.ranks))
     return {
         "all_to_all": layer_over(over_lax(ragged=False), compute),
         "ragged_all_to_all": layer_over(over_lax(ragged=True), compute),

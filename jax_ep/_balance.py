@@ -29,7 +29,7 @@ class Plan:
         slot_expert: [B] int32, the global expert whose copy is in each replica slot of this rank; -1 for none.
         num_rows: [] int32, the rows that this rank will receive: its load with the plan.
         home_rows: [] int32, the rows that name this rank's home experts: its load without the plan.
-        slots: [R, B] int32, the slot_expert of every rank.
+        slots: [R, B] int32, the slot_expert of every rank. Its elements are expert ids, not slot numbers.
         topk_slot: [T, K] int32, where each pair (token, k) goes: rank * (E_local + B) + slot; -1 for no expert. The
             home experts of a rank have the slots before the copies.
         group: the `Group`.

@@ -82,17 +82,20 @@ def open_group(mesh: Mesh, shape: Shape, **settings) -> ep.Group:
     return ep.Group(mesh, **sizes | more | settings)
 
 
-def slot_bytes(group: ep.Group) -> int:
-    """Of the CUDA backend's arena: for every rank, as many rows as it may send, with headers and marks."""
+def arena_slot_bytes(group: ep.Group) -> int:
+    """The size of a slot of the CUDA backend's arena: for each rank, room for the rows that it may send.
+
+    A row has a header, the payload and escape masks.
+    """
     header = oracle.round_up(16 * group.top_k, 128)
     payload = group.hidden * group.dtype.itemsize
     row = oracle.round_up(header + payload, 128) + 8 * (-(-payload // 512) + 1)
     return group.num_ranks * group.max_tokens_per_rank * row
 
 
-def num_slots(group: ep.Group) -> int:
-    """How many operations of the group may be under way at once: four if their slots fit in 64 MiB, else two."""
-    return 4 if oracle.round_up(4 * slot_bytes(group), 256) <= 64 * 2**20 else 2
+def num_arena_slots(group: ep.Group) -> int:
+    """How many operations of the group may be under way at once: four if their arena slots fit in 64 MiB, else two."""
+    return 4 if oracle.round_up(4 * arena_slot_bytes(group), 256) <= 64 * 2**20 else 2
 
 
 @contextlib.contextmanager

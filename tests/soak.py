@@ -43,7 +43,7 @@ from helpers import (
     assert_each_row_close,
     assert_each_token_combined,
     assert_same_bits,
-    num_slots,
+    num_arena_slots,
     open_group,
     random_rows,
     spin,
@@ -374,7 +374,7 @@ def run_case(seed: int, devices: Sequence[Any], backend: str) -> int:
 
         def run(operands: Any) -> list[Any]:
             in_order.begin()
-            return run_tasks(rng, num_slots(group), tasks, operands)
+            return run_tasks(rng, num_arena_slots(group), tasks, operands)
 
         if in_one_program:
             run = jax.jit(spmd(run, mesh))

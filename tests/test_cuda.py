@@ -21,6 +21,7 @@ from helpers import (
     COMBINE_BOUND,
     IN_GRAPHS,
     NO_GRAPHS,
+    arena_slot_bytes,
     assert_combined,
     assert_each_token_combined,
     assert_same_bits,
@@ -28,11 +29,10 @@ from helpers import (
     chain,
     compiled,
     in_one_process,
-    num_slots,
+    num_arena_slots,
     open_group,
     place,
     run_spmd,
-    slot_bytes,
     spmd,
     to_numpy,
 )
@@ -384,7 +384,7 @@ def test_experts_that_do_not_fit_in_shared_memory(make_group, mesh):
 
 def arena_bytes(group):
     """Of one rank."""
-    return oracle.round_up(num_slots(group) * slot_bytes(group), 256)
+    return oracle.round_up(num_arena_slots(group) * arena_slot_bytes(group), 256)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, FLOAT, LARGE], ids=str)

@@ -29,7 +29,7 @@ from helpers import (
     chain,
     compiled,
     emulated_patience,
-    num_slots,
+    num_arena_slots,
     open_group,
     place,
     run_spmd,
@@ -541,7 +541,7 @@ def test_a_start_is_done_twice(make_group, mesh, inputs):
 
 
 def test_a_start_without_done(make_group, mesh, inputs):
-    """It holds its slot; whoever needs that slot says so when its time is up."""
+    """It holds its arena slot. An operation that needs this slot says so when its time is up."""
     with make_group(mesh, timeout=2.0) as group:
         program = compiled(partial(chain, group), mesh, *inputs)
         jax.block_until_ready(jax.jit(spmd(partial(start, group), mesh))(*inputs))
@@ -553,11 +553,11 @@ def test_a_start_without_done(make_group, mesh, inputs):
 
 
 def test_more_starts_than_slots(make_group, mesh, inputs):
-    """The last one's done comes first, and needs the slot of the first one, whose done is behind it."""
+    """The done of the last start comes first. It needs the arena slot of the first start, whose done comes later."""
 
     def out_of_room(x, *routing):
         pending = []
-        for _ in range(num_slots(group) + 1):
+        for _ in range(num_arena_slots(group) + 1):
             started, x = lax.optimization_barrier((start(group, x, *routing), x))
             pending.append(started)
         results = []

@@ -16,16 +16,16 @@ import oracle
 from conftest import HAS_EMULATED
 from helpers import (
     PURE_JAX,
+    arena_slot_bytes,
     assert_same_bits,
     assert_trees_same_bits,
     every_operation,
     inputs_of_every_operation,
     make_mesh,
-    num_slots,
+    num_arena_slots,
     open_group,
     rows_between_ranks,
     run_spmd,
-    slot_bytes,
     there_and_back,
     traffic,
 )
@@ -124,9 +124,9 @@ def test_memory_bytes(nodes, tokens):
     mesh, node_size = nodes
     num_ranks, num_nodes = mesh.size, mesh.size // node_size if node_size > 1 else 0
     with open_group(mesh, replace(SMALL, tokens=tokens), backend="emulated") as group:
-        slots, rows = num_slots(group), num_ranks * tokens
+        slots, rows = num_arena_slots(group), num_ranks * tokens
         row = oracle.round_up(oracle.round_up(16 * SMALL.top_k, 128) + 2 * SMALL.hidden, 128)
-        arena = slots * slot_bytes(group) * (num_ranks + num_nodes) // num_ranks
+        arena = slots * arena_slot_bytes(group) * (num_ranks + num_nodes) // num_ranks
         needed = arena + slots * rows * row + slots * (rows + num_nodes * tokens) * 8
         assert 0 < group.memory_bytes - needed < 64 * 1024
 

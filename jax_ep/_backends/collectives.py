@@ -2,13 +2,13 @@
 
 The reference backend gathers all tokens of the group on every rank. This backend gathers only the ids and the weights.
 The receiver works out its rows from them, as the reference does. Then it tells each source which tokens it wants, in
-which order: source and receiver share a list of slots, one slot per token. The tokens of the slots travel in rounds of
-a fixed size. Each round is one all_to_all. The ranks of a group agree on the number of rounds at run time, so that a
-balanced routing takes few rounds.
+which order: source and receiver share a list with an entry per token. The tokens of the entries travel in rounds of a
+fixed number of entries. Each round is one all_to_all. The ranks of a group agree on the number of rounds at run time,
+so that a balanced routing takes few rounds.
 
-A token may have rows at several experts of one rank. The slots with the most rows come first, so that only the first
-rounds have slots with many rows. The receiver runs a round's layers one after the other: layer j holds the j-th row of
-every slot.
+A token may have rows at several experts of one rank. The entries with the most rows come first, so that only the first
+rounds have entries with many rows. The receiver runs a round's layers one after the other: layer j holds the j-th row
+of every entry.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from jax_ep._types import DispatchCall, Route
 
 Carry = TypeVar("Carry")
 
-LEAST_ROUND = 64  # slots per pair of ranks: a smaller round would cost more in latency than its padding does
+LEAST_ROUND = 64  # entries per pair of ranks: a smaller round would cost more in latency than its padding does
 
 
 class CollectivesRoute(NamedTuple):
-    """One rank's part of a route. The slots of a pair of ranks are cut into rounds of C slots.
+    """One rank's part of a route. Each pair of ranks has a list of entries, cut into rounds of N entries.
 
-    The first array is that of the reference backend. An index one past the end stands for "none".
+    The first array is also in the route of the reference backend. An index one past the end means "none".
     """
 
     row: jax.Array  # [R, T, K] int32, this rank's row of each (source rank, token, k)
     num_rounds: jax.Array  # [] int32, rounds that are not empty, the same on all ranks of the group
-    num_layers: jax.Array  # [rounds] int32, the most rows that a slot of the round has at this rank
-    slot_row: jax.Array  # [rounds, K, R * C] int32, this rank's row of each (layer, source rank, slot), by rising k
-    sent_token: jax.Array  # [rounds, R, C] int32, the token that this rank sends in each (destination rank, slot)
+    num_layers: jax.Array  # [rounds] int32, the most rows that an entry of the round has at this rank
+    entry_row: jax.Array  # [rounds, K, R * N] int32, this rank's row of each (layer, source rank, entry), by rising k
+    sent_token: jax.Array  # [rounds, R, N] int32, the token that this rank sends in each (destination rank, entry)
 
 
 class CollectivesBackend(ReferenceBackend):
@@ -83,7 +83,7 @@ class CollectivesBackend(ReferenceBackend):
     ) -> Carry:
         """Sends x [T, ...] along `route`.
 
-        Calls place(carry, row [R * C], arrived [R * C, ...]) for each layer of each round of C slots, with carry =
+        Calls place(carry, row [R * N], arrived [R * N, ...]) for each layer of each round of N entries, with carry =
         `initial` at first. Returns the last carry.
         """
         arrays: CollectivesRoute = route.arrays
@@ -93,7 +93,7 @@ class CollectivesBackend(ReferenceBackend):
             arrived = self._exchange(take(x, arrays.sent_token[i])).reshape(-1, *x.shape[1:])
 
             def run_layer(layer: jax.Array, carry: Carry) -> Carry:
-                return place(carry, arrays.slot_row[i, layer], arrived)
+                return place(carry, arrays.entry_row[i, layer], arrived)
 
             return lax.fori_loop(0, arrays.num_layers[i], run_layer, carry)
 
@@ -109,7 +109,7 @@ class CollectivesBackend(ReferenceBackend):
 
         def run_round(i: jax.Array, result: jax.Array) -> jax.Array:
             def term(layer: int | jax.Array) -> jax.Array:
-                row = arrays.slot_row[i, layer]
+                row = arrays.entry_row[i, layer]
                 term = _from_bits(take(rows, row), dtype).astype(jnp.float32)
                 return term if weights is None else term * take(weights, row)[..., None]
 
@@ -130,31 +130,31 @@ class CollectivesBackend(ReferenceBackend):
         _, num_tokens, top_k = row.shape
         none, round_size = _size(call.route(None).rows_shape), self._round_size(num_tokens)
 
-        def by_round(slots: jax.Array, fill: int) -> jax.Array:
-            """[..., T] as [rounds, ..., C]."""
-            padding = [(0, 0)] * (slots.ndim - 1) + [(0, -num_tokens % round_size)]
-            slots = jnp.pad(slots, padding, constant_values=fill)
-            return jnp.moveaxis(slots.reshape(*slots.shape[:-1], -1, round_size), -2, 0)
+        def by_round(entries: jax.Array, fill: int) -> jax.Array:
+            """[..., T] as [rounds, ..., N]."""
+            padding = [(0, 0)] * (entries.ndim - 1) + [(0, -num_tokens % round_size)]
+            entries = jnp.pad(entries, padding, constant_values=fill)
+            return jnp.moveaxis(entries.reshape(*entries.shape[:-1], -1, round_size), -2, 0)
 
         # Each integer that is sorted holds a key and an index: XLA on CPUs takes far longer for an argsort.
         is_row, k = row < none, jnp.arange(top_k, dtype=jnp.int32)
         k_of_layer = jnp.sort(jnp.where(is_row, k, top_k + k), axis=-1) % top_k  # of each (source rank, token)
         row_of_layer = jnp.take_along_axis(row, k_of_layer, axis=-1)
         num_rows = jnp.sum(is_row, axis=-1, dtype=jnp.int32)
-        slots = jnp.sort((top_k - num_rows) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)[None], axis=1)
-        token, num_rows = slots % num_tokens, top_k - slots // num_tokens  # of each (source rank, slot)
-        slot_row = jnp.moveaxis(jnp.take_along_axis(row_of_layer, token[..., None], axis=1), -1, 0)
+        entries = jnp.sort((top_k - num_rows) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)[None], axis=1)
+        token, num_rows = entries % num_tokens, top_k - entries // num_tokens  # of each (source rank, entry)
+        entry_row = jnp.moveaxis(jnp.take_along_axis(row_of_layer, token[..., None], axis=1), -1, 0)
         num_layers = jnp.max(by_round(num_rows, 0), axis=(1, 2))
         num_rounds = lax.pmax(jnp.sum(num_layers > 0, dtype=jnp.int32), self.group.axis_name)
 
         sent_token = self._exchange(jnp.where(num_rows > 0, token, num_tokens))
-        slot_row = by_round(slot_row, none)
-        slot_row = slot_row.reshape(*slot_row.shape[:2], -1)
-        arrays = CollectivesRoute(row, num_rounds, num_layers, slot_row, by_round(sent_token, num_tokens))
+        entry_row = by_round(entry_row, none)
+        entry_row = entry_row.reshape(*entry_row.shape[:2], -1)
+        arrays = CollectivesRoute(row, num_rounds, num_layers, entry_row, by_round(sent_token, num_tokens))
         return placement, arrays
 
     def _round_size(self, num_tokens: int) -> int:
-        """Slots per pair of ranks in a round. The slots for all ranks together are about as many as a rank's tokens."""
+        """Entries per pair of ranks in a round. A rank has about as many entries in a round as it has tokens."""
         return min(num_tokens, max(LEAST_ROUND, -(-num_tokens // self.group.num_ranks)))
 
 

@@ -143,8 +143,8 @@ class LaxReceived(NamedTuple):
     x: jax.Array  # [E_local, capacity, H] or [capacity, H]
     group_sizes: jax.Array  # [E_local] int32
     sent: Copies
-    slot_of_row: jax.Array  # [rows of x] int32: position of each row in the buffer that arrived
-    row_of_slot: jax.Array  # [slots] int32
+    arrival_of_row: jax.Array  # [rows of x] int32: position of each row in the buffer that arrived
+    row_of_arrival: jax.Array  # [rows of the buffer that arrived] int32
     outgoing: Blocks
     incoming: Blocks
 
@@ -154,24 +154,25 @@ class LaxExchange:
     """An exchange in plain JAX: sorts copies of the tokens by expert, exchanges them, and sorts the rows that arrive.
 
     Rows travel in the case's dtype, also if the case has a wire. It drops no rows. If a routing sends more than
-    `slots_per_rank` rows from one rank to another, or more rows than the capacity, the results are wrong.
+    `rows_per_pair` rows from one rank to another, or more rows than the capacity, the results are wrong.
     """
 
     case: Case
     ragged: bool  # True: lax.ragged_all_to_all; False: lax.all_to_all of padded blocks
     capacity: int | None = None  # as in jax_ep.dispatch
-    slots_per_rank: int | None = None  # rows of a padded block; None: the most that one rank can send to another
+    rows_per_pair: int | None = None  # rows of a padded block; None: the most that one rank can send to another
     computes_rows = False
 
     @property
-    def _slots(self) -> int:
+    def _num_arrivals(self) -> int:
         """The number of rows of the buffer that arrives."""
         case = self.case
-        return case.ranks * (self.slots_per_rank or case.tokens * min(case.top_k, case.experts_per_rank))
+        return case.ranks * (self.rows_per_pair or case.tokens * min(case.top_k, case.experts_per_rank))
 
     @property
-    def _slots_sent(self) -> int:
-        return self.case.tokens * self.case.top_k if self.ragged else self._slots
+    def _num_sent(self) -> int:
+        """The number of rows of the buffer that is sent."""
+        return self.case.tokens * self.case.top_k if self.ragged else self._num_arrivals
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> LaxReceived:
         case = self.case
@@ -179,22 +180,24 @@ class LaxExchange:
         splits = jnp.bincount(topk_idx.reshape(-1), length=case.experts).reshape(case.ranks, -1)
         arriving = lax.all_to_all(splits, AXIS, 0, 0)  # [source rank, E_local]
         outgoing, incoming = self._blocks(splits.sum(axis=1)), self._blocks(arriving.sum(axis=1))
-        sent = _sort_copies(topk_idx, topk_weights, outgoing.starts, outgoing.sizes, self._slots_sent)
-        arrived = self._move(_expand(x, sent), self._slots, outgoing, incoming)
+        sent = _sort_copies(topk_idx, topk_weights, outgoing.starts, outgoing.sizes, self._num_sent)
+        arrived = self._move(_expand(x, sent), self._num_arrivals, outgoing, incoming)
 
-        # Rows are in the order of experts, then source ranks. Slots are in the order of source ranks, then experts.
+        # The rows of the result are in the order of experts, then source ranks. The rows of the buffer that arrives are
+        # in the order of source ranks, then experts.
         chunk_starts = incoming.starts[:, None] + jnp.cumsum(arriving, axis=1) - arriving
-        slots = _places(chunk_starts.T.reshape(-1), arriving.T.reshape(-1), self._slots)
+        arrivals = _places(chunk_starts.T.reshape(-1), arriving.T.reshape(-1), self._num_arrivals)
         group_sizes = arriving.sum(axis=0)
         first_row, shape = _layout(case, self.capacity, group_sizes)
-        rows = _places(first_row, group_sizes, self._slots)
-        slot_of_row, row_of_slot = _scatter(slots, rows, math.prod(shape)), _scatter(rows, slots, self._slots)
+        rows = _places(first_row, group_sizes, self._num_arrivals)
+        arrival_of_row = _scatter(arrivals, rows, math.prod(shape))
+        row_of_arrival = _scatter(rows, arrivals, self._num_arrivals)
         return LaxReceived(
-            x=_take(arrived, slot_of_row, row_of_slot).reshape(*shape, -1),
+            x=_take(arrived, arrival_of_row, row_of_arrival).reshape(*shape, -1),
             group_sizes=group_sizes,
             sent=sent,
-            slot_of_row=slot_of_row,
-            row_of_slot=row_of_slot,
+            arrival_of_row=arrival_of_row,
+            row_of_arrival=row_of_arrival,
             outgoing=outgoing,
             incoming=incoming,
         )
@@ -206,19 +209,21 @@ class LaxExchange:
         return _times_factors(recv.x, recv.group_sizes, factors)
 
     def combine(self, y: jax.Array, recv: LaxReceived) -> jax.Array:
-        slots = _take(y.reshape(-1, y.shape[-1]), recv.row_of_slot, recv.slot_of_row)
-        return _sum(self._move(slots, self._slots_sent, recv.incoming, recv.outgoing), recv.sent)
+        returned = _take(y.reshape(-1, y.shape[-1]), recv.row_of_arrival, recv.arrival_of_row)
+        return _sum(self._move(returned, self._num_sent, recv.incoming, recv.outgoing), recv.sent)
 
     def _blocks(self, sizes: jax.Array) -> Blocks:
-        starts = _starts(sizes) if self.ragged else jnp.arange(self.case.ranks) * (self._slots // self.case.ranks)
+        starts = (
+            _starts(sizes) if self.ragged else jnp.arange(self.case.ranks) * (self._num_arrivals // self.case.ranks)
+        )
         return Blocks(starts.astype(jnp.int32), sizes.astype(jnp.int32))
 
-    def _move(self, buffer: jax.Array, slots: int, outgoing: Blocks, incoming: Blocks) -> jax.Array:
+    def _move(self, buffer: jax.Array, num_rows: int, outgoing: Blocks, incoming: Blocks) -> jax.Array:
         if not self.ragged:
             return lax.all_to_all(buffer, AXIS, 0, 0, tiled=True)
         return lax.ragged_all_to_all(
             buffer,
-            jnp.zeros((slots, self.case.hidden), buffer.dtype),
+            jnp.zeros((num_rows, self.case.hidden), buffer.dtype),
             outgoing.starts,
             outgoing.sizes,
             lax.all_to_all(incoming.starts, AXIS, 0, 0, tiled=True),
