@@ -5,13 +5,14 @@ expert e in the whole group, and the home load of a rank is the sum over its hom
 than `limit` rows. A rank above the limit, a *donor*, gives rows away: to ranks below the limit, *receivers*, and to
 the next donor.
 
-Donors lie one behind the other on a line, each as long as its excess, and so do the receivers' rooms on the same line.
-A receiver takes its interval from one donor: the first one whose end is not before the interval's end. What is left of
-a donor's excess goes to the next donor, which gives as many more of its own rows away. So each rank takes rows from
-one other rank, and needs at most L copies of experts.
+Sort donors by excess and receivers by room, largest first; ties by rank. Put the excesses end to end on an axis, and
+the rooms end to end on the same axis, cut off where the excesses end. So each receiver has an interval. It takes all
+its rows from one donor: the first whose end is at or after the interval's end. A remainder that no receiver takes goes
+to the next donor, which gives that many more of its own rows away. So each rank takes rows from at most one other rank,
+and needs at most L copies of experts.
 
-A donor sorts its home experts by n, largest first, and lays their rows end to end: its *own line*. It deals this line
-out from the front: to its receivers in order, then to the next donor. The rest stays.
+A donor sorts its home experts by n, largest first; ties by expert. Their rows end to end are the donor's *queue*. The
+first rows of the queue go to the donor's receivers, in order, and the next rows to the next donor. The other rows stay.
 
 Everything is sorting, running sums and comparisons of arrays [R] and [R, L]. All ranks compute the same placement.
 """
@@ -38,13 +39,13 @@ class BalancedPlacement(NamedTuple):
     source: jax.Array
     """[R] int32: the rank from which each rank takes rows; -1 for none."""
     begin: jax.Array
-    """[R] int32: the first row that it takes, on the own line of `source`."""
+    """[R] int32: the position of the first row that it takes, in the queue of `source`."""
     end: jax.Array
-    """[R] int32: the row behind the last one."""
-    line: jax.Array
-    """[R, L] int32: the home experts of each rank in the order of its own line, as local numbers."""
+    """[R] int32: the position after the last row that it takes."""
+    queue: jax.Array
+    """[R, L] int32: the home experts of each rank in the order of its queue, as local numbers."""
     start: jax.Array
-    """[R, L] int32: where each of these experts begins on the line."""
+    """[R, L] int32: where each of these experts begins in the queue."""
     slot_expert: jax.Array
     """[R, B] int32: the global expert whose copy is in each replica slot; -1 for none."""
     num_rows: jax.Array
@@ -105,9 +106,9 @@ def _slot_of(group: GroupSettings, placement: BalancedPlacement, expert: jax.Arr
     local = group.experts_per_rank
     home, number = expert // local, expert % local
     start = (
-        jnp.zeros_like(placement.start).at[jnp.arange(group.num_ranks)[:, None], placement.line].set(placement.start)
+        jnp.zeros_like(placement.start).at[jnp.arange(group.num_ranks)[:, None], placement.queue].set(placement.start)
     )
-    at = start.at[home, number].get(mode="fill", fill_value=0) + position  # on the home rank's own line
+    at = start.at[home, number].get(mode="fill", fill_value=0) + position  # in the home rank's queue
     takes = (placement.source == home[:, None]) & (placement.begin <= at[:, None]) & (at[:, None] < placement.end)
     to = jnp.argmax(takes, axis=1)
     copy = jnp.argmax(placement.slot_expert[to] == expert[:, None], axis=1) if group.replicas else 0
@@ -139,10 +140,10 @@ def place_balanced(needs: jax.Array, *, num_ranks: int, num_slots: int, toleranc
     load = home.sum(axis=1, dtype=jnp.int32)
     limit = limit_of(-(-load.sum(dtype=jnp.int32) // num_ranks), tolerance_units)
     source, begin, end = _intervals(load, limit)
-    line = jnp.argsort(-home, axis=1, stable=True).astype(jnp.int32)
-    lengths = jnp.take_along_axis(home, line, axis=1)
+    queue = jnp.argsort(-home, axis=1, stable=True).astype(jnp.int32)
+    lengths = jnp.take_along_axis(home, queue, axis=1)
     start = jnp.cumsum(lengths, axis=1, dtype=jnp.int32) - lengths
-    slot_expert, end = _fill_slots(source, begin, end, line, start, lengths, num_slots)
+    slot_expert, end = _fill_slots(source, begin, end, queue, start, lengths, num_slots)
     taken = jnp.maximum(end - begin, 0)
     given = jnp.zeros_like(load).at[jnp.where(source >= 0, source, num_ranks)].add(taken, mode="drop")
     num_rows = load + taken - given
@@ -152,7 +153,7 @@ def place_balanced(needs: jax.Array, *, num_ranks: int, num_slots: int, toleranc
         jnp.where(moves, source, nobody),
         jnp.where(moves, begin, 0),
         jnp.where(moves, end, 0),
-        line,
+        queue,
         start,
         jnp.where(moves, slot_expert, -1),
         jnp.where(moves, num_rows, load),
@@ -161,7 +162,7 @@ def place_balanced(needs: jax.Array, *, num_ranks: int, num_slots: int, toleranc
 
 
 def _intervals(load: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """From which rank each rank takes rows, and which part of that rank's own line."""
+    """From which rank each rank takes rows, and which part of that rank's queue."""
     num_ranks = load.shape[0]
     excess, room = jnp.maximum(load - limit, 0), jnp.maximum(limit - load, 0)
     donors, receivers = (jnp.argsort(-amount, stable=True).astype(jnp.int32) for amount in (excess, room))
@@ -172,9 +173,9 @@ def _intervals(load: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array,
     takes = last > first
     donor = jnp.sum(donor_end < last[:, None], axis=1, dtype=jnp.int32)  # the number of each receiver's donor
     donor = jnp.minimum(donor, num_ranks - 1)
-    # The end of the last interval that a donor or an earlier one serves.
+    # For each donor: the end of the last interval that it or an earlier donor serves.
     served = jnp.max(jnp.where(takes & (last <= donor_end[:, None]), last, 0), axis=1)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), served[:-1]])  # where a donor's own line begins on the line
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), served[:-1]])  # where a donor's queue begins on the axis
     carry = donor_end - served
     source = jnp.full(num_ranks, -1, jnp.int32)
     begin = end = jnp.zeros(num_ranks, jnp.int32)
@@ -182,7 +183,7 @@ def _intervals(load: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array,
     source = source.at[to].set(donors[donor], mode="drop")
     begin = begin.at[to].set(first - before[donor], mode="drop")
     end = end.at[to].set(last - before[donor], mode="drop")
-    # A donor takes from the donor before it what that one could not give to receivers.
+    # A donor takes from the donor before it the remainder that no receiver takes.
     hands_on = jnp.arange(num_ranks - 1) < jnp.sum(excess > 0) - 1
     to = jnp.where(hands_on & (carry[:-1] > 0), donors[1:], num_ranks)
     source = source.at[to].set(donors[:-1], mode="drop")
@@ -195,22 +196,22 @@ def _fill_slots(
     source: jax.Array,
     begin: jax.Array,
     end: jax.Array,
-    line: jax.Array,
+    queue: jax.Array,
     start: jax.Array,
     lengths: jax.Array,
     num_slots: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The expert in each replica slot, and where the interval ends if there are too few slots."""
-    num_ranks, experts_per_rank = line.shape
+    num_ranks, experts_per_rank = queue.shape
     at = jnp.maximum(source, 0)
-    line, start, lengths = (array[at] for array in (line, start, lengths))  # of the rank from which each rank takes
+    queue, start, lengths = (array[at] for array in (queue, start, lengths))  # of the rank from which each rank takes
     overlaps = (start < end[:, None]) & (start + lengths > begin[:, None]) & (source >= 0)[:, None]
-    first = jnp.argmax(overlaps, axis=1)  # the experts of an interval follow one another on the line
+    first = jnp.argmax(overlaps, axis=1)  # the experts of an interval follow one another in the queue
     number = first[:, None] + jnp.arange(num_slots)
-    in_line = jnp.minimum(number, experts_per_rank - 1)
-    is_used = (number < experts_per_rank) & jnp.take_along_axis(overlaps, in_line, axis=1)
-    expert = at[:, None] * experts_per_rank + jnp.take_along_axis(line, in_line, axis=1)
+    in_queue = jnp.minimum(number, experts_per_rank - 1)
+    is_used = (number < experts_per_rank) & jnp.take_along_axis(overlaps, in_queue, axis=1)
+    expert = at[:, None] * experts_per_rank + jnp.take_along_axis(queue, in_queue, axis=1)
     slot_expert = jnp.where(is_used, expert, -1).astype(jnp.int32)
-    behind = jnp.take_along_axis(start + lengths, in_line, axis=1)
+    behind = jnp.take_along_axis(start + lengths, in_queue, axis=1)
     reach = jnp.max(jnp.where(is_used, behind, 0), axis=1, initial=0)
     return slot_expert, jnp.where(source >= 0, jnp.maximum(jnp.minimum(end, reach), begin), 0)

@@ -63,7 +63,7 @@ def pieces_of(
             continue
         begin, end = placement.begin[rank], placement.end[rank]
         moves.append((source, rank, int(end - begin)))
-        for number, start in zip(placement.line[source], placement.start[source], strict=True):
+        for number, start in zip(placement.queue[source], placement.start[source], strict=True):
             expert = source * local + int(number)
             rows = int(min(end, start + NEEDS[expert]) - max(begin, start))
             if rows > 0:
@@ -102,7 +102,7 @@ def example() -> _placement.BalancedPlacement:
 
 
 def draw() -> str:
-    """Returns the picture: the loads, the line on which excess and room meet, and the balanced loads."""
+    """Returns the picture: the loads, the axis on which excess and room meet, and the balanced loads."""
     placement = example()
     local = len(NEEDS) // RANKS
     before = [[(e, int(NEEDS[e])) for e in range(rank * local, rank * local + local)] for rank in range(RANKS)]
@@ -125,7 +125,7 @@ def draw() -> str:
         parts.append(f'<line class="limit" x1="{x - 6}" y1="{level}" x2="{x + 226}" y2="{level}"/>')
     parts.append(f'<text class="red" x="252" y="{level + 4}">limit {limit}</text>')
 
-    # The line: donors above, receivers below.
+    # The axis: donors above, receivers below.
     load = NEEDS.reshape(RANKS, local).sum(axis=1)
     unit, left = 34, 322
     start = left

@@ -31,8 +31,8 @@ def moved(placement, needs):
     for to, source in enumerate(placement.source):
         if source < 0:
             continue
-        for expert, start in zip(placement.line[source], placement.start[source], strict=True):
-            name = source * placement.line.shape[1] + expert
+        for expert, start in zip(placement.queue[source], placement.start[source], strict=True):
+            name = source * placement.queue.shape[1] + expert
             rows = min(placement.end[to], start + needs[name]) - max(placement.begin[to], start)
             if rows > 0:
                 pieces.append((source, to, name, rows))
