@@ -64,14 +64,14 @@ def test_operands_that_do_not_fit_are_refused():
         "axis_index": jnp.int32(0),
         "y": jnp.zeros((2, 3, 16)),
         "num_sent": jnp.zeros(2, jnp.int32),
-        "send_slot": jnp.zeros((3, 2), jnp.int32),
+        "send_index": jnp.zeros((3, 2), jnp.int32),
     }
     target = targets.ALL_TO_ALL_BACK
     results = target.result_types(operands, {}, {"out": jnp.float32})
     assert results == {"out": ((3, 16), jnp.float32)}
     assert target.in_order(operands) == tuple(operands.values())
     for wrong in jnp.zeros((3, 3), jnp.int32), jnp.zeros((3, 2)):
-        with pytest.raises(TypeError, match="all_to_all_back: send_slot is "):
-            target.result_types(operands | {"send_slot": wrong}, {}, {"out": jnp.float32})
+        with pytest.raises(TypeError, match="all_to_all_back: send_index is "):
+            target.result_types(operands | {"send_index": wrong}, {}, {"out": jnp.float32})
     with pytest.raises(TypeError, match="y_cotangent"):
         target.in_order(operands | {"y_cotangent": jax.Array})

@@ -60,7 +60,7 @@ struct Rank {
   Peers peers;
   cudaStream_t stream;
   int32_t *axis_index = device_array<int32_t>(1), *ids = device_array<int32_t>(tokens * kTopK),
-          *send_slot = device_array<int32_t>(int64_t{tokens} * num_ranks),
+          *send_index = device_array<int32_t>(int64_t{tokens} * num_ranks),
           *recv_row = device_array<int32_t>(int64_t{num_ranks} * tokens * kTopK),
           *num_recv_per_rank = device_array<int32_t>(num_ranks), *counts = device_array<int32_t>(kExperts),
           *group_sizes = device_array<int32_t>(kExperts), *num_dropped = device_array<int32_t>(1);
@@ -97,7 +97,7 @@ struct Rank {
     args.num_tokens = tokens, args.top_k = kTopK;
     args.x = x, args.row_bytes = kRowBytes, args.cast = cast;
     args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
-    args.topk_idx = ids, args.topk_weights = topk_weights, args.send_slot = send_slot;
+    args.topk_idx = ids, args.topk_weights = topk_weights, args.send_index = send_index;
     args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = 1;
     args.out = recv, args.out_row_bytes = cast ? kHidden : kRowBytes, args.out_scales = cast ? scales : nullptr;
     args.weights = weights, args.counts = counts, args.group_sizes = group_sizes, args.num_dropped = num_dropped;
@@ -110,7 +110,7 @@ struct Rank {
     args.op = OpKind::kCombine, args.hash = 2, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.y = y, args.row_bytes = kRowBytes, args.row_weights = weights;
-    args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank, args.send_slot = send_slot;
+    args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank, args.send_index = send_index;
     args.out = out, args.out_type = ElementType::kBFloat16;
     must(launch_combine(peers, args, ElementType::kBFloat16, plan, stream));
   }
@@ -121,7 +121,8 @@ struct Rank {
     args.op = OpKind::kCombineBack, args.hash = 3, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.x = x, args.row_bytes = kRowBytes, args.arrival = Arrival::kCombineBack;
-    args.known_send_slot = send_slot, args.known_recv_row = recv_row, args.known_num_recv_per_rank = num_recv_per_rank;
+    args.known_send_index = send_index, args.known_recv_row = recv_row,
+    args.known_num_recv_per_rank = num_recv_per_rank;
     args.known_counts = counts, args.known_group_sizes = group_sizes;
     args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = 1;
     args.zero_pad = setting("ZERO_PAD", 1) != 0;
@@ -135,7 +136,7 @@ struct Rank {
     args.op = OpKind::kDispatchBack, args.hash = 4, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.y = recv, args.row_bytes = kRowBytes, args.weights_to_send = weights_cotangent;
-    args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank, args.send_slot = send_slot;
+    args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank, args.send_index = send_index;
     args.out = out, args.out_type = ElementType::kBFloat16, args.topk_weights = topk_weights;
     must(launch_combine(peers, args, ElementType::kBFloat16, plan, stream));
   }

@@ -28,7 +28,7 @@ struct Sizes {
 
   int64_t num_home_experts() const { return experts_per_rank - replicas; }
   Dims topk(int64_t num_tokens) const { return {num_tokens, top_k}; }
-  Dims send_slot(int64_t num_tokens) const { return {has_network ? 2 * num_tokens : num_tokens, num_ranks}; }
+  Dims send_index(int64_t num_tokens) const { return {has_network ? 2 * num_tokens : num_tokens, num_ranks}; }
   Dims recv_row(int64_t num_tokens) const { return {num_ranks, num_tokens, top_k}; }
   // The leading dimensions of received rows.
   Dims rows(int64_t layout, int64_t capacity) const {
@@ -40,9 +40,9 @@ inline ffi::Error check_axis_index(const char* op, const Operand& axis_index) {
   return check_buffers(op, {{"axis_index", axis_index, ffi::S32, {}}});
 }
 
-inline ffi::Error check_route(const char* op, const Sizes& sizes, int64_t num_tokens, const Operand& send_slot,
+inline ffi::Error check_route(const char* op, const Sizes& sizes, int64_t num_tokens, const Operand& send_index,
                               const Operand& recv_row, const Operand& num_recv_per_rank) {
-  return check_buffers(op, {{"send_slot", send_slot, ffi::S32, sizes.send_slot(num_tokens)},
+  return check_buffers(op, {{"send_index", send_index, ffi::S32, sizes.send_index(num_tokens)},
                             {"recv_row", recv_row, ffi::S32, sizes.recv_row(num_tokens)},
                             {"num_recv_per_rank", num_recv_per_rank, ffi::S32, {sizes.num_ranks}}});
 }
@@ -96,7 +96,7 @@ ffi::Error check_dispatch(const char* op, const Member& member, const Attrs& att
                           const Operand& topk_weights, const Operand& out, const Operand& out_scales,
                           const Operand& weights, const Operand& counts, const Operand& group_sizes,
                           const Operand& num_dropped, const Operand& recv_topk_idx, const Operand& num_rows_per_rank,
-                          const Operand& send_slot, const Operand& recv_row, const Operand& num_recv_per_rank) {
+                          const Operand& send_index, const Operand& recv_row, const Operand& num_recv_per_rank) {
   const Sizes sizes(member);
   const int64_t num_tokens = size(x, 0);
   const Dims rows = sizes.rows(attrs.layout, attrs.capacity);
@@ -116,7 +116,7 @@ ffi::Error check_dispatch(const char* op, const Member& member, const Attrs& att
                                    : none("num_rows_per_rank", num_rows_per_rank),
                           {"num_dropped", num_dropped, ffi::S32, {}}}),
        check_counts(op, sizes, counts, group_sizes),
-       check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank)});
+       check_route(op, sizes, num_tokens, send_index, recv_row, num_recv_per_rank)});
 }
 
 inline ffi::Error check_pending(const char* op, const Operand& pending) {
@@ -125,14 +125,14 @@ inline ffi::Error check_pending(const char* op, const Operand& pending) {
 }
 
 inline ffi::Error check_combine(const char* op, const Member& member, const Operand& axis_index, const Operand& y,
-                                const Operand& row_weights, const Operand& send_slot, const Operand& recv_row,
+                                const Operand& row_weights, const Operand& send_index, const Operand& recv_row,
                                 const Operand& num_recv_per_rank, const Operand& out) {
   const int64_t num_tokens = size(recv_row, 1), channels = last_size(y);
   const Dims rows = Dims::of_rows(y);
   return first_error({check_axis_index(op, axis_index),
                       check_buffers(op, {{"y", y, Types::floats(), rows.then(channels)},
                                          {"row_weights", row_weights, ffi::F32, rows}}),
-                      check_route(op, Sizes(member), num_tokens, send_slot, recv_row, num_recv_per_rank),
+                      check_route(op, Sizes(member), num_tokens, send_index, recv_row, num_recv_per_rank),
                       check_buffers(op, {{"out", out, Types::floats(), {num_tokens, channels}}})});
 }
 

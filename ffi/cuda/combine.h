@@ -20,9 +20,9 @@ struct CombineArgs : Call {
   const int32_t* num_recv_per_rank;  // [R] of the route; null for all_to_all_back, whose sources send the numbers
 
   // The tokens' side.
-  const int32_t* send_slot;  // of the route: as in DispatchArgs
-  const int32_t* num_sent;   // [R] for all_to_all_back: the number of this rank's rows at each rank; else null
-  void* out;                 // [T, elements of row_bytes], or null
+  const int32_t* send_index;  // of the route: as in DispatchArgs
+  const int32_t* num_sent;    // [R] for all_to_all_back: the number of this rank's rows at each rank; else null
+  void* out;                  // [T, elements of row_bytes], or null
   ElementType out_type;
   float* topk_weights;  // [T, K] or null
 };

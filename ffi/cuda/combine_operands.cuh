@@ -120,7 +120,7 @@ struct CombineOperands {
     int32_t peer, index;  // index: among the tokens that the peer has sent here; for an own token, its number
     // Decides `present`. For a peer's token: the number of tokens that the peer has sent here, which must be more than
     // `index`. For an own token: a number that must not be negative. With sums_own(), it is the token's number, so each
-    // own token is present, even if it has no rows here. Otherwise, it is the token's index in args.send_slot.
+    // own token is present, even if it has no rows here. Otherwise, it is the token's index in args.send_index.
     int32_t num_rows_or_slot;
     bool present;
     uint32_t rows;  // bits of the k that have a row here

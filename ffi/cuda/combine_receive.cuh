@@ -48,7 +48,7 @@ struct CombineReceiver : CombineSender<Config> {
   __device__ Returning issue_token_loads(int32_t token) const {
     Returning issued = {-1};
     if (lane_id() < peers.num_ranks)
-      issued.index = __ldg(args.send_slot + int64_t{token} * peers.num_ranks + lane_id());
+      issued.index = __ldg(args.send_index + int64_t{token} * peers.num_ranks + lane_id());
     if (sums_own()) issued.own = issue_row_loads(peers.rank, token);
     return issued;
   }

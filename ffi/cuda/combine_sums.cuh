@@ -48,7 +48,7 @@ struct CombineSums : CombineOperands<Config> {
       token.num_rows_or_slot = num_rows_of(token.peer);
       if (!kLoadsAhead) token.present = token.index < token.num_rows_or_slot;
     } else {
-      token.num_rows_or_slot = sums_own() ? index : __ldg(args.send_slot + int64_t{index} * peers.num_ranks + peer);
+      token.num_rows_or_slot = sums_own() ? index : __ldg(args.send_index + int64_t{index} * peers.num_ranks + peer);
       if (!kLoadsAhead) token.present = token.num_rows_or_slot >= 0;
     }
     return token;

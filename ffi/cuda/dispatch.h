@@ -27,18 +27,18 @@ struct DispatchArgs : Call {
   int32_t cast;           // Cast: how senders cast x
   int32_t num_scales;     // of a row in transit; 0 if the row is not fp8
   // The routing is one of these two: a new route, which this dispatch computes, or a known route, which an earlier
-  // dispatch computed. (For all_to_all, Python computes known_send_slot from the splits.)
-  const int32_t* topk_idx;         // [T, K]: a new route
-  const int32_t* named_slot;       // [T, K] with topk_idx, in the layout "token": all slots that the tokens name. In
-                                   // topk_idx, a token names the first slot of each of its ranks, once.
-  const float* topk_weights;       // [T, K] with topk_idx; null for weights of 1
-  const int32_t* known_send_slot;  // [T, R]: the `send_slot` of a known route
-  const int32_t* splits;           // [E] for all_to_all, with known_send_slot: the number of rows for each expert
+  // dispatch computed. (For all_to_all, Python computes known_send_index from the splits.)
+  const int32_t* topk_idx;          // [T, K]: a new route
+  const int32_t* named_slot;        // [T, K] with topk_idx, in the layout "token": all slots that the tokens name. In
+                                    // topk_idx, a token names the first slot of each of its ranks, once.
+  const float* topk_weights;        // [T, K] with topk_idx; null for weights of 1
+  const int32_t* known_send_index;  // [T, R]: the `send_index` of a known route
+  const int32_t* splits;            // [E] for all_to_all, with known_send_index: the number of rows for each expert
   // [T, R], a result of a new route: the row's index among the rows that this rank sends to rank r, or -1. For this
   // rank itself, it is the number of the token. Over a network, [2 T, R]. The second half is for rows that this rank
   // forwards: at [T + t, r] is the row of token t of this rank's rail peer in r's node, at the rank of this node that
   // has r's number.
-  int32_t* send_slot;
+  int32_t* send_index;
 
   // The experts' side: num_rows rows of the result.
   Arrival arrival;

@@ -200,7 +200,7 @@ struct DispatchOperands {
     fill_bytes(args.num_dropped, 4, 0xff);
     fill_bytes(args.recv_row, int64_t{4} * peers.num_ranks * args.num_tokens * args.top_k, 0xff);
     fill_bytes(args.num_recv_per_rank, int64_t{4} * peers.num_ranks, 0);
-    fill_bytes(args.send_slot, int64_t{4} * args.num_tokens * peers.num_ranks * (kHasNetwork ? 2 : 1), 0xff);
+    fill_bytes(args.send_index, int64_t{4} * args.num_tokens * peers.num_ranks * (kHasNetwork ? 2 : 1), 0xff);
   }
 };
 

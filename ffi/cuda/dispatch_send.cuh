@@ -83,8 +83,8 @@ struct DispatchSender : Routing<Config> {
       }
       counted = token - group_in_block;
       op.stamp(Stamp::kRouted);
-      if (args.send_slot && warp_group.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
-        int32_t* const kept = args.send_slot + int64_t{token} * peers.num_ranks + lane_id();
+      if (args.send_index && warp_group.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
+        int32_t* const kept = args.send_index + int64_t{token} * peers.num_ranks + lane_id();
         *kept = route.index;
         const bool is_forwarded = uses_rail_peers() && is_remote(peers, lane_id());
         if (kHasNetwork && !is_forwarded) kept[args.num_tokens * peers.num_ranks] = -1;
@@ -151,7 +151,7 @@ struct DispatchSender : Routing<Config> {
       route.expert = __ldg(args.topk_idx + pair);
       if (args.topk_weights && warp_group.warp == 0) route.weight = __ldg(args.topk_weights + pair);
     } else if (lane_id() < peers.num_ranks) {
-      route.index = __ldg(args.known_send_slot + int64_t{token} * peers.num_ranks + lane_id());
+      route.index = __ldg(args.known_send_index + int64_t{token} * peers.num_ranks + lane_id());
     }
     return route;
   }

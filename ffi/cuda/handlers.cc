@@ -73,8 +73,8 @@ DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x
 
 void set_results(DispatchArgs& args, const DispatchAttrs& attrs, Operand out, Operand out_scales, Operand weights,
                  Operand counts, Operand group_sizes, Operand num_dropped, Operand recv_topk_idx,
-                 Operand num_rows_per_rank, Operand send_slot, Operand recv_row, Operand num_recv_per_rank) {
-  args.send_slot = data<int32_t>(send_slot);
+                 Operand num_rows_per_rank, Operand send_index, Operand recv_row, Operand num_recv_per_rank) {
+  args.send_index = data<int32_t>(send_index);
   args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
   args.zero_pad = attrs.zero_pad;
   set_out(args, out);
@@ -92,43 +92,43 @@ void set_results(DispatchArgs& args, const DispatchAttrs& attrs, Operand out, Op
 ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
                     Operand x_scales, Operand topk_idx, Operand named_slot, Operand topk_weights, Result out,
                     Result out_scales, Result weights, Result counts, Result group_sizes, Result num_dropped,
-                    Result recv_topk_idx, Result num_rows_per_rank, Result send_slot, Result recv_row,
+                    Result recv_topk_idx, Result num_rows_per_rank, Result send_index, Result recv_row,
                     Result num_recv_per_rank) {
   const auto member = member_for("dispatch", attrs.group, ordinal);
   if (member.has_error()) return member.error();
   const ffi::Error error =
       check_dispatch("dispatch", **member, attrs, axis_index, x, x_scales, topk_idx, named_slot, topk_weights, *out,
                      *out_scales, *weights, *counts, *group_sizes, *num_dropped, *recv_topk_idx, *num_rows_per_rank,
-                     *send_slot, *recv_row, *num_recv_per_rank);
+                     *send_index, *recv_row, *num_recv_per_rank);
   if (error.failure()) return error;
   DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, named_slot, topk_weights);
   set_results(args, attrs, *out, *out_scales, *weights, *counts, *group_sizes, *num_dropped, *recv_topk_idx,
-              *num_rows_per_rank, *send_slot, *recv_row, *num_recv_per_rank);
+              *num_rows_per_rank, *send_index, *recv_row, *num_recv_per_rank);
   return enqueue_dispatch("dispatch", stream, **member, attrs.group, element_type(x), args);
 }
 
 ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
                           Operand x_scales, Operand topk_idx, Operand named_slot, Operand topk_weights, Operand out,
                           Operand out_scales, Operand weights, Operand counts, Operand group_sizes, Operand num_dropped,
-                          Operand recv_topk_idx, Operand num_rows_per_rank, Operand send_slot, Operand recv_row,
+                          Operand recv_topk_idx, Operand num_rows_per_rank, Operand send_index, Operand recv_row,
                           Operand num_recv_per_rank, Result pending) {
   const auto member = member_for("dispatch_start", attrs.group, ordinal);
   if (member.has_error()) return member.error();
   const ffi::Error error =
       first_error({check_dispatch("dispatch_start", **member, attrs, axis_index, x, x_scales, topk_idx, named_slot,
                                   topk_weights, out, out_scales, weights, counts, group_sizes, num_dropped,
-                                  recv_topk_idx, num_rows_per_rank, send_slot, recv_row, num_recv_per_rank),
+                                  recv_topk_idx, num_rows_per_rank, send_index, recv_row, num_recv_per_rank),
                    check_pending("dispatch_start", *pending)});
   if (error.failure()) return error;
   DispatchArgs args = new_route(attrs, axis_index, x, x_scales, topk_idx, named_slot, topk_weights);
   set_results(args, attrs, out, out_scales, weights, counts, group_sizes, num_dropped, recv_topk_idx, num_rows_per_rank,
-              send_slot, recv_row, num_recv_per_rank);
+              send_index, recv_row, num_recv_per_rank);
   args.phase = Phase::kDone;
   args.pending = data<PendingCall>(pending);
   return enqueue_dispatch(
       "dispatch_start", stream, **member, attrs.group, element_type(x), args,
       addresses(x, x_scales, topk_idx, named_slot, topk_weights, out, out_scales, weights, counts, group_sizes,
-                num_dropped, recv_topk_idx, num_rows_per_rank, send_slot, recv_row, num_recv_per_rank, pending));
+                num_dropped, recv_topk_idx, num_rows_per_rank, send_index, recv_row, num_recv_per_rank, pending));
 }
 
 ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
@@ -137,7 +137,7 @@ ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ff
 }
 
 DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
-                         const Operand& send_slot, const Operand& recv_row, const Operand& num_recv_per_rank,
+                         const Operand& send_index, const Operand& recv_row, const Operand& num_recv_per_rank,
                          const Operand& counts, const Operand& group_sizes, Result out) {
   DispatchArgs args = {};
   args.op = op;
@@ -147,7 +147,7 @@ DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis
   args.top_k = static_cast<int32_t>(recv_row.dimensions()[2]);
   args.x = x.untyped_data();
   args.row_bytes = row_bytes(x);
-  args.known_send_slot = data<int32_t>(send_slot);
+  args.known_send_index = data<int32_t>(send_index);
   args.known_recv_row = data<int32_t>(recv_row);
   args.known_num_recv_per_rank = data<int32_t>(num_recv_per_rank);
   args.known_counts = data<int32_t>(counts);
@@ -159,7 +159,7 @@ DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis
 }
 
 ffi::Error dispatch_like(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand x,
-                         Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Operand counts,
+                         Operand send_index, Operand recv_row, Operand num_recv_per_rank, Operand counts,
                          Operand group_sizes, Result out) {
   const auto member = member_for("dispatch_like", attrs.group, ordinal);
   if (member.has_error()) return member.error();
@@ -171,17 +171,17 @@ ffi::Error dispatch_like(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs,
        check_buffers("dispatch_like",
                      {{"x", x, Types::any(), {num_tokens, channels}},
                       {"out", *out, x.element_type(), sizes.rows(attrs.layout, attrs.capacity).then(channels)}}),
-       check_route("dispatch_like", sizes, num_tokens, send_slot, recv_row, num_recv_per_rank),
+       check_route("dispatch_like", sizes, num_tokens, send_index, recv_row, num_recv_per_rank),
        check_counts("dispatch_like", sizes, counts, group_sizes)});
   if (error.failure()) return error;
-  DispatchArgs args = along_route(OpKind::kDispatchLike, attrs, axis_index, x, send_slot, recv_row, num_recv_per_rank,
+  DispatchArgs args = along_route(OpKind::kDispatchLike, attrs, axis_index, x, send_index, recv_row, num_recv_per_rank,
                                   counts, group_sizes, out);
   args.arrival = Arrival::kCopy;
   return enqueue_dispatch("dispatch_like", stream, **member, attrs.group, element_type(x), args);
 }
 
 ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand g,
-                        Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Operand counts,
+                        Operand send_index, Operand recv_row, Operand num_recv_per_rank, Operand counts,
                         Operand group_sizes, Operand y, Operand row_weights, Result y_cotangent,
                         Result weights_cotangent) {
   const char* const op = name_of(OpKind::kCombineBack);
@@ -199,10 +199,10 @@ ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, 
                                       {"y_cotangent", *y_cotangent, g.element_type(), rows.then(channels)},
                                       lacks_y ? none("weights_cotangent", *weights_cotangent)
                                               : Expected{"weights_cotangent", *weights_cotangent, ffi::F32, rows}}),
-                   check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank),
+                   check_route(op, sizes, num_tokens, send_index, recv_row, num_recv_per_rank),
                    check_counts(op, sizes, counts, group_sizes)});
   if (error.failure()) return error;
-  DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, send_slot, recv_row, num_recv_per_rank,
+  DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, send_index, recv_row, num_recv_per_rank,
                                   counts, group_sizes, y_cotangent);
   args.arrival = Arrival::kCombineBack;
   args.row_weights = data<float>(row_weights);
@@ -212,7 +212,7 @@ ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, 
 }
 
 ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
-                      Operand x_scales, Operand splits, Operand send_slot, Result out, Result out_scales,
+                      Operand x_scales, Operand splits, Operand send_index, Result out, Result out_scales,
                       Result out_splits) {
   const auto member = member_for("all_to_all", attrs.group, ordinal);
   if (member.has_error()) return member.error();
@@ -224,7 +224,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
                               *out, *out_scales),
                    check_buffers("all_to_all",
                                  {{"splits", splits, ffi::S32, {sizes.num_ranks * sizes.experts_per_rank}},
-                                  {"send_slot", send_slot, ffi::S32, {num_sent, sizes.num_ranks}},
+                                  {"send_index", send_index, ffi::S32, {num_sent, sizes.num_ranks}},
                                   {"out_splits", *out_splits, ffi::S32, {sizes.num_ranks, sizes.experts_per_rank}}})});
   if (error.failure()) return error;
   DispatchArgs args = {};
@@ -236,7 +236,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   args.x = x.untyped_data();
   set_wire(args, attrs.cast, x, x_scales);
   args.splits = data<int32_t>(splits);
-  args.known_send_slot = data<int32_t>(send_slot);
+  args.known_send_index = data<int32_t>(send_index);
   args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
   args.is_all_to_all = true;
   args.zero_pad = attrs.zero_pad;
@@ -246,7 +246,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   return enqueue_dispatch("all_to_all", stream, **member, attrs.group, element_type(x), args);
 }
 
-CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, Operand row_weights, Operand send_slot,
+CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, Operand row_weights, Operand send_index,
                          Operand recv_row, Operand num_recv_per_rank, Operand out) {
   CombineArgs args = {};
   args.op = OpKind::kCombine;
@@ -259,38 +259,38 @@ CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, 
   args.row_weights = data<float>(row_weights);
   args.recv_row = data<int32_t>(recv_row);
   args.num_recv_per_rank = data<int32_t>(num_recv_per_rank);
-  args.send_slot = data<int32_t>(send_slot);
+  args.send_index = data<int32_t>(send_index);
   args.out = data<void>(out);
   args.out_type = element_type(out);
   return args;
 }
 
 ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
-                   Operand row_weights, Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Result out) {
+                   Operand row_weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank, Result out) {
   const auto member = member_for("combine", attrs.group, ordinal);
   if (member.has_error()) return member.error();
   const ffi::Error error =
-      check_combine("combine", **member, axis_index, y, row_weights, send_slot, recv_row, num_recv_per_rank, *out);
+      check_combine("combine", **member, axis_index, y, row_weights, send_index, recv_row, num_recv_per_rank, *out);
   if (error.failure()) return error;
   const CombineArgs args =
-      weighted_sum(attrs, axis_index, y, row_weights, send_slot, recv_row, num_recv_per_rank, *out);
+      weighted_sum(attrs, axis_index, y, row_weights, send_index, recv_row, num_recv_per_rank, *out);
   return enqueue_combine("combine", stream, **member, attrs.group, element_type(y), args);
 }
 
 ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
-                         Operand row_weights, Operand send_slot, Operand recv_row, Operand num_recv_per_rank,
+                         Operand row_weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank,
                          Operand out, Result pending) {
   const auto member = member_for("combine_start", attrs.group, ordinal);
   if (member.has_error()) return member.error();
-  const ffi::Error error = first_error({check_combine("combine_start", **member, axis_index, y, row_weights, send_slot,
+  const ffi::Error error = first_error({check_combine("combine_start", **member, axis_index, y, row_weights, send_index,
                                                       recv_row, num_recv_per_rank, out),
                                         check_pending("combine_start", *pending)});
   if (error.failure()) return error;
-  CombineArgs args = weighted_sum(attrs, axis_index, y, row_weights, send_slot, recv_row, num_recv_per_rank, out);
+  CombineArgs args = weighted_sum(attrs, axis_index, y, row_weights, send_index, recv_row, num_recv_per_rank, out);
   args.phase = Phase::kDone;
   args.pending = data<PendingCall>(pending);
   return enqueue_combine("combine_start", stream, **member, attrs.group, element_type(y), args,
-                         addresses(y, row_weights, send_slot, recv_row, num_recv_per_rank, out, pending));
+                         addresses(y, row_weights, send_index, recv_row, num_recv_per_rank, out, pending));
 }
 
 ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
@@ -299,7 +299,7 @@ ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi
 }
 
 ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, DispatchBackAttrs attrs, Operand axis_index, Operand y,
-                         Operand weights, Operand send_slot, Operand recv_row, Operand num_recv_per_rank, Result out,
+                         Operand weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank, Result out,
                          Result topk_weights) {
   const char* const op = name_of(OpKind::kDispatchBack);
   const auto member = member_for(op, attrs.group, ordinal);
@@ -312,7 +312,7 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, DispatchBackAttrs
                            : has_token_weights ? size(weights, 0)
                                                : static_cast<int64_t>(weights.element_count());
   const ffi::Error error = first_error(
-      {check_axis_index(op, axis_index), check_route(op, sizes, num_tokens, send_slot, recv_row, num_recv_per_rank),
+      {check_axis_index(op, axis_index), check_route(op, sizes, num_tokens, send_index, recv_row, num_recv_per_rank),
        check_buffers(op,
                      {{"y", y, Types::floats(), {num_rows, channels}, true},
                       {"weights", weights, ffi::F32, has_token_weights ? sizes.topk(num_rows) : Dims(weights), true},
@@ -332,7 +332,7 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, DispatchBackAttrs
   args.has_token_weights = has_token_weights;
   args.recv_row = data<int32_t>(recv_row);
   args.num_recv_per_rank = data<int32_t>(num_recv_per_rank);
-  args.send_slot = data<int32_t>(send_slot);
+  args.send_index = data<int32_t>(send_index);
   args.out = data<void>(out);
   args.out_type = element_type(*out);
   args.topk_weights = data<float>(topk_weights);
@@ -340,7 +340,7 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, DispatchBackAttrs
 }
 
 ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
-                           Operand num_sent, Operand send_slot, Result out) {
+                           Operand num_sent, Operand send_index, Result out) {
   const auto member = member_for("all_to_all_back", attrs.group, ordinal);
   if (member.has_error()) return member.error();
   const Sizes sizes(**member);
@@ -349,7 +349,7 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
       first_error({check_axis_index("all_to_all_back", axis_index),
                    check_buffers("all_to_all_back", {{"y", y, Types::floats(), {sizes.num_ranks, num_rows, channels}},
                                                      {"num_sent", num_sent, ffi::S32, {sizes.num_ranks}},
-                                                     {"send_slot", send_slot, ffi::S32, {num_rows, sizes.num_ranks}},
+                                                     {"send_index", send_index, ffi::S32, {num_rows, sizes.num_ranks}},
                                                      {"out", *out, y.element_type(), {num_rows, channels}}})});
   if (error.failure()) return error;
   CombineArgs args = {};
@@ -361,7 +361,7 @@ ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs
   args.y = y.untyped_data();
   args.row_bytes = row_bytes(y);
   args.num_sent = data<int32_t>(num_sent);
-  args.send_slot = data<int32_t>(send_slot);
+  args.send_index = data<int32_t>(send_index);
   args.out = data<void>(out);
   args.out_type = element_type(*out);
   return enqueue_combine("all_to_all_back", stream, **member, attrs.group, element_type(y), args);

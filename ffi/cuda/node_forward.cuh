@@ -43,14 +43,14 @@ struct NodeForward : DispatchReceiver<Config> {
   }
 
   // Waits for the row of a token from another node, and returns the token's destinations in this node, for lane = rank.
-  // With a new route, they are in the row's header; args.send_slot keeps them, in the columns of the other node's
-  // ranks. With a known route, args.known_send_slot has them there.
+  // With a new route, they are in the row's header; args.send_index keeps them, in the columns of the other node's
+  // ranks. With a known route, args.known_send_index has them there.
   __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowAddress& from,
                                    const WarpGroup& warp_group) const {
     Route route = {-1, -1, 0, 1.0f};
     const bool is_local = nodes.is_in_own_node(lane_id());
     const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.rail_peer(lane_id(), node);
-    if (!new_route() && is_local) route.index = __ldg(args.known_send_slot + kept);
+    if (!new_route() && is_local) route.index = __ldg(args.known_send_index + kept);
     bool is_sent = new_route() || __any_sync(kAllLanes, route.index >= 0);
     if (is_sent && lane_id() == 0) {
       is_sent = await_signal(op, nodes.rail_peer_in(node), nodes.source_of(node), token);
@@ -72,7 +72,7 @@ struct NodeForward : DispatchReceiver<Config> {
       // The index may be any number if the source is in another call.
       if (is_here && index < args.num_tokens) route.index = static_cast<int32_t>(index);
     }
-    if (warp_group.warp == 0 && is_local) args.send_slot[kept] = route.index;
+    if (warp_group.warp == 0 && is_local) args.send_index[kept] = route.index;
     return route;
   }
 

@@ -26,7 +26,7 @@ struct NodeSum : CombineReceiver<Config> {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
       const int32_t source = nodes.rail_peer(lane_id(), node);  // the source as which rank = lane sends
       const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + source;
-      const int32_t index = nodes.is_in_own_node(lane_id()) ? __ldg(args.send_slot + kept) : -1;
+      const int32_t index = nodes.is_in_own_node(lane_id()) ? __ldg(args.send_index + kept) : -1;
       const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
       if (sources == 0) continue;
       const int32_t row = row_number(source, index);  // of rank = lane

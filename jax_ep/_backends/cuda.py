@@ -38,7 +38,7 @@ class _Started(NamedTuple):
 class CudaRoute(NamedTuple):
     """One rank's part of a route. `_ROUTE` and `_COUNTS` in targets.py describe the arrays."""
 
-    send_slot: jax.Array
+    send_index: jax.Array
     recv_row: jax.Array
     num_recv_per_rank: jax.Array
     counts: jax.Array
@@ -166,7 +166,7 @@ class _CudaOperations(Backend):
             "x": rows,
             "x_scales": scales,
             "splits": jnp.pad(blocks.splits, ((0, 0), (0, group.replicas))).reshape(-1),  # copies get no rows
-            "send_slot": _slots_in_blocks(blocks, num_rows),
+            "send_index": _slots_in_blocks(blocks, num_rows),
         }
         results = targets.ALL_TO_ALL.result_types(
             operands,
@@ -191,7 +191,7 @@ class _CudaOperations(Backend):
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows = y.shape[1]
         blocks = _layouts.split_blocks(splits, num_rows, self.group.num_ranks)
-        operands = {"y": y, "num_sent": blocks.sizes, "send_slot": _slots_in_blocks(blocks, num_rows)}
+        operands = {"y": y, "num_sent": blocks.sizes, "send_index": _slots_in_blocks(blocks, num_rows)}
         results = targets.ALL_TO_ALL_BACK.result_types(operands, {}, {"out": y.dtype})
         return self._call(targets.ALL_TO_ALL_BACK, operands, results)["out"]
 
@@ -410,7 +410,7 @@ def _layout_number(route: Route) -> Layout:
 def _without_counts(route: Route) -> dict[str, jax.Array]:
     """Returns the arrays of a route that combine and dispatch_back use."""
     arrays = route.arrays
-    return {"send_slot": arrays.send_slot, "recv_row": arrays.recv_row, "num_recv_per_rank": arrays.num_recv_per_rank}
+    return {"send_index": arrays.send_index, "recv_row": arrays.recv_row, "num_recv_per_rank": arrays.num_recv_per_rank}
 
 
 def _pad_to_units(rows: jax.Array) -> jax.Array:

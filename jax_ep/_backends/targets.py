@@ -137,7 +137,7 @@ _ROUTE = (
     # The index of each token among the rows sent to each rank; for this rank, the number of the token; -1 if the token
     # was not sent. Over a network, T more entries for the tokens that this rank forwarded (DispatchArgs in
     # ffi/cuda/dispatch.h).
-    Array("send_slot", "P R", _INT),
+    Array("send_index", "P R", _INT),
     Array("recv_row", "R T K", _INT),  # the row on this rank of each (source rank, index, k) that arrived, or -1
     Array("num_recv_per_rank", "R", _INT),  # the number of rows that came from each rank
 )
@@ -200,14 +200,14 @@ ALL_TO_ALL = Target(
         Array("x", "M H"),
         Array("x_scales", "M S", _FLOAT),
         Array("splits", "RC", _INT),
-        Array("send_slot", "M R", _INT),
+        Array("send_index", "M R", _INT),
     ),
     (Array("out", "R M H"), Array("out_scales", "R M S", _FLOAT), Array("out_splits", "R C", _INT)),
     ("cast", "dequantize", "zero_pad"),
 )
 ALL_TO_ALL_BACK = Target(
     "all_to_all_back",
-    (_AXIS_INDEX, Array("y", "R M H"), Array("num_sent", "R", _INT), Array("send_slot", "M R", _INT)),
+    (_AXIS_INDEX, Array("y", "R M H"), Array("num_sent", "R", _INT), Array("send_index", "M R", _INT)),
     (Array("out", "M H"),),
 )
 BALANCE = Target(

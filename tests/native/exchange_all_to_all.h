@@ -13,8 +13,8 @@ struct AllToAll {
   const int32_t index = rank.axis_index.host[0];
   Array<float> x{size_t(num_tokens) * kHidden}, out{size_t(rank.ranks) * num_tokens * kHidden},
       back{size_t(num_tokens) * kHidden};
-  // `send_slot` is as in DispatchArgs. `sizes` are the rows for each rank. `out_splits` are the splits that arrive.
-  Array<int32_t> splits{size_t(rank.experts)}, sizes{size_t(rank.ranks)}, send_slot{size_t(num_tokens) * rank.ranks},
+  // `send_index` is as in DispatchArgs. `sizes` are the rows for each rank. `out_splits` are the splits that arrive.
+  Array<int32_t> splits{size_t(rank.experts)}, sizes{size_t(rank.ranks)}, send_index{size_t(num_tokens) * rank.ranks},
       out_splits{size_t(rank.experts)};
 
   explicit AllToAll(Rank& rank) : rank(rank) {}
@@ -36,10 +36,10 @@ struct AllToAll {
       for (int32_t row = 0; row < num_tokens; ++row) {
         const int32_t place_there = row - first_row(target);
         const bool is_sent = place_there >= 0 && place_there < sizes.host[target];
-        send_slot.host[row * rank.ranks + target] = is_sent ? place_there : -1;
+        send_index.host[row * rank.ranks + target] = is_sent ? place_there : -1;
       }
     }
-    x.upload(), splits.upload(), sizes.upload(), send_slot.upload();
+    x.upload(), splits.upload(), sizes.upload(), send_index.upload();
   }
 
   DispatchArgs there(bool zero_pad) const {
@@ -49,7 +49,7 @@ struct AllToAll {
     args.axis_index = rank.axis_index.device;
     args.num_tokens = num_tokens, args.top_k = 1;
     args.x = x.device, args.row_bytes = args.out_row_bytes = kRowBytes;
-    args.splits = splits.device, args.known_send_slot = send_slot.device;
+    args.splits = splits.device, args.known_send_index = send_index.device;
     args.arrival = Arrival::kCopy, args.is_all_to_all = true, args.zero_pad = zero_pad;
     args.out = out.device, args.num_rows = int64_t{rank.ranks} * num_tokens, args.counts = out_splits.device;
     return args;
@@ -61,7 +61,7 @@ struct AllToAll {
     args.axis_index = rank.axis_index.device;
     args.num_tokens = num_tokens, args.top_k = 1;
     args.y = out.device, args.row_bytes = kRowBytes;
-    args.num_sent = sizes.device, args.send_slot = send_slot.device;
+    args.num_sent = sizes.device, args.send_index = send_index.device;
     args.out = back.device, args.out_type = ElementType::kFloat32;
     return args;
   }

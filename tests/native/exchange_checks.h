@@ -28,7 +28,7 @@ bool same_bits(const float* a, const float* b) { return std::memcmp(a, b, kRowBy
 
 // Whether every row arrived as it was sent, and came back so where it was alone.
 void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
-  for (auto& rank : ranks) rank->send_slot.download(), rank->recv_row.download(), rank->recv.download();
+  for (auto& rank : ranks) rank->send_index.download(), rank->recv_row.download(), rank->recv.download();
   for (size_t s = 0; s < ranks.size(); ++s) {
     Rank& source = *ranks[s];
     source.x_cotangent.download();
@@ -39,7 +39,7 @@ void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
         const int32_t expert = source.ids.host[token * top_k + k];
         if (!is_expert(expert, source.experts)) continue;
         Rank& target = *ranks[rank_of_expert(expert, experts_per_rank)];
-        const int32_t index = source.send_slot.host[token * ranks.size() + rank_of_expert(expert, experts_per_rank)];
+        const int32_t index = source.send_index.host[token * ranks.size() + rank_of_expert(expert, experts_per_rank)];
         const int32_t row = target.recv_row.host[(s * num_tokens + index) * top_k + k];
         EXPECT_EQ(same_bits(&target.recv.host[int64_t{row} * kHidden], x), true);
         ++num_rows;

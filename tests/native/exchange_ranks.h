@@ -118,7 +118,7 @@ struct Rank {
   int64_t num_rows = shape.layout == Layout::kExpert ? experts_per_rank * capacity : capacity;
   cudaStream_t streams[kStreams];
   Array<int32_t> axis_index{1}, ids{size_t(num_tokens) * top_k},
-      send_slot{size_t(2) * num_tokens * ranks},  // half of it without a network
+      send_index{size_t(2) * num_tokens * ranks},  // half of it without a network
       recv_row{size_t(ranks) * num_tokens * top_k}, num_recv_per_rank{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<PendingCall> pending_dispatches{kPending}, pending_combines{kPending};
@@ -173,7 +173,7 @@ struct Rank {
     recv.is_bfloat16 = cast != 0;
     if (cast) args.x = x_bfloat16.device;
     args.row_bytes = args.out_row_bytes = recv.row_bytes();
-    args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.send_slot = send_slot.device;
+    args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.send_index = send_index.device;
     args.out = recv.device, args.weights = weights.device, args.counts = counts.device;
     args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.recv_row = recv_row.device;
     args.num_recv_per_rank = num_recv_per_rank.device;
@@ -186,7 +186,7 @@ struct Rank {
   }
   DispatchArgs along_route(OpKind op, Array<float>& result) {
     DispatchArgs args = dispatch_args(op);
-    args.known_send_slot = send_slot.device, args.known_recv_row = recv_row.device,
+    args.known_send_index = send_index.device, args.known_recv_row = recv_row.device,
     args.known_num_recv_per_rank = num_recv_per_rank.device;
     args.known_counts = counts.device, args.known_group_sizes = group_sizes.device, args.out = result.device;
     return args;
@@ -205,7 +205,7 @@ struct Rank {
     args.num_tokens = num_tokens, args.top_k = top_k;
     args.y = recv.device, args.row_bytes = recv.row_bytes();
     args.recv_row = recv_row.device, args.num_recv_per_rank = num_recv_per_rank.device,
-    args.send_slot = send_slot.device;
+    args.send_index = send_index.device;
     args.out = result.device, args.out_type = ElementType::kFloat32;
     return args;
   }

@@ -27,7 +27,7 @@ DispatchArgs dispatch_others(Rank& rank) {
 void check_others(Session& session) {
   session.wait();
   session.expect_no_failure();
-  for (auto& rank : session.ranks()) rank->send_slot.download(), rank->recv_row.download(), rank->cotangent.download();
+  for (auto& rank : session.ranks()) rank->send_index.download(), rank->recv_row.download(), rank->cotangent.download();
   const size_t num_ranks = session.ranks().size();
   for (size_t s = 0; s < num_ranks && check::failures == 0; ++s) {
     const Rank& source = *session.ranks()[s];
@@ -38,7 +38,7 @@ void check_others(Session& session) {
         const int32_t rank = rank_of_expert(expert, experts_per_rank);
         const Rank& target = *session.ranks()[rank];
         const int32_t row =
-            target.recv_row.host[(s * num_tokens + source.send_slot.host[token * num_ranks + rank]) * top_k + k];
+            target.recv_row.host[(s * num_tokens + source.send_index.host[token * num_ranks + rank]) * top_k + k];
         EXPECT_EQ(same_bits(&target.cotangent.host[int64_t{row} * kHidden], &source.x_cotangent.host[token * kHidden]),
                   true);
       }
