@@ -47,8 +47,8 @@ class Target:
     """One FFI target.
 
     The letters of dimensions: R ranks, T tokens, K = top_k, H channels of a row, S scales of a row. P is T, or 2 T over
-    a network. `*rows` are the leading dimensions of received rows, and N is their product. `*pairs` are the dimensions of
-    their weights: `*rows` or, in the layout "token", N K. M rows of all_to_all. L home experts of a rank (E_local in
+    a network. `*rows` are the leading dimensions of received rows, and N is their product. `*pairs` are the dimensions
+    of their weights: `*rows` or, in the layout "token", N K. M rows of all_to_all. L home experts of a rank (E_local in
     docstrings), B replica slots of a rank, C = L + B slots of a rank. D elements of an expert's weights, W words of
     `work`. RC is R * C.
     """
