@@ -21,7 +21,7 @@ def export_checks() -> list[DisabledSafetyCheck]:
         >>> exported.nr_devices == R
         True
     """
-    split = [half for target in targets.SPLIT for half in (target.start, target.done)]
-    names = [target.name for target in (*targets.TARGETS, *split)]
+    split_phase = [part for target in targets.SPLIT for part in (target.start, target.done)]
+    names = [target.name for target in (*targets.TARGETS, *split_phase)]
     calls = [*(f"jax_ep_{name}" for name in (*names, "room", "dispatch_layout")), _grouped_matmul.TARGET]
     return [DisabledSafetyCheck.custom_call(call) for call in calls]

@@ -181,7 +181,7 @@ def every_operation(group, x, topk_idx, topk_weights, splits):
         recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True, **wire)
         return recv, ep.combine(recv.x, recv)
 
-    def halves(x, layout):
+    def split_phase(x, layout):
         started = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
         done = ep.dispatch_done(started)
         return done.x, ep.combine_done(ep.combine_start(done.x, done))
@@ -203,7 +203,9 @@ def every_operation(group, x, topk_idx, topk_weights, splits):
         }
         # Behind the others, of which XLA could put more between a start and its done than there is room for.
         rows, sums, x = jax.lax.optimization_barrier((rows, sums, x))
-        (rows[layout]["halves"], sums[layout]["halves"]), x = jax.lax.optimization_barrier((halves(x, layout), x))
+        (rows[layout]["split-phase"], sums[layout]["split-phase"]), x = jax.lax.optimization_barrier(
+            (split_phase(x, layout), x)
+        )
     return rows, sums
 
 

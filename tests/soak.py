@@ -5,9 +5,13 @@
     python tests/soak.py --backend emulated --adversary   # kernels on emulated GPUs, in another order in each case
 
 A case follows from its seed and the number of devices. It is a group of random sizes over a random mesh, and three
-tasks, a few times with other inputs: operations of one sort each, whose results are compared with the oracle's. Either
-every operation is a program of its own, and the tasks' programs come in random order; or all tasks are one program,
-whose order is XLA's; or they are, some in halves, in random order, with as many under way as the group allows.
+tasks, a few times with other inputs. Each task has operations of one sort, and its results are compared with the
+oracle's. The tasks run in one of three ways:
+
+- Each operation is a program of its own. The tasks' programs run in random order.
+- All tasks are one program. XLA chooses the order of their operations.
+- All tasks are one program with a random order of operations. Some operations are split-phase calls, with as many in
+  flight as the group allows.
 
 The exit status is 1 if any case failed; a case that failed does not keep the next ones from running.
 """
@@ -59,7 +63,7 @@ MOST_VALUES = 2**21  # in the rows that all ranks of a line receive, by the defa
 TASKS, ROUNDS = 3, 3
 LATEST_S = 1e-3
 
-# One operation after the other; True between the halves of one.
+# One operation after the other. Yields True between the start and the done of a split-phase call, else False.
 Steps = Generator[bool, None, Any]
 
 
@@ -131,24 +135,27 @@ class InOrder:
         return run
 
 
-def operation(program: Any, whole: Any, halves: tuple[Any, Any] | None = None, **options: Any) -> Any:
-    """The steps of an operation, whole or in halves, each of which `program` makes what is called."""
+def operation(program: Any, whole: Any, split_phase: tuple[Any, Any] | None = None, **options: Any) -> Any:
+    """The steps of an operation: a whole call or, if `split_phase` has a start and a done, a split-phase call.
+
+    `program` makes the function that runs a call.
+    """
 
     def run_whole(*operands: Any) -> Steps:
         result = run(*operands)
         yield False
         return result
 
-    def run_halves(*operands: Any) -> Steps:
+    def run_split_phase(*operands: Any) -> Steps:
         pending = start(*operands)
         yield True
         return done(pending)
 
-    if halves is None:
+    if split_phase is None:
         run = program(partial(whole, **options))
         return run_whole
-    start, done = program(partial(halves[0], **options)), program(halves[1])
-    return run_halves
+    start, done = program(partial(split_phase[0], **options)), program(split_phase[1])
+    return run_split_phase
 
 
 class Layer:
@@ -156,7 +163,9 @@ class Layer:
 
     num_operations = 3
 
-    def __init__(self, rng: np.random.Generator, group: ep.Group, shape: Shape, program: Any, *, halves: bool) -> None:
+    def __init__(
+        self, rng: np.random.Generator, group: ep.Group, shape: Shape, program: Any, *, split_phase: bool
+    ) -> None:
         self.num_ranks, self.shape = group.num_ranks, draw_tokens(rng, shape)
         self.layout = draw_layout(rng, self.shape, group.num_ranks)
         self.wire, self.quantized = draw_wire(rng, shape), False
@@ -168,11 +177,11 @@ class Layer:
         self.other_dtype = str(rng.choice(DTYPES))
         most_channels = shape.hidden * np_dtype(shape.dtype).itemsize // np_dtype(self.other_dtype).itemsize
         self.other_hidden = int(rng.integers(1, most_channels + 1))
-        in_halves = [halves and rng.random() < 0.7 for _ in range(2)]
+        is_split_phase = [split_phase and rng.random() < 0.7 for _ in range(2)]
         self.dispatch = operation(
             program,
             ep.dispatch,
-            (ep.dispatch_start, ep.dispatch_done) if in_halves[0] else None,
+            (ep.dispatch_start, ep.dispatch_done) if is_split_phase[0] else None,
             group=group,
             wire=self.wire,
             dequantize=self.dequantize,
@@ -182,7 +191,7 @@ class Layer:
         self.combine = operation(
             program,
             ep.combine,
-            (ep.combine_start, ep.combine_done) if in_halves[1] else None,
+            (ep.combine_start, ep.combine_done) if is_split_phase[1] else None,
             out_dtype=[None, jnp.float32][rng.integers(2)],
         )
         self.dispatch_like = operation(program, ep.dispatch_like)
@@ -336,13 +345,13 @@ def run_tasks(rng: np.random.Generator, most_begun: int, tasks: Sequence[Any], o
         i = due[0] if due else int(rng.choice(sorted(running)))
         under_way.pop(i, None)
         try:
-            is_half = next(steps[i])
+            is_in_flight = next(steps[i])
         except StopIteration as end:
             results[i] = end.value
             running.remove(i)
             continue
         num_begun += 1
-        if is_half:
+        if is_in_flight:
             under_way[i] = num_begun
     return results
 
@@ -368,7 +377,7 @@ def run_case(seed: int, devices: Sequence[Any], backend: str) -> int:
     programs = [partial(in_programs_of_their_own, mesh), lambda fn: fn, in_order]
     program = programs[rng.integers(3)]
     in_one_program = program is not programs[0]
-    kinds: list[Any] = [partial(Layer, halves=program is in_order)] * 2 + [Exchange] + [Gradient] * in_one_program
+    kinds: list[Any] = [partial(Layer, split_phase=program is in_order)] * 2 + [Exchange] + [Gradient] * in_one_program
     with open_group(mesh, shape, **settings) as group:
         tasks = [kinds[i](rng, group, shape, program) for i in rng.integers(len(kinds), size=TASKS)]
 

@@ -81,16 +81,16 @@ def test_gradients(adversary, group, layout):
     with_reference.close()
 
 
-def test_halves(adversary, group):
+def test_split_phase_calls(adversary, group):
     inputs = make_inputs(SHAPE, group.num_ranks, seed=adversary)
     expected = oracle.dispatch(*inputs, num_experts=SHAPE.num_experts, layout="ragged")
 
-    def halves(*inputs):
+    def split_phase(*inputs):
         pending = ep.dispatch_start(*inputs, group=group, layout="ragged")
         recv = ep.dispatch_done(pending)
         return recv, ep.combine_done(ep.combine_start(recv.x, recv))
 
-    for recv, out in run(group, halves, *inputs):
+    for recv, out in run(group, split_phase, *inputs):
         assert_dispatched(recv, expected)
         assert_combined(out, expected.x, expected.weights, expected.route, dtype=SHAPE.dtype)
 

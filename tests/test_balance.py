@@ -165,9 +165,9 @@ def every_operation(group, case, x, topk_idx, topk_weights, w):
     out = ep.combine(y, recv)
     # Behind the others, as XLA may start any number of calls before it ends the first.
     (x, y), (recv, like, out) = jax.lax.optimization_barrier(((x, y), (recv, like, out)))
-    halves = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, **options))
-    halves_out = ep.combine_done(ep.combine_start(y, halves))
-    return (plan.slot_expert, plan.num_rows, plan.home_rows), w, recv, (halves.x, halves.counts), like, out, halves_out
+    done = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, **options))
+    done_out = ep.combine_done(ep.combine_start(y, done))
+    return (plan.slot_expert, plan.num_rows, plan.home_rows), w, recv, (done.x, done.counts), like, out, done_out
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -176,22 +176,22 @@ def test_values(program, name):
     run = program(every_operation, case)
     for routing in routings_of(case):
         x, topk_idx, topk_weights, w = inputs = make_case(routing, case)
-        plan, copied, recv, halves, like, out, halves_out = run(*inputs)
+        plan, copied, recv, done, like, out, done_out = run(*inputs)
         expected_plan, expected = case.expected(x, topk_idx, topk_weights)
         for found, attribute in zip(plan, ("slot_expert", "num_rows", "home_rows"), strict=True):
             assert_same_bits(found, getattr(expected_plan, attribute), f"{routing}: {attribute}")
         assert_dispatched(recv, expected, zero_pad=True)
         assert not recv.num_dropped.any()
         np.testing.assert_array_equal(recv.counts.sum(axis=1), expected_plan.num_rows)
-        assert_same_bits(halves[0], recv.x)
-        assert_same_bits(halves[1], recv.counts)
+        assert_same_bits(done[0], recv.x)
+        assert_same_bits(done[1], recv.counts)
         holds_token = expected.route.is_token
         assert_same_bits(like[holds_token], recv.x[holds_token][:, :3])
         assert_same_bits(copied["w"], oracle.replicate(w, expected_plan.slot_expert))
         numbers = np.arange(case.local, dtype=np.int32) + 10 * np.arange(case.num_ranks, dtype=np.int32)[:, None]
         assert_same_bits(copied["rank"], oracle.replicate(numbers, expected_plan.slot_expert))
         np.testing.assert_allclose(out, dense(*inputs), rtol=1e-4, atol=1e-4)
-        assert_same_bits(halves_out, out)
+        assert_same_bits(done_out, out)
         promise(case, topk_idx, expected_plan)
 
 
@@ -276,9 +276,9 @@ def without_plan(group, case, x, topk_idx, topk_weights, w, capacity=None):
     like = ep.dispatch_like(x[:, :3], recv)
     gradients = transpose(out)
     (x, w), rest = jax.lax.optimization_barrier(((x, w), (recv, like, out, gradients)))
-    halves = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, **options))
-    y = experts(case, halves.x, w, halves.group_sizes)
-    return *rest, ep.combine_done(ep.combine_start(y, halves))
+    done = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, **options))
+    y = experts(case, done.x, w, done.group_sizes)
+    return *rest, ep.combine_done(ep.combine_start(y, done))
 
 
 @pytest.mark.parametrize(("name", "capacity"), [("aligned", None), ("expert", 8)])
@@ -287,7 +287,7 @@ def test_without_a_plan(program, name, capacity):
     case = CASES[name]
     inputs = x, topk_idx, topk_weights, w = make_case("skewed", case)
     function = WITHOUT_PLAN[capacity]
-    recv, like, out, gradients, halves = program(function, case)(*inputs)
+    recv, like, out, gradients, done = program(function, case)(*inputs)
     # If rows do not fit, the source rank that gets what is left over is the one of the slot's number, not the expert's.
     local, per_rank = case.local, case.local + case.replicas
     slots = np.where(
@@ -307,7 +307,7 @@ def test_without_a_plan(program, name, capacity):
     assert_same_bits(recv.weights, expected.weights[home])
     holds_token = route.is_token[home]
     assert_same_bits(like[holds_token], expected.x[home][holds_token][:, :3])
-    assert_same_bits(halves, out)
+    assert_same_bits(done, out)
     kept = np.where(route.kept, topk_weights, 0)
     expected_out, transpose = dense_vjp(x, topk_idx, kept, w)
     np.testing.assert_allclose(out, expected_out, rtol=1e-4, atol=1e-4)

@@ -100,16 +100,16 @@ def test_a_checkpoint_policy_keeps_what_arrived(group, layout):
         assert calls(lowered(group, partial(body, policy), X, IDS, WEIGHTS)).count("jax_ep_dispatch") == dispatches
 
 
-def test_halves_are_calls_of_their_own(group, layout):
+def test_a_start_and_a_done_are_calls_of_their_own(group, layout):
     def body(x, topk_idx, topk_weights):
         recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout))
         return ep.combine_done(ep.combine_start(recv.x, recv))
 
     text = lowered(group, body, X, IDS, WEIGHTS)
-    halves = [f"jax_ep_{op}_{half}" for op in ("dispatch", "combine") for half in ("start", "done")]
-    assert [call for call in calls(text) if call != "jax_ep_room"] == halves
+    split_phase = [f"jax_ep_{op}_{part}" for op in ("dispatch", "combine") for part in ("start", "done")]
+    assert [call for call in calls(text) if call != "jax_ep_room"] == split_phase
     has_effect = [name for line in text.splitlines() if "has_side_effect = true" in line for name in calls(line)]
-    assert has_effect == halves
+    assert has_effect == split_phase
 
 
 def test_a_done_returns_the_memory_that_its_start_was_given(group, layout):
@@ -208,7 +208,7 @@ def test_what_nobody_needs_is_not_run_for_the_order(group, layout):
     assert found.count("jax_ep_dispatch") == 4 and found.count("jax_ep_combine") == 1
 
 
-def test_effects_of_halves_can_be_exported(group, layout):
+def test_effects_of_split_phase_calls_can_be_exported(group, layout):
     """jax.export serializes an effect only if it equals a new one of its class."""
 
     def body(x, topk_idx, topk_weights):
@@ -223,7 +223,7 @@ def test_effects_of_halves_can_be_exported(group, layout):
     assert effects and all(effect == type(effect)() for effect in effects)
 
 
-def test_gradients_of_halves(group, layout):
+def test_gradients_of_split_phase_calls(group, layout):
     def body(x, topk_idx, topk_weights):
         def loss(x, topk_weights):
             recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout))
@@ -233,13 +233,13 @@ def test_gradients_of_halves(group, layout):
         return value[None], gradients
 
     text = lowered(group, body, X, IDS, WEIGHTS)
-    halves = [f"jax_ep_{op}_{part}" for op in ("dispatch", "combine") for part in ("start", "done")]
+    split_phase = [f"jax_ep_{op}_{part}" for op in ("dispatch", "combine") for part in ("start", "done")]
     wholes = ["jax_ep_combine_back", "jax_ep_dispatch_back"]
-    assert [call for call in calls(text) if call != "jax_ep_room"] == halves + wholes
+    assert [call for call in calls(text) if call != "jax_ep_room"] == split_phase + wholes
 
 
-def test_halves_pad_where_they_are_differentiated(group):
-    """With zero_pad=None, as whole operations do: the start says it."""
+def test_split_phase_calls_pad_where_they_are_differentiated(group):
+    """With zero_pad=None, as whole calls do. The start has the attribute."""
 
     def loss(x, topk_idx, topk_weights):
         recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout="ragged"))
@@ -360,9 +360,9 @@ def every_operation_twice(group, x, topk_idx, topk_weights, splits):
     def once(x, topk_weights):
         settings = {"group": group, "layout": "ragged"}
         recv = ep.dispatch(x, topk_idx, topk_weights, **settings)
-        halves = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, **settings))
+        done = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, **settings))
         out = ep.combine(recv.x + ep.dispatch_like(x, recv), recv)
-        out += ep.combine_done(ep.combine_start(halves.x, halves))
+        out += ep.combine_done(ep.combine_start(done.x, done))
         out += ep.all_to_all_back(ep.all_to_all(x, splits, group=group).x, splits, group=group)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 

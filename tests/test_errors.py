@@ -324,7 +324,7 @@ def test_closed_group(make_group, two_ranks, op):
 
 @pytest.mark.parametrize("done", [ep.dispatch_done, ep.combine_done])
 def test_done_of_something_else(group, two_ranks, done):
-    """Neither an array nor the other op's pending half."""
+    """Neither an array nor the pending call of the other operation."""
 
     def done_of_array(x, *_):
         return done(x)

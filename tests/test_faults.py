@@ -499,7 +499,7 @@ def test_an_old_route_outlives_its_group(make_group, mesh, inputs):
         assert_same_bits(run_spmd(ep.dispatch_like, mesh, x, recv), expected)
 
 
-# --- halves ---------------------------------------------------------------------------------------------------------
+# --- split-phase calls ----------------------------------------------------------------------------------------------
 
 
 def start(group, *inputs):
@@ -515,8 +515,8 @@ def start_and_done(group, *inputs):
     return done(start(group, *inputs))
 
 
-def test_halves_in_programs_of_their_own(make_group, mesh, inputs):
-    """XLA copies what goes from one to the other, and may use again what the start was given: an error, never rows."""
+def test_start_and_done_in_programs_of_their_own(make_group, mesh, inputs):
+    """XLA copies what goes from the start to the done, and may reuse the start's memory: an error, never rows."""
     with make_group(mesh) as group:
         pending = jax.jit(spmd(partial(start, group), mesh))(*inputs)
         with pytest.raises(jax.errors.JaxRuntimeError, match="dispatch_done: .* start and done must be in one program"):

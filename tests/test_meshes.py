@@ -154,7 +154,7 @@ def test_other_operations_over_two_axes_give_the_bits_of_one_axis(make_group):
 
     def operations(x, topk_idx, topk_weights, splits, *, group):
         fp8 = ep.dispatch(x, topk_idx, topk_weights, group=group, zero_pad=True, wire="fp8", dequantize=False)
-        fp8, x = jax.lax.optimization_barrier((fp8, x))  # XLA might put the dispatch between the halves
+        fp8, x = jax.lax.optimization_barrier((fp8, x))  # XLA might put the dispatch between the start and the done
         done = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, zero_pad=True))
         out = ep.combine_done(ep.combine_start(done.x, done))
         sent = ep.all_to_all(x, splits, group=group)
@@ -467,17 +467,17 @@ def test_exported_program_runs_with_an_equal_group(make_group):
 
 
 def test_export_names_every_call_of_the_operations():
-    """Forward and backward, whole and split."""
+    """Forward and backward, whole and split-phase calls."""
     mesh = AbstractMesh((4,), ("ep",))
     group = open_group(mesh, SHAPE, backend="cuda")
 
     def every_operation(x, topk_idx, topk_weights):
         recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
         like = ep.dispatch_like(x, recv)
-        halves = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout="ragged"))
+        done = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout="ragged"))
         splits = jnp.zeros(group.num_experts, jnp.int32)
         back = ep.all_to_all_back(ep.all_to_all(x, splits, group=group).x, splits, group=group)
-        return ep.combine(recv.x + like, recv) + ep.combine_done(ep.combine_start(halves.x, halves)) + back
+        return ep.combine(recv.x + like, recv) + ep.combine_done(ep.combine_start(done.x, done)) + back
 
     mapped = jax.shard_map(every_operation, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
 

@@ -100,7 +100,7 @@ def test_the_reference_backend_counts_nothing(mesh):
 
 @pytest.mark.parametrize(("tokens", "num_sms"), [(8, None), (300, None), (40, 1)])
 def test_counts_are_those_of_the_routing(largest_mesh, kernel_backend, tokens, num_sms):
-    """Every kind of operation once, and a dispatch in halves, with drops, in fp8."""
+    """Every kind of operation once, and a split-phase dispatch, with drops, in fp8."""
     mesh, shape = largest_mesh, replace(SMALL, hidden=256, tokens=tokens)
     inputs = make_inputs(shape, mesh.size, "uneven")
     with open_group(mesh, shape, backend=kernel_backend, num_sms=num_sms, timeout=20.0) as group:

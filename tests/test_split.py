@@ -1,4 +1,4 @@
-"""The split form: start and done, in any order, each done once."""
+"""Split-phase calls: starts and dones in any order; each start has one done."""
 
 import dataclasses
 import re
@@ -51,25 +51,25 @@ def hlo_type(leaf):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # the kernels cast bfloat16 to fp8, and XLA casts float32
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_halves_make_the_whole(make_group, mesh, layout, options, dtype):
+def test_split_phase_calls_equal_whole_calls(make_group, mesh, layout, options, dtype):
     shape = dataclasses.replace(SHAPE, dtype=dtype)
     group = make_group(mesh, shape)
 
-    def both_forms(*inputs):
+    def whole_and_split_phase(*inputs):
         settings = {"group": group, "layout": layout, "zero_pad": True, **options}
         whole = ep.dispatch(*inputs, **settings)
-        halves = ep.dispatch_done(ep.dispatch_start(*inputs, **settings))
+        split_phase = ep.dispatch_done(ep.dispatch_start(*inputs, **settings))
         y = whole.x.astype(dtype) * 3
         out = ep.combine(y, whole, out_dtype="bfloat16")
-        out_of_halves = ep.combine_done(ep.combine_start(y, halves, out_dtype="bfloat16"))
-        return (whole, out), (halves, out_of_halves)
+        split_phase_out = ep.combine_done(ep.combine_start(y, split_phase, out_dtype="bfloat16"))
+        return (whole, out), (split_phase, split_phase_out)
 
-    whole, halves = run_spmd(both_forms, mesh, *make_inputs(shape, mesh.size, "uneven"))
-    assert_trees_same_bits(halves, whole)
+    whole, split_phase = run_spmd(whole_and_split_phase, mesh, *make_inputs(shape, mesh.size, "uneven"))
+    assert_trees_same_bits(split_phase, whole)
 
 
 def test_two_in_flight_and_done_out_of_order(make_group, mesh, layout):
-    """Two halves of a batch, the second one finished first, and a combine between the halves of a dispatch."""
+    """Two batches. The second dispatch is done first, and its combine starts before the first dispatch is done."""
     group = make_group(mesh, SHAPE)
     batches = [make_inputs(SHAPE, mesh.size, "uneven", seed) for seed in range(2)]
 
@@ -90,22 +90,22 @@ def test_two_in_flight_and_done_out_of_order(make_group, mesh, layout):
 
 
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["dequantized"]], ids=["plain", "dequantized"])
-def test_halves_are_differentiable(make_group, mesh, layout, options):
+def test_split_phase_calls_are_differentiable(make_group, mesh, layout, options):
     group = make_group(mesh, SHAPE)
 
     def whole(x, topk_idx, topk_weights):
         recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, **options)
         return jnp.sum(ep.combine(jnp.tanh(recv.x), recv) ** 2)
 
-    def halves(x, topk_idx, topk_weights):
+    def split_phase(x, topk_idx, topk_weights):
         recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout, **options))
         return jnp.sum(ep.combine_done(ep.combine_start(jnp.tanh(recv.x), recv)) ** 2)
 
     def gradients(*inputs):
-        return [jax.grad(loss, argnums=(0, 2))(*inputs) for loss in (whole, halves)]
+        return [jax.grad(loss, argnums=(0, 2))(*inputs) for loss in (whole, split_phase)]
 
-    of_whole, of_halves = run_spmd(gradients, mesh, *make_inputs(SHAPE, mesh.size, "uneven"))
-    assert_trees_same_bits(of_halves, of_whole)
+    of_whole, of_split_phase = run_spmd(gradients, mesh, *make_inputs(SHAPE, mesh.size, "uneven"))
+    assert_trees_same_bits(of_split_phase, of_whole)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
@@ -155,14 +155,14 @@ def test_start_and_done_in_a_branch_of_cond(make_group, mesh, layout):
     inputs = make_inputs(SHAPE, mesh.size, "uneven")
     settings = {"group": group, "layout": layout, "zero_pad": True}
 
-    def halves(*inputs):
+    def split_phase(*inputs):
         return ep.dispatch_done(ep.dispatch_start(*inputs, **settings)).x
 
     def double(*inputs):
-        return halves(*inputs) * 2
+        return split_phase(*inputs) * 2
 
     def scaled(scale, *inputs):
-        return jax.lax.cond(scale > 1, double, halves, *inputs)
+        return jax.lax.cond(scale > 1, double, split_phase, *inputs)
 
     expected = run_spmd(lambda *inputs: ep.dispatch(*inputs, **settings).x, mesh, *inputs)
     for scale in (1, 2):
@@ -196,13 +196,13 @@ def test_vmap_is_refused(make_group, mesh, layout):
 def test_a_start_outside_of_a_program_is_refused(make_group, mesh, layout, op, form):
     group = make_group(mesh, SHAPE)
 
-    def halves(*inputs):
+    def split_phase(*inputs):
         if op == "dispatch":
             return ep.dispatch_done(ep.dispatch_start(*inputs, group=group, layout=layout)).counts
         recv = ep.dispatch(*inputs, group=group, layout=layout)
         return ep.combine_done(ep.combine_start(recv.x, recv))
 
-    program = spmd(halves, mesh)
+    program = spmd(split_phase, mesh)
     with (
         jax.disable_jit(form == "disable_jit"),
         pytest.raises(ep.SplitCallError, match=f"{op}_start: called outside of jax.jit, or .*call {op}\\b"),
@@ -250,12 +250,12 @@ def test_a_pipeline_carries_what_is_pending(make_group, mesh, layout):
         assert_same_bits(rows, expected)
 
 
-def layer(group, layout, halves, x, topk_idx, topk_weights):
+def layer(group, layout, split_phase, x, topk_idx, topk_weights):
     """What a start reads is short-lived, and what is computed beside it wants memory."""
     settings = {"group": group, "layout": layout, "zero_pad": True}
 
     def run(start, done, whole, compute, x, *operands):
-        if not halves:
+        if not split_phase:
             return jax.lax.optimization_barrier((whole(*operands), compute(x)))
         pending, x = jax.lax.optimization_barrier((start(*operands), x))
         pending, x = jax.lax.optimization_barrier((pending, compute(x)))
@@ -270,19 +270,21 @@ def layer(group, layout, halves, x, topk_idx, topk_weights):
 def test_layers_in_a_loop(make_group, mesh, layout):
     group = make_group(mesh, SHAPE)
 
-    def layers(halves, x, *routing):
-        return jax.lax.scan(lambda x, _: (layer(group, layout, halves, x, *routing), None), x, length=5)[0]
+    def layers(split_phase, x, *routing):
+        return jax.lax.scan(lambda x, _: (layer(group, layout, split_phase, x, *routing), None), x, length=5)[0]
 
     inputs = make_inputs(SHAPE, mesh.size, "uneven")
-    whole, halves = (run_spmd(partial(layers, halves), mesh, *inputs) for halves in (False, True))
-    assert_same_bits(halves, whole)
+    whole, split_phase = (run_spmd(partial(layers, split_phase), mesh, *inputs) for split_phase in (False, True))
+    assert_same_bits(split_phase, whole)
 
 
 def test_programs_are_enqueued_ahead(make_group, mesh, layout):
     """The host comes to a start while dones of former executions, whose memory XLA uses again, have yet to run."""
     group = make_group(mesh, SHAPE)
     inputs = make_inputs(SHAPE, mesh.size, "uneven")
-    whole, halves = (jax.jit(spmd(partial(layer, group, layout, halves), mesh)) for halves in (False, True))
+    whole, split_phase = (
+        jax.jit(spmd(partial(layer, group, layout, split_phase), mesh)) for split_phase in (False, True)
+    )
     expected = to_numpy(whole(*inputs))
-    for out in to_numpy([program(*inputs) for _ in range(10) for program in (halves, halves, whole)]):
+    for out in to_numpy([program(*inputs) for _ in range(10) for program in (split_phase, split_phase, whole)]):
         assert_same_bits(out, expected)

@@ -528,7 +528,7 @@ def test_outputs_that_all_ranks_share(make_group, mesh):
     np.testing.assert_allclose(found, np.full(found.shape, weight), rtol=1e-4)
 
 
-# --- plans, split form, transformations -------------------------------------------------------------------------------
+# --- plans, split-phase calls, transformations ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["aligned", "few_slots"])
@@ -593,7 +593,7 @@ def test_without_a_plan_in_a_group_with_replicas(make_group, mesh):
     assert_combined(out, ragged.x, ragged.weights, ragged.route, dtype="float32")
 
 
-def test_halves_make_the_whole(make_group, mesh):
+def test_split_phase_calls_equal_whole_calls(make_group, mesh):
     """Also their gradients."""
     options = {"capacity": 9}
     group = make_group(mesh, SHAPE)
@@ -604,7 +604,7 @@ def test_halves_make_the_whole(make_group, mesh):
         rows = ep.expand(recv)
         return ep.combine(ep.reduce(rows.x, rows), recv), recv
 
-    def halves(x, topk_idx, topk_weights):
+    def split_phase(x, topk_idx, topk_weights):
         pending = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout="token", zero_pad=True, **options)
         recv = ep.dispatch_done(pending)
         rows = ep.expand(recv)
@@ -615,7 +615,7 @@ def test_halves_make_the_whole(make_group, mesh):
         return out, dataclasses.replace(recv, route=None), transpose(out)
 
     assert_trees_same_bits(
-        run_spmd(partial(results, halves), mesh, *inputs), run_spmd(partial(results, whole), mesh, *inputs)
+        run_spmd(partial(results, split_phase), mesh, *inputs), run_spmd(partial(results, whole), mesh, *inputs)
     )
 
 

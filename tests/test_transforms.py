@@ -75,14 +75,14 @@ def test_check_vma_changes_nothing(group, layout, mesh, inputs):
 
     def all_ops(x, topk_idx, topk_weights):
         recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, zero_pad=True)
-        halves = ep.dispatch_done(
+        done = ep.dispatch_done(
             ep.dispatch_start(x, topk_idx, None, group=group, layout=layout, zero_pad=True, wire="fp8")
         )
-        out = ep.combine_done(ep.combine_start(halves.x, halves))
+        out = ep.combine_done(ep.combine_start(done.x, done))
         splits = jnp.full(group.num_experts, 0, jnp.int32).at[3].set(len(x))
         there = ep.all_to_all(x, splits, group=group)
         back = ep.all_to_all_back(there.x, splits, group=group)
-        return recv, halves, out, ep.combine(ep.dispatch_like(x, recv), recv), there.splits, back
+        return recv, done, out, ep.combine(ep.dispatch_like(x, recv), recv), there.splits, back
 
     with_check, without = (run_spmd(all_ops, mesh, *inputs, check_vma=check) for check in (True, False))
     assert_trees_same_bits(with_check, without)
