@@ -43,9 +43,9 @@ if ep.backends()["cuda"].available:
 BACKENDS += EMULATED
 KERNEL_BACKENDS = [pytest.param("cuda", marks=pytest.mark.gpu), *EMULATED]
 EP_SIZES = (1, 2, 4, 8)
-ALL_RANKS = "JAX_EP_ALL_RANKS"  # in the environment: no test is left out
+ALL_CASES = "JAX_EP_ALL_CASES"  # in the environment: no case is left out
 
-COLLECTIVES_SHARE = 4  # one of so many cases of a test runs with backend "collectives"
+COLLECTIVES_SHARE = 4  # about one case in so many runs with backend "collectives"
 
 left_out = 0  # tests that were deselected: see choose_tests
 
@@ -90,10 +90,7 @@ def why_not_emulated(item):
 
 
 def choose_tests(items):
-    """The tests that run. An emulated test runs with one number of ranks, which its name chooses.
-
-    Of all cases of a test over a network one runs. Of all cases with backend "collectives" a part runs.
-    """
+    """The tests that run, as CONTRIBUTING.md describes them. Hashes of the tests' names choose."""
     over_network, with_collectives = {}, {}
     for item in items:
         name = re.sub(r"\bep\d+\b", "", item.nodeid)
@@ -121,7 +118,7 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"{item.nodeid}: there are no fixtures {sorted(unknown)}")
     # A group that fits in one node uses no network.
     items[:] = [item for item in items if not node_size(item) or node_size(item) < num_ranks(item)]
-    if ALL_RANKS not in os.environ:
+    if ALL_CASES not in os.environ:
         chosen = set(choose_tests(items))
         deselected = [item for item in items if item not in chosen]
         items[:] = [item for item in items if item in chosen]
@@ -170,8 +167,8 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} tests left out: each emulated test ran with one number of ranks, and in one case over a "
-            f"network; one in {COLLECTIVES_SHARE} ran with backend collectives; {ALL_RANKS}=1 runs all"
+            f"{left_out} tests left out: emulated cases ran with one number of ranks, one case of each test over an "
+            f"emulated network, and one case in {COLLECTIVES_SHARE} with backend collectives; {ALL_CASES}=1 runs all"
         )
 
 
@@ -180,7 +177,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", params=BACKENDS)
 def backend(request):
-    """The backend under test; every test that makes a group runs once with each."""
+    """The backend under test. CONTRIBUTING.md says with which backends a test runs."""
     return "emulated" if request.param in NODE_SIZES else request.param
 
 
@@ -216,7 +213,7 @@ def layout(request):
 
 @pytest.fixture(scope="session", params=EP_SIZES, ids="ep{}".format)
 def any_mesh(request):
-    """A mesh of each EP size; emulated tests take one of them."""
+    """A mesh of each EP size. An emulated case runs with one of them."""
     return make_mesh((request.param,))
 
 
