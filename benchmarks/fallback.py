@@ -49,7 +49,8 @@ def programs(group: ep.Group, sizes: Sizes) -> dict[str, Callable[..., Any]]:
 
     def layer(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
         recv = dispatch(x, topk_idx, topk_weights)
-        # The barrier stands for the experts: without it, XLA may never store recv.x.
+        # The barrier takes the place of the experts. On GPUs, without it, XLA may never store recv.x. XLA:CPU drops
+        # optimization barriers, so on CPUs it has no effect.
         return ep.combine(jax.lax.optimization_barrier(recv.x), recv)
 
     def gradients(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> Any:
