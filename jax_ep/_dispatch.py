@@ -80,8 +80,8 @@ def dispatch(
         plan: the result of `balance` for the same topk_idx: rows go where the plan says. counts, group_sizes and the
             layout "expert" then have E_local + B entries, with B = group.replicas: first the rank's own experts, then
             the copies of other ranks' experts.
-            With B = E_local, the default capacity of the ragged layout is each rank's share of the rows, T * K and the
-            plan's tolerance: no routing drops a row. None keeps all rows at home.
+            With B = E_local, the default capacity of the ragged layout is T * K * (1 + tolerance) rows, plus the
+            padding of alignment: no routing drops a row. None keeps all rows at home.
 
     Returns:
         `Dispatched`, with the same bits on every run and every backend.

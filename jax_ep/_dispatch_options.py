@@ -62,6 +62,8 @@ class DispatchOptions:
             num_groups = group.experts_per_rank if tolerance_units is None else group.slots_per_rank
             capacity = _layouts.capacity_for(self.layout, most_rows, num_groups=num_groups, alignment=alignment)
             origin = ", which is enough for any routing"
+            if self.layout != "token":
+                origin += " that names no expert twice for a token"
         elif isinstance(capacity, float):
             raise TypeError(
                 f"{op}: capacity is {capacity}, a float; it must be an int, a number of rows: for a multiple of what a "

@@ -184,7 +184,7 @@ def _capacity(route: Route, capacity: int | None, alignment: int) -> int:
         most_rows = most_rows_of("ragged", group, route.num_tokens, route.tolerance_units)
         most_rows = min(most_rows, route.capacity * min(group.top_k, route.num_entries))
         capacity = _layouts.capacity_for("ragged", most_rows, num_groups=route.num_entries, alignment=alignment)
-        origin = ", which is enough for any routing"
+        origin = ", which is enough for any routing that names no expert twice for a token"
     elif _checks.integer("expand: capacity", capacity, 1) % alignment:
         raise ValueError(
             f"expand: capacity is {capacity}; it must be a multiple of alignment = {alignment}, "
