@@ -12,8 +12,8 @@ inline constexpr int32_t kMaxRanks = 32;
 inline constexpr int32_t kMaxTopK = 32;
 // channels of an fp8 row that share one float32 scale
 inline constexpr int64_t kChannelsPerScale = 128;
-// balance counts its tolerance in units of 1 / 4096
-inline constexpr int32_t kToleranceUnit = 4096;
+// units in a tolerance of 1.0: balance rounds its tolerance to whole units
+inline constexpr int32_t kToleranceUnitsPerOne = 4096;
 // blocks of a kernel of balance that goes over all pairs (token, k)
 inline constexpr int32_t kMaxBalanceBlocks = 32;
 // in place of the ordinal of a device that belongs to another process
@@ -50,7 +50,7 @@ enum class FailureReason : uint32_t {
   kOtherOp = 1,
   // XLA runs another rank on this device than the group's mesh says
   kWrongRank = 2,
-  // the operation that had the slot before was started and never done
+  // the operation that had the arena slot before was started and never done
   kSlotTaken = 3,
   // another process, perhaps on another host, has the record
   kElsewhere = 4,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import _checks, _compat
-from jax_ep._constants import TOLERANCE_UNIT
+from jax_ep._constants import TOLERANCE_UNITS_PER_ONE
 from jax_ep._group import Group, check_usable
 
 
@@ -33,7 +33,7 @@ class Plan:
         topk_slot: [T, K] int32, where each pair (token, k) goes: rank * (E_local + B) + slot; -1 for no expert. The
             home experts of a rank have the slots before the copies.
         group: the `Group`.
-        tolerance_units: the tolerance, in units of 1 / 4096.
+        tolerance_units: the tolerance, in units of 1 / TOLERANCE_UNITS_PER_ONE (`jax_ep/_constants.py`).
 
     Example:
         >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:
@@ -87,9 +87,9 @@ def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tol
     check_usable("balance", group)
     _checks.array("balance", "topk_idx", topk_idx, {"T": None, "K": group.top_k}, jnp.int32)
     _checks.num_rows("balance", "T", topk_idx.shape[0], group.max_tokens_per_rank, name="topk_idx")
-    units = round(TOLERANCE_UNIT * _checks.not_negative("balance: tolerance", tolerance))
+    units = round(TOLERANCE_UNITS_PER_ONE * _checks.not_negative("balance: tolerance", tolerance))
     # With a limit of R times the mean, no rank is above the limit.
-    arrays = group._impl.balance(topk_idx, min(units, TOLERANCE_UNIT * (group.num_ranks - 1)))
+    arrays = group._impl.balance(topk_idx, min(units, TOLERANCE_UNITS_PER_ONE * (group.num_ranks - 1)))
     return Plan(**arrays._asdict(), group=group, tolerance_units=units)
 
 

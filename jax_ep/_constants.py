@@ -7,7 +7,7 @@ import enum
 MAX_RANKS = 32  # of a group on the CUDA backend: one per lane of a warp
 MAX_TOP_K = 32  # experts of a token
 CHANNELS_PER_SCALE = 128  # channels of an fp8 row that share one float32 scale
-TOLERANCE_UNIT = 4096  # balance counts its tolerance in units of 1 / 4096
+TOLERANCE_UNITS_PER_ONE = 4096  # units in a tolerance of 1.0: balance rounds its tolerance to whole units
 MAX_BALANCE_BLOCKS = 32  # blocks of a kernel of balance that goes over all pairs (token, k)
 ELSEWHERE = -1  # in place of the ordinal of a device that belongs to another process
 
@@ -34,7 +34,7 @@ class FailureReason(enum.IntEnum):
     TIMEOUT = 0
     OTHER_OP = 1  # a peer is in another call
     WRONG_RANK = 2  # XLA runs another rank on this device than the group's mesh says
-    SLOT_TAKEN = 3  # the operation that had the slot before was started and never done
+    SLOT_TAKEN = 3  # the operation that had the arena slot before was started and never done
     ELSEWHERE = 4  # another process, perhaps on another host, has the record
     OTHER_ORDER = 5  # devices run this group's operations and another's in different order: ffi/cuda/call_order.h
     OVERLAP = 6  # two operations of the group run at the same time on this device

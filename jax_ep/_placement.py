@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _compat
-from jax_ep._constants import TOLERANCE_UNIT
+from jax_ep._constants import TOLERANCE_UNITS_PER_ONE
 from jax_ep._settings import GroupSettings
 
 Rows = TypeVar("Rows", int, jax.Array)
@@ -119,10 +119,13 @@ def _slot_of(group: GroupSettings, placement: BalancedPlacement, expert: jax.Arr
 
 
 def limit_of(rows: Rows, tolerance_units: int) -> Rows:
-    """rows + rows * tolerance_units // 4096. No intermediate value is larger than the result, or than 4096 ** 2."""
-    whole_rows, rest_rows = rows // TOLERANCE_UNIT, rows % TOLERANCE_UNIT
-    whole_units, rest_units = divmod(tolerance_units, TOLERANCE_UNIT)
-    return rows + rows * whole_units + whole_rows * rest_units + rest_rows * rest_units // TOLERANCE_UNIT
+    """rows + rows * tolerance_units // TOLERANCE_UNITS_PER_ONE.
+
+    No intermediate value is larger than the result, or than TOLERANCE_UNITS_PER_ONE ** 2.
+    """
+    whole_rows, rest_rows = rows // TOLERANCE_UNITS_PER_ONE, rows % TOLERANCE_UNITS_PER_ONE
+    whole_units, rest_units = divmod(tolerance_units, TOLERANCE_UNITS_PER_ONE)
+    return rows + rows * whole_units + whole_rows * rest_units + rest_rows * rest_units // TOLERANCE_UNITS_PER_ONE
 
 
 def place_balanced(needs: jax.Array, *, num_ranks: int, num_slots: int, tolerance_units: int = 0) -> BalancedPlacement:
@@ -134,7 +137,7 @@ def place_balanced(needs: jax.Array, *, num_ranks: int, num_slots: int, toleranc
         num_slots: B, the replica slots per rank, at most L. With B = L, no rank computes more than the limit. With
             fewer slots, rows that have no slot stay at home; and if a rank then has more rows than any rank has at
             home, no row moves.
-        tolerance_units: the tolerance over the mean, in units of 1 / 4096.
+        tolerance_units: the tolerance over the mean, in units of 1 / TOLERANCE_UNITS_PER_ONE.
     """
     home = needs.reshape(num_ranks, -1)
     load = home.sum(axis=1, dtype=jnp.int32)

@@ -110,7 +110,7 @@ class Backend(Protocol):
         """Returns y [R, M, H] to where all_to_all took it from: [M, H], zero beyond the splits."""
 
     def balance(self, topk_idx: jax.Array, tolerance_units: int) -> PlanArrays:
-        """Plans the rows of topk_idx [T, K]; the tolerance is in units of 1 / 4096."""
+        """Plans the rows of topk_idx [T, K]; the tolerance is in units of 1 / TOLERANCE_UNITS_PER_ONE."""
         ...
 
     def replicate(self, w: jax.Array, slots: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ namespace jax_ep {
 
 struct BalanceArgs : Call {
   const int32_t* topk_idx;  // [T, K]
-  int32_t tolerance_units;  // how much more than the mean a rank may compute, in units of 1 / kToleranceUnit
+  int32_t tolerance_units;  // how much more than the mean a rank may compute, in units of 1 / kToleranceUnitsPerOne
   Divisor by_home_experts;  // of a rank
   // The results, which jax_ep.Plan describes:
   int32_t *slot_expert, *num_rows, *home_rows, *slots, *topk_slot;

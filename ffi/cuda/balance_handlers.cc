@@ -21,11 +21,11 @@ ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Ope
   const auto member = member_for("balance", attrs.group, ordinal);
   if (member.has_error()) return member.error();
   const Sizes sizes(**member);
-  if (sizes.replicas == 0 || attrs.tolerance < 0 || attrs.tolerance > sizes.num_ranks * kToleranceUnit) {
+  if (sizes.replicas == 0 || attrs.tolerance < 0 || attrs.tolerance > sizes.num_ranks * kToleranceUnitsPerOne) {
     return ffi::Error::InvalidArgument("balance: the group has " + std::to_string(sizes.replicas) +
                                        " replicas and tolerance is " + std::to_string(attrs.tolerance) +
                                        "; they must be at least 1, and 0 to " +
-                                       std::to_string(sizes.num_ranks * kToleranceUnit));
+                                       std::to_string(sizes.num_ranks * kToleranceUnitsPerOne));
   }
   const Dims topk = sizes.topk(size(topk_idx, 0));
   const int64_t work_words = balance_work_words(sizes.num_ranks * sizes.num_home_experts(), sizes.num_ranks);

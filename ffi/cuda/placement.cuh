@@ -33,7 +33,7 @@ struct ExpertPlacements {
 };
 
 constexpr int64_t limit_of(int64_t rows, int64_t tolerance_units) {
-  return rows + rows * tolerance_units / kToleranceUnit;
+  return rows + rows * tolerance_units / kToleranceUnitsPerOne;
 }
 
 struct Placing {

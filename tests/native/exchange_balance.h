@@ -118,7 +118,7 @@ void check_plans(const Plans& plans, int32_t home_experts, int32_t replicas, int
     if (row.to != row.expert / home_experts) sources.insert({row.to, row.expert / home_experts});
   }
   const int64_t mean = (static_cast<int64_t>(rows.size()) + num_ranks - 1) / num_ranks;
-  const int64_t limit = mean + mean * tolerance_units / kToleranceUnit;
+  const int64_t limit = mean + mean * tolerance_units / kToleranceUnitsPerOne;
   const int32_t most_at_home = *std::max_element(at_home.begin(), at_home.end());
   int32_t most = most_at_home;
   if (replicas == home_experts) most = std::min<int64_t>(most, limit);
@@ -268,7 +268,7 @@ std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
   BalanceCase sizes = {std::min(pick<int32_t>(random, {1, 2, 2, 3, 4, 4, 8}), most_ranks),
                        pick<int32_t>(random, {1, 2, 5, 40}), 1};
   sizes.replicas = random() % 2 ? sizes.home_experts : 1 + random() % sizes.home_experts;
-  sizes.tolerance_units = random() % 2 ? 0 : random() % kToleranceUnit;
+  sizes.tolerance_units = random() % 2 ? 0 : random() % kToleranceUnitsPerOne;
   sizes.node_size = !kOneDevice && sizes.num_ranks == 4 && random() % 2 ? 2 : 0;
   num_tokens = 1 + random() % 40, top_k = 1 + random() % 4;
   if (random() % 8 == 0) num_tokens = 5 * kPairThreads + random() % 100;  // several blocks count the pairs
