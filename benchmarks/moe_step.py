@@ -202,15 +202,15 @@ def compile_step(name: str, layer: Layer, top_k: int, mesh: Mesh, operands: Oper
     return compiled
 
 
-def largest_difference(found: Any, wanted: Any, mesh: Mesh, *, any_rank: bool) -> float:
+def largest_difference(found: Any, wanted: Any, mesh: Mesh, *, sums_expert_gradients: bool) -> float:
     """Returns the largest difference between two results of a step, relative in norm.
 
-    With any_rank, compares the sums over the ranks of the experts' gradients.
+    With sums_expert_gradients, sums the experts' gradients over ranks before it compares them.
     """
 
     def over_ranks(result: tuple[jax.Array, Operands]) -> Any:
         value, gradients = jax.tree.map(lambda a: a.astype(jnp.float32), result)
-        if any_rank:
+        if sums_expert_gradients:
             gradients = gradients._replace(**lax.psum({"gate_up": gradients.gate_up, "down": gradients.down}, AXIS))
         return value, gradients
 
@@ -276,7 +276,9 @@ def measure(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         compiled = {name: compile_step(name, layer, case.top_k, mesh, operands) for name, layer in layers.items()}
         steps = {name: step for name, step in compiled.items() if step}
         differences = {
-            name: largest_difference(step(operands), steps["all_to_all"](operands), mesh, any_rank=name == "ideal")
+            name: largest_difference(
+                step(operands), steps["all_to_all"](operands), mesh, sums_expert_gradients=name == "ideal"
+            )
             for name, step in steps.items()
         }
         times = time_steps(steps, operands, options.samples)
@@ -381,7 +383,7 @@ def measure_skewed(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
             topk_idx = on_ranks(lambda ids: ids, mesh)(skewed_topk_idx(skew, case))
             steps = {name: lambda operands, run=run, ids=topk_idx: run(operands, ids) for name, run in compiled.items()}
             difference = largest_difference(
-                steps["balanced"](operands), steps["worst_case"](operands), mesh, any_rank=False
+                steps["balanced"](operands), steps["worst_case"](operands), mesh, sums_expert_gradients=False
             )
             times = time_steps(steps, operands, options.samples)
             skews.append(

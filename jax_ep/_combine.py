@@ -84,7 +84,7 @@ def combine_start(
     check_compiled("combine_start")
     out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
     operands = _compat.in_one_place(operands)
-    # The gradient takes the way of the operands, which the done is given again.
+    # The gradient flows through the operands of the done, which are the same arrays.
     y, weights, route = jax.tree.map(lax.stop_gradient, operands)
     started = route.backend.combine_start(route, y, weights, out_dtype)
     return Pending((*operands, started), "combine", recv.group, out_dtype)

@@ -303,7 +303,7 @@ def _start_fwd(call: DispatchCall, *operands: Any) -> tuple[Any, None]:
 
 
 def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[None, None, None]:
-    return None, None, None  # the gradient takes the way of the operands, which the done is given again
+    return None, None, None  # the gradient flows through the operands of the done, which are the same arrays
 
 
 _start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)

@@ -76,7 +76,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch, **functions: Callable) -> None
 
 
 def open_group(mesh: Mesh, shape: Shape, **settings) -> ep.Group:
-    """The group of a named shape along the axis "ep"; `settings` go before the shape's."""
+    """The group of a named shape along the axis "ep"; `settings` override those of the shape."""
     sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "hidden": shape.hidden}
     more = {"max_tokens_per_rank": shape.tokens, "dtype": np_dtype(shape.dtype)}
     return ep.Group(mesh, **sizes | more | settings)
