@@ -136,6 +136,7 @@ bench 5-skewed --tokens 128,4096 --routing skewed
 bench 6-num-sms --tokens 128,4096 --num-sms 24
 bench 7-grad --tokens 128,4096 --wire none --grad
 bench 8-lax --tokens 8,128 --wire none,fp8 --lax
+bench 9-token --tokens 128,4096 --layout token --num-sms auto,24,12
 # On one GPU: the experts' matrix products, and a layer beside its parts. Without CUTLASS's headers at the time of build,
 # there is no grouped GEMM, and the second part fails.
 first_gpu=${CUDA_VISIBLE_DEVICES:-0}
