@@ -119,7 +119,7 @@ struct Slots {
   const Divisor by_home_experts;
   const int32_t experts_per_rank, num_slots;
 
-  // Who computes the row at `at` on the own line of the expert's home: rank * (home experts + replica slots) + the home
+  // Who computes the row at `at` in the queue of the expert's home: rank * (home experts + replica slots) + the home
   // expert or, behind the home experts, the replica slot.
   __device__ int32_t slot_of(int32_t expert, int32_t at) const {
     const int32_t home = by_home_experts.quotient(expert), slots_per_rank = experts_per_rank + num_slots;

@@ -1,6 +1,6 @@
 // Exactly balanced placement of a group's rows, computed by one block. jax_ep/_placement.py explains the algorithm and
-// has the same steps with the same names. The own line of a rank has the rows of its home experts, those of the expert
-// with most rows first. The common line has the excess of all donors.
+// has the same steps with the same names. The queue of a rank has the rows of its home experts, those of the expert
+// with most rows first. The axis has the excess of all donors.
 #pragma once
 
 #include "ffi/cuda/balance.h"
@@ -13,9 +13,9 @@ struct RankPlacements {
   int32_t load[kMaxRanks];        // rows of its home experts
   int32_t num_rows[kMaxRanks];    // rows that it computes
   int32_t source[kMaxRanks];      // the rank from which it takes rows; -1 for none
-  int32_t begin[kMaxRanks];       // the first row that it takes, on the own line of `source`
+  int32_t begin[kMaxRanks];       // the first row that it takes, in the queue of `source`
   int32_t end[kMaxRanks];         // the row behind the last one
-  int32_t first_copy[kMaxRanks];  // the place, on this line, of the first expert that it copies
+  int32_t first_copy[kMaxRanks];  // the place, in this queue, of the first expert that it copies
   int32_t num_copies[kMaxRanks];
   uint32_t receivers[kMaxRanks];  // bits of the ranks that take rows from it
   // By the number of the donor, largest excess first:
@@ -26,10 +26,10 @@ struct RankPlacements {
 // Arrays [E] in shared memory. E counts home experts.
 struct ExpertPlacements {
   int32_t* needs;   // the rows of the whole group that name the expert
-  int32_t* offset;  // of this rank's first row: among the expert's rows or, if any rank is a donor, on the own line
-  int32_t* start;   // where the expert begins on the own line
-  int32_t* place;   // the expert's place on the own line
-  int32_t* line;    // [R, L]: the expert at each place
+  int32_t* offset;  // of this rank's first row: among the expert's rows or, if any rank is a donor, in the queue
+  int32_t* start;   // where the expert begins in the queue
+  int32_t* place;   // the expert's place in the queue
+  int32_t* line;    // [R, L]: the expert at each place of the queues
 };
 
 constexpr int64_t limit_of(int64_t rows, int64_t tolerance_units) {
@@ -78,7 +78,7 @@ struct Placing {
     }
   }
 
-  // From which rank each rank takes rows, and which part of that rank's own line. A warp calls it, with a lane per
+  // From which rank each rank takes rows, and which part of that rank's queue. A warp calls it, with a lane per
   // rank.
   __device__ void find_intervals() const {
     const int32_t rank = lane_id();
@@ -136,9 +136,9 @@ struct Placing {
     return amount > than || (amount == than && index < than_index);
   }
 
-  // Rank `to` takes [first, last) of the common line from donor number `from`: an interval of that donor's own line.
+  // Rank `to` takes [first, last) of the axis from donor number `from`: an interval of that donor's queue.
   __device__ void set_interval(int32_t to, int32_t from, int32_t first, int32_t last) const {
-    const int32_t before = from > 0 ? ranks.served[from - 1] : 0;  // where the donor's own line begins
+    const int32_t before = from > 0 ? ranks.served[from - 1] : 0;  // where the donor's queue begins
     ranks.source[to] = ranks.donor[from];
     ranks.begin[to] = first - before;
     ranks.end[to] = last - before;
@@ -180,7 +180,7 @@ struct Placing {
       if (source < 0) continue;
       const int32_t* const line = experts.line + source * experts_per_rank;
       const int32_t begin = ranks.begin[rank], end = ranks.end[rank];
-      int32_t first = 0, count = 0;  // the experts of an interval follow one another on the line
+      int32_t first = 0, count = 0;  // the experts of an interval follow one another in the queue
       for (int32_t place = lane_id(); place - lane_id() < experts_per_rank; place += 32) {
         const int32_t expert = line[min(place, experts_per_rank - 1)];
         const int32_t start = experts.start[expert];

@@ -90,7 +90,7 @@ std::vector<Row> rows_of(const Plans& plans, int32_t home_experts, int32_t repli
   return rows;
 }
 
-// Along each rank's own line of rows, the rows that another rank takes follow one another.
+// In each rank's queue of rows, the rows that another rank takes follow one another.
 void check_intervals(std::vector<Row> rows, const std::vector<int32_t>& needs, int32_t home_experts) {
   std::stable_sort(rows.begin(), rows.end(), [&](const Row& a, const Row& b) {
     const auto key = [&](const Row& row) {
