@@ -5,8 +5,8 @@
 The group has one rank, which holds --experts experts of --model. So dispatch and combine move rows within one device.
 Each part is an executable of its own: dispatch, the matmul with gate and up, the activation, the matmul with down, and
 combine; with --layout token, also expand and reduce. A layer should take little longer than its parts together. The
-layer runs once for each of --implementations, and its parts as the first of them. For each executable the times are on
-the host's clock: the median over chains of executions, one behind the other.
+layer runs once for each of --implementations, and the parts with the first of them. For each executable the times are
+on the host's clock: the median over chains of executions, one behind the other.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ inline constexpr uint8_t kSentinelByte = 0xfd;  // a unit of 16 sentinel bytes h
 // index at its destination.)
 struct alignas(kUnitBytes) RowHeader {
   int32_t expert;    // local expert on the receiving rank, or -1 if this k has none there
-  int32_t position;  // the row's number among the rows of the same source for the same expert; in the layout "token",
-                     // among all rows of the same source, for one k, and -1 for the others
+  int32_t position;  // the row's number among the rows of the same source for the same expert. In the layout "token",
+                     // the header of the first k that names the rank has the row's number among all rows of the
+                     // source, and the others have -1.
   float weight;
   uint32_t epoch;  // the operation's epoch: it shows that the header has arrived
 };

@@ -57,13 +57,13 @@ def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tol
     """Plans which rank computes which rows, so that ranks compute equally many. Call it inside `shard_map`.
 
     A rank's share is ceil(N / R) rows, where N is the number of valid pairs (token, k) of all ranks. With
-    group.replicas = E_local, each rank gets at most its share and the tolerance, for any routing. Each rank takes rows
-    of one other rank only. These rows need copies of that rank's experts: see `replicate`. The plan is the same on
+    group.replicas = E_local, each rank gets at most (1 + tolerance) times its share, for any routing. Each rank takes
+    rows of one other rank only. These rows need copies of that rank's experts: see `replicate`. The plan is the same on
     every run and every backend. `_placement.py` describes the algorithm.
 
     With fewer replicas, rows that find no slot stay with their home experts. If a rank would then have more rows than
     the busiest rank has without a plan, the plan copies no expert and moves no row. It does the same if no rank has
-    more rows than its share and the tolerance.
+    more rows than (1 + tolerance) times its share.
 
     Args:
         topk_idx: [T, K] int32, as for `dispatch`.

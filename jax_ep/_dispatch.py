@@ -81,7 +81,7 @@ def dispatch(
             layout "expert" then have E_local + B entries, with B = group.replicas: first the rank's own experts, then
             the copies of other ranks' experts.
             With B = E_local, the default capacity of the ragged layout is T * K * (1 + tolerance) rows, plus the
-            padding of alignment: no routing drops a row. None keeps all rows at home.
+            padding of alignment: no routing drops a row. None sends each row to the rank of its expert.
 
     Returns:
         `Dispatched`, with the same bits on every run and every backend.

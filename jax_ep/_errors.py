@@ -50,9 +50,9 @@ class PeerTimeoutError(Error):
 class SplitCallError(Error):
     """A split-phase call is not one start and one done in one compiled program.
 
-    For example: another done has already ended the pending call, or the start is outside of `jax.jit` or under vmap. It
-    is raised while JAX traces, or by an eager call. If tracing does not show the fault, the compiled program raises
-    `jax.errors.JaxRuntimeError` when it runs on GPUs.
+    For example: another done has already ended the pending call, or the start is outside of `jax.jit` or under vmap.
+    `SplitCallError` is raised while JAX traces, or by an eager call. If tracing does not show the fault, the compiled
+    program raises `jax.errors.JaxRuntimeError` when it runs on GPUs.
 
     Example:
         >>> def twice(x, topk_idx):

@@ -135,8 +135,8 @@ def place_balanced(needs: jax.Array, *, num_ranks: int, num_slots: int, toleranc
         needs: [E] int32, the rows that name each expert.
         num_ranks: R.
         num_slots: B, the replica slots per rank, at most L. With B = L, no rank computes more than the limit. With
-            fewer slots, rows that have no slot stay at home; and if a rank then has more rows than any rank has at
-            home, no row moves.
+            fewer slots, rows that have no slot stay with their home experts; and if a rank then has more rows than
+            the busiest rank has without a plan, no row moves.
         tolerance_units: the tolerance over the mean, in units of 1 / TOLERANCE_UNITS_PER_ONE.
     """
     home = needs.reshape(num_ranks, -1)
@@ -151,9 +151,9 @@ def place_balanced(needs: jax.Array, *, num_ranks: int, num_slots: int, toleranc
     given = jnp.zeros_like(load).at[jnp.where(source >= 0, source, num_ranks)].add(taken, mode="drop")
     num_rows = load + taken - given
     moves = num_rows.max() <= load.max()
-    nobody = jnp.full_like(source, -1)
+    no_source = jnp.full_like(source, -1)
     return BalancedPlacement(
-        jnp.where(moves, source, nobody),
+        jnp.where(moves, source, no_source),
         jnp.where(moves, begin, 0),
         jnp.where(moves, end, 0),
         queue,

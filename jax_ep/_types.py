@@ -71,9 +71,9 @@ class Backend(Protocol):
     ) -> Dispatched:
         """Sends x [T, H] (or its (fp8, scales) pair) to the ranks of its experts and lays out what arrives.
 
-        In the layout "token", a token names at most one expert of a rank, and that is the rank's first. Only with
-        `sends_pairs`, topk_idx is a `TokenSlots`, and the result has topk_idx, weights [capacity, K] and
-        num_rows_per_rank. Without, topk_weights is None, and `_token_layout` sends the rest along the route.
+        In the layout "token", if `sends_pairs` is True, topk_idx is a `TokenSlots`, and the result also has topk_idx,
+        weights [capacity, K] and num_rows_per_rank. If it is False, topk_idx is `TokenSlots.sent`, topk_weights is
+        None, and `_token_layout` sends slots and weights in a second operation.
 
         `started` is what a `dispatch_start` of the same operands returned, or None for a whole operation.
         """

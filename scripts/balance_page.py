@@ -112,7 +112,7 @@ def draw() -> str:
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 320" font-family="system-ui, -apple-system, '
         '\'Segoe UI\', Helvetica, Arial, sans-serif" font-size="12" role="img" aria-labelledby="title">',
-        '<title id="title">Four ranks with unequal loads; their excess and room on a line; the same ranks with equal '
+        '<title id="title">Four ranks with unequal loads; their excess and room on an axis; the same ranks with equal '
         "loads</title>",
         STYLE,
         '<rect class="page" width="880" height="320" rx="10"/>',

@@ -138,7 +138,7 @@ bench 7-grad --tokens 128,4096 --wire none --grad
 bench 8-lax --tokens 8,128 --wire none,fp8 --lax
 bench 9-token --tokens 128,4096 --layout token --num-sms auto,24,12
 # On one GPU: the experts' matrix products, and a layer beside its parts. Without CUTLASS's headers at the time of build,
-# there is no grouped GEMM, and the second part fails.
+# there is no grouped GEMM, and matmul-2-parts and matmul-3-token fail.
 first_gpu=${CUDA_VISIBLE_DEVICES:-0}
 first_gpu=${first_gpu%%,*}
 step matmul-1-experts env CUDA_VISIBLE_DEVICES="$first_gpu" $installed -m jax_ep.bench experts \
@@ -146,7 +146,7 @@ step matmul-1-experts env CUDA_VISIBLE_DEVICES="$first_gpu" $installed -m jax_ep
 step matmul-2-parts env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --json "$logs/matmul-2-parts.json"
 step matmul-3-token env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --layout token \
   --implementations grouped --json "$logs/matmul-3-token.json"
-# Balanced placement: its kernels, and a layer's step under skewed routing. The second part needs the grouped GEMM, too.
+# Balanced placement: its kernels, and a layer's step under skewed routing. balance-2-step needs the grouped GEMM, too.
 step balance-1-kernels $installed -m jax_ep.bench balance --json "$logs/balance-1-kernels.json"
 step balance-2-step "$python" benchmarks/moe_step.py --skew 0 0.5 1 1.5 hot --compute grouped \
   --json "$logs/balance-2-step.json"

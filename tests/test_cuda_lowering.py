@@ -120,7 +120,7 @@ def test_a_done_returns_the_memory_that_its_start_was_given(group, layout):
         return ep.combine_done(ep.combine_start(recv.x, recv))
 
     lines = lowered(group, body, X, IDS, WEIGHTS).splitlines()
-    for op, operands, results in ("dispatch", 4, 9), ("combine", 5, 1):
+    for op, operands, results in ("dispatch", 5, 11), ("combine", 5, 1):
         (done,) = (line for line in lines if f"@jax_ep_{op}_done" in line)
         aliases = re.findall(r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)", done)
         # The first operand and the first result are those of the program's order.

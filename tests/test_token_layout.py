@@ -200,7 +200,7 @@ def test_what_is_left_over_goes_to_rank_0_first(make_group, mesh):
 def test_zero_pad_and_alignment(make_group, mesh):
     """There is nothing to align: all rows fit, also where the default capacity is no multiple of the alignment."""
     inputs = make_inputs(SHAPE, mesh.size, "hot_expert")
-    inputs[1][:, ::3] = -1  # so that rows are left also on two ranks
+    inputs[1][:, ::3] = -1  # so that some rows of the buffer hold no token, also on two ranks
     options = {"group": make_group(mesh, SHAPE), "zero_pad": True, "alignment": 5}
     recv = run_spmd(partial(dispatch_tokens, **options), mesh, *inputs)
     expected = oracle.dispatch_tokens(*inputs, num_experts=SHAPE.num_experts)
@@ -209,7 +209,7 @@ def test_zero_pad_and_alignment(make_group, mesh):
 
 
 def test_rows_shorter_than_their_ids_and_weights(make_group, mesh):
-    """Ids and weights of a row travel in several parts, there and back."""
+    """A row of 8 channels has fewer bytes than its ids and weights."""
     shape = Shape("few_bytes", num_experts=16, top_k=5, hidden=8, tokens=4)
     inputs = make_inputs(shape, mesh.size, "out_of_range")
     group = make_group(mesh, shape)

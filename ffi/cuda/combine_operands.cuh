@@ -154,7 +154,7 @@ struct CombineOperands {
   }
 
   // The cotangent of a weight that goes back, for k = lane. `row`: the row here, for k = lane. In the layout "token",
-  // one lane has the row of all k.
+  // only the first k that names this rank has the row, which is the row of all k.
   __device__ float weight_to_send(int32_t row) const {
     int64_t at = row;
     if (args.has_token_weights) {

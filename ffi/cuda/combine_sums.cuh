@@ -22,7 +22,7 @@ struct CombineSums : CombineOperands<Config> {
     return operation_of<Operation>(state).wait_num_rows(source);
   }
 
-  // Loads the metadata of a row, and does not use it yet; complete_row() makes it usable. If kLoadsAhead,
+  // Loads the metadata of a token's rows, and does not use it yet; complete_row() makes it usable. If kLoadsAhead,
   // complete_row() also computes `present`: a compare here would wait for the loads. Otherwise `present` is computed
   // here, which takes less time.
   __device__ RowsOfToken issue_row_loads(uint32_t item) const {
@@ -32,7 +32,7 @@ struct CombineSums : CombineOperands<Config> {
     return issue_row_loads(peer, by_destinations.quotient(item));
   }
 
-  // The index of an own token's row is the token's number.
+  // For an own token, `index` is the token's number.
   __device__ RowsOfToken issue_row_loads(int32_t peer, int32_t index) const {
     RowsOfToken token = {};
     token.peer = peer;

@@ -204,8 +204,8 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // In the layout "token", the headers tell all slots that the token names. The position of its row on a rank goes with
-  // the slot that was counted for the rank; the others have the position -1.
+  // In the layout "token", the headers tell all slots that the token names. The header of the first k that names a rank
+  // has the position of the token's row there, and the others have -1.
   __device__ void name_slots(Route& route, int32_t token, const WarpGroup& warp_group) const {
     if (warp_group.warp != 0 || token >= args.num_tokens || lane_id() >= args.top_k) return;
     if (route.expert < 0) route.position = -1;

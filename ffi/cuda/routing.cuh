@@ -253,7 +253,7 @@ struct Routing : DispatchOperands<Config> {
 
   // The row of the result for a row of a new route, for k = lane: the group's first row, and the row's position in the
   // group. -1 if the expert is not here, or if the row is dropped. In the layout "token", the first expert's group has
-  // all rows, and one k has the position.
+  // all rows, and only the first k that names this rank has the position.
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Destinations& destinations) const {
     if (header.expert < 0 || header.position < 0) return -1;
     const int32_t expert = args.recv_topk_idx ? 0 : header.expert;

@@ -44,7 +44,7 @@ class Exchange(Protocol):
 
     @property
     def computes_rows(self) -> bool:
-        """True if `rows` computes, which takes time."""
+        """True if `rows` casts or multiplies. The bench then computes the outputs before it times a chain."""
         ...
 
     def dispatch(self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> Any:
@@ -53,7 +53,8 @@ class Exchange(Protocol):
     def rows(self, recv: Any) -> jax.Array:
         """Returns the outputs of experts that change nothing: the rows that arrived, in the case's dtype.
 
-        [E_local, capacity, H] or [capacity, H], by expert. In the layout "token", the sum over the experts of a row.
+        [E_local, capacity, H] or [capacity, H], by expert. In the layout "token", each row times the sum of its
+        weights.
         """
         ...
 

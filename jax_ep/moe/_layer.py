@@ -76,18 +76,18 @@ def mlp(
         balance: None sends each row to the rank of its expert. A number is the tolerance of `jax_ep.balance`: ranks
             then also compute rows of other ranks' experts. The layer copies the weights of these experts for the call,
             and adds the copies' gradients to those of the home experts. With group.replicas = E_local, no rank computes
-            more than its share and the tolerance, for any routing; 0 is exact balance. With fewer replicas, a rank may
-            compute more. Without replicas, balance= has no effect.
+            more than (1 + tolerance) times its share, for any routing; 0 is exact balance. With fewer replicas, a rank
+            may compute more. Without replicas, balance= has no effect.
         experts: how the experts multiply. "einsum" is one batched matmul over rows that are padded for each expert
             (dispatch's layout "expert"). All others use the layout "ragged": "grouped" (CUTLASS's grouped GEMM, on
             Hopper GPUs), "ragged_dot" (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T
-            is at most 64 for T tokens per rank, and you give no `capacity`, `capacity_factor` or `alignment`.
+            is at most 64 for T tokens per rank, and you give no `layout`, `capacity`, `capacity_factor` or `alignment`.
             Otherwise, "auto" is "grouped" if the group has backend="cuda", its dtype is bfloat16 or float16, H and I
             are multiples of 8, all its devices are Hopper GPUs, and all its processes have built the grouped GEMM.
             Otherwise, "auto" is "ragged_dot", which can take many times as long (docs/moe.md). So on Hopper GPUs, check
             that `jax-ep doctor` shows `_grouped_matmul: loaded`. All ranks make the same choice.
         layout: None takes the layout of `experts`. "token" sends and returns a row per token and rank, and copies rows
-            for their experts on the rank (`jax_ep.expand`, `jax_ep.reduce`): for few SMs (docs/moe.md). The experts are
+            for their experts on the rank (`jax_ep.expand`, `jax_ep.reduce`). docs/moe.md says when. The experts are
             then any but "einsum".
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
             The unit of `capacity` depends on the layout. The unit of `capacity_factor` does not. dequantize is True by

@@ -49,13 +49,13 @@ void check_others(Session& session) {
 // A done hands its slot to an operation that already waits for the slot, on all ranks. The operation that is launched
 // num_slots operations behind the start, and before the done, is that operation.
 //
-// The blocks of the done empty the units that they read. If a block's stores of the empty pattern are not ordered
-// before the words that tell "finished", the next operation of the slot can begin while they are pending:
+// The blocks of the done restore the sentinels in the units that they read. If a block's stores of sentinels are not
+// ordered before the words that tell "finished", the next operation of the slot can begin while they are pending:
 //  - A peer writes new rows to the slot, and the pending stores then overwrite the rows. A receiver waits for the rows
 //    forever. The stores may be those of the last block (release of `finished`; the fence before it, over a network),
 //    or those of the other blocks (`atomic_add_acq_rel_gpu`).
 //  - This rank reads the old rows again, as if they were the new rows (release of its own `finished`). The new rows
-//    must differ, or no check sees that.
+//    must differ, or no check would notice.
 // The end of the done's kernel makes all its stores visible. So the kernel must end late, and some stores must be held.
 void run_slots_handed_over(Session& session, std::mt19937& random) {
   const Settings former;

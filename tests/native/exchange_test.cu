@@ -141,7 +141,7 @@ void more_blocks_than_fit() {
   const int32_t sms = group.members()[0].num_sms, chunks = num_chunks(kRowBytes);
   LaunchPlan combine_plan = plan_combine(num_tokens, 1, top_k, chunks, 0, sms);
   LaunchPlan dispatch_plans[] = {plan_dispatch(num_tokens, 1, top_k, chunks, 0, sms, false),
-                                 plan_dispatch(num_tokens, 1, top_k, chunks, 5, sms, false)};  // with shared rows
+                                 plan_dispatch(num_tokens, 1, top_k, chunks, 5, sms, false)};  // with work stealing
   for (LaunchPlan* plan : {&combine_plan, &dispatch_plans[0], &dispatch_plans[1]}) {
     plan->num_senders = plan->first_receiver = kBlocks;
     plan->num_blocks = 2 * kBlocks;

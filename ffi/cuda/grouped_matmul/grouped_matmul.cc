@@ -7,9 +7,9 @@
 namespace jax_ep {
 namespace {
 
-// Whether a forward product is faster with small tiles, which waste less of a group's last tile: with room for at most
-// 64 rows per group, or 256 where their columns divide the weights evenly. The host does not know how many rows there
-// are, only how many the operand has room for.
+// True if the forward product uses small tiles, which waste less of a group's last tile. It does if the operand has
+// room for at most 64 rows per group on average, or for at most 256 if n is a multiple of kSmallTileColumns. The host
+// knows only the room, not the number of rows.
 bool has_few_rows(const GroupedMatmulArgs& args) {
   const int64_t few_rows = args.n % kSmallTileColumns == 0 ? 256 : 64;
   return args.num_rows <= few_rows * args.num_groups;
