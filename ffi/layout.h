@@ -66,8 +66,8 @@ struct Nodes {
   constexpr int32_t source_of(int32_t node) const { return size * count + node; }
 };
 
-// The next two functions say how the buffers of the layouts differ. Their switches have no default, so that the compiler
-// warns of a switch that lacks a new layout. (What only the layout "token" has: Layout::kToken, named_slot,
+// The next two functions say how the buffers of the layouts differ. Their switches have no default, so that the
+// compiler warns of a switch that lacks a new layout. (What only the layout "token" has: Layout::kToken, named_slot,
 // recv_topk_idx.)
 
 // True if each expert has a buffer of `capacity` rows. False if the groups of a rank's experts follow one another in
