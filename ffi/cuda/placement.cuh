@@ -1,6 +1,6 @@
 // Exactly balanced placement of a group's rows, computed by one block. jax_ep/_placement.py explains the algorithm and
-// has the same steps; `line` is its `queue`. The queue of a rank has the rows of its home experts, those of the expert
-// with most rows first. The axis has the excess of all donors.
+// has the same steps. The array `line` here is the array `queue` there. The queue of a rank has the rows of its home
+// experts, those of the expert with most rows first. The axis has the excess of all donors.
 #pragma once
 
 #include "ffi/cuda/balance.h"
