@@ -83,8 +83,8 @@ constexpr bool has_buffer_per_expert(Layout layout) {
   return false;
 }
 
-// True if a token has at most one row in a buffer of `capacity` rows.
-constexpr bool has_one_row_per_token(Layout layout) {
+// True if a buffer of `capacity` rows holds a token at most once.
+constexpr bool holds_token_once(Layout layout) {
   switch (layout) {
     case Layout::kRagged:
       return false;
@@ -98,7 +98,7 @@ constexpr bool has_one_row_per_token(Layout layout) {
 // The smallest capacity that never drops a row, if no token names an expert twice.
 constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                    int64_t experts_per_rank, int64_t alignment) {
-  if (has_one_row_per_token(layout)) return num_ranks * num_tokens;
+  if (holds_token_once(layout)) return num_ranks * num_tokens;
   const int64_t most_rows = num_ranks * num_tokens * std::min(top_k, experts_per_rank);
   return align_up(most_rows + experts_per_rank * (alignment - 1), alignment);
 }

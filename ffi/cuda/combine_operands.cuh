@@ -121,7 +121,7 @@ struct CombineOperands {
     // Decides `present`. For a peer's token: the number of tokens that the peer has sent here, which must be more than
     // `index`. For an own token: a number that must not be negative. With sums_own(), it is the token's number, so each
     // own token is present, even if it has no rows here. Otherwise, it is the token's index in args.send_index.
-    int32_t num_rows_or_slot;
+    int32_t num_rows_or_index;
     bool present;
     uint32_t rows;  // bits of the k that have a row here
     int32_t row;    // the row here, for k = lane

@@ -45,11 +45,11 @@ struct CombineSums : CombineOperands<Config> {
       token.row = __ldg(args.recv_row + int64_t{recv_index} * args.top_k + lane_id());
     }
     if (peer != peers.rank || is_all_to_all()) {
-      token.num_rows_or_slot = num_rows_of(token.peer);
-      if (!kLoadsAhead) token.present = token.index < token.num_rows_or_slot;
+      token.num_rows_or_index = num_rows_of(token.peer);
+      if (!kLoadsAhead) token.present = token.index < token.num_rows_or_index;
     } else {
-      token.num_rows_or_slot = sums_own() ? index : __ldg(args.send_index + int64_t{index} * peers.num_ranks + peer);
-      if (!kLoadsAhead) token.present = token.num_rows_or_slot >= 0;
+      token.num_rows_or_index = sums_own() ? index : __ldg(args.send_index + int64_t{index} * peers.num_ranks + peer);
+      if (!kLoadsAhead) token.present = token.num_rows_or_index >= 0;
     }
     return token;
   }
@@ -63,8 +63,8 @@ struct CombineSums : CombineOperands<Config> {
   }
 
   __device__ bool is_present(const RowsOfToken& token) const {
-    return token.peer != peers.rank || is_all_to_all() ? token.index < token.num_rows_or_slot
-                                                       : token.num_rows_or_slot >= 0;
+    return token.peer != peers.rank || is_all_to_all() ? token.index < token.num_rows_or_index
+                                                       : token.num_rows_or_index >= 0;
   }
 
   // The number of rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the number,

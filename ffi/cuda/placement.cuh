@@ -1,6 +1,6 @@
 // Exactly balanced placement of a group's rows, computed by one block. jax_ep/_placement.py explains the algorithm and
-// has the same steps. The array `line` here is the array `queue` there. The queue of a rank has the rows of its home
-// experts, those of the expert with most rows first. The axis has the excess of all donors.
+// has the same steps. The queue of a rank has the rows of its home experts, those of the expert with most rows first. The
+// axis has the excess of all donors.
 #pragma once
 
 #include "ffi/cuda/balance.h"
@@ -29,7 +29,7 @@ struct ExpertPlacements {
   int32_t* offset;  // of this rank's first row: among the expert's rows or, if any rank is a donor, in the queue
   int32_t* start;   // where the expert begins in the queue
   int32_t* place;   // the expert's place in the queue
-  int32_t* line;    // [R, L]: the expert at each place of the queues
+  int32_t* queue;   // [R, L]: the expert at each place of each queue
 };
 
 constexpr int64_t limit_of(int64_t rows, int64_t tolerance_units) {
@@ -52,7 +52,7 @@ struct Placing {
     if (warp_id() == 0) find_intervals();
     op.sync_workers();
     if (!ranks.has_donors) return;
-    sort_lines();
+    sort_queues();
     op.sync_workers();
     fill_slots();
     op.sync_workers();
@@ -63,7 +63,7 @@ struct Placing {
   // The expert in replica slot `slot` of a rank; -1 for none.
   __device__ int32_t expert_in_slot(int32_t rank, int32_t slot) const {
     if (slot >= ranks.num_copies[rank]) return -1;
-    return experts.line[ranks.source[rank] * experts_per_rank + ranks.first_copy[rank] + slot];
+    return experts.queue[ranks.source[rank] * experts_per_rank + ranks.first_copy[rank] + slot];
   }
 
  private:
@@ -146,7 +146,7 @@ struct Placing {
 
   // Sorts each rank's home experts, those with most rows first. One to 32 threads per expert, a power of two, share its
   // comparisons.
-  __device__ void sort_lines() const {
+  __device__ void sort_queues() const {
     const int32_t log_threads = min(31 - __clz(max(op.num_worker_threads / num_experts(), 1)), 5);
     const int32_t part = lane_id() & ((1 << log_threads) - 1);
     for (int32_t begin = warp_id() * 32; begin < num_experts() << log_threads; begin += op.num_worker_threads) {
@@ -168,7 +168,7 @@ struct Placing {
       if (!is_expert || part != 0) continue;
       experts.place[expert] = place;
       experts.start[expert] = start;
-      experts.line[first + place] = expert;
+      experts.queue[first + place] = expert;
       experts.offset[expert] += start;
     }
   }
@@ -178,11 +178,11 @@ struct Placing {
     for (int32_t rank = warp_id(); rank < num_ranks; rank += num_warps()) {
       const int32_t source = ranks.source[rank];
       if (source < 0) continue;
-      const int32_t* const line = experts.line + source * experts_per_rank;
+      const int32_t* const queue = experts.queue + source * experts_per_rank;
       const int32_t begin = ranks.begin[rank], end = ranks.end[rank];
       int32_t first = 0, count = 0;  // the experts of an interval follow one another in the queue
       for (int32_t place = lane_id(); place - lane_id() < experts_per_rank; place += 32) {
-        const int32_t expert = line[min(place, experts_per_rank - 1)];
+        const int32_t expert = queue[min(place, experts_per_rank - 1)];
         const int32_t start = experts.start[expert];
         const bool overlaps = place < experts_per_rank && start < end && start + experts.needs[expert] > begin;
         const uint32_t found = __ballot_sync(kAllLanes, overlaps);
@@ -192,7 +192,7 @@ struct Placing {
       const int32_t num_copies = min(count, num_slots);
       __syncwarp();  // all lanes have read the interval
       if (lane_id() != 0) continue;
-      const int32_t last = num_copies > 0 ? line[first + num_copies - 1] : 0;
+      const int32_t last = num_copies > 0 ? queue[first + num_copies - 1] : 0;
       ranks.first_copy[rank] = first;
       ranks.num_copies[rank] = num_copies;
       ranks.end[rank] = num_copies > 0 ? min(end, experts.start[last] + experts.needs[last]) : begin;

@@ -166,7 +166,7 @@ class _CudaOperations(Backend):
             "x": rows,
             "x_scales": scales,
             "splits": jnp.pad(blocks.splits, ((0, 0), (0, group.replicas))).reshape(-1),  # copies get no rows
-            "send_index": _slots_in_blocks(blocks, num_rows),
+            "send_index": _index_in_blocks(blocks, num_rows),
         }
         results = targets.ALL_TO_ALL.result_types(
             operands,
@@ -191,7 +191,7 @@ class _CudaOperations(Backend):
     def all_to_all_back(self, y: jax.Array, splits: jax.Array) -> jax.Array:
         num_rows = y.shape[1]
         blocks = _layouts.split_blocks(splits, num_rows, self.group.num_ranks)
-        operands = {"y": y, "num_sent": blocks.sizes, "send_index": _slots_in_blocks(blocks, num_rows)}
+        operands = {"y": y, "num_sent": blocks.sizes, "send_index": _index_in_blocks(blocks, num_rows)}
         results = targets.ALL_TO_ALL_BACK.result_types(operands, {}, {"out": y.dtype})
         return self._call(targets.ALL_TO_ALL_BACK, operands, results)["out"]
 
@@ -419,7 +419,7 @@ def _pad_to_units(rows: jax.Array) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % unit)))
 
 
-def _slots_in_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
-    """Returns each row's position in the block of each rank: [M, R] int32, -1 if the row does not go to the rank."""
-    slot = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row[None]
-    return jnp.where((slot >= 0) & (slot < blocks.sizes[None]), slot, -1)
+def _index_in_blocks(blocks: _layouts.Blocks, num_rows: int) -> jax.Array:
+    """Returns each row's index in the block of each rank: [M, R] int32, -1 if the row does not go to the rank."""
+    index = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - blocks.first_row[None]
+    return jnp.where((index >= 0) & (index < blocks.sizes[None]), index, -1)

@@ -1,38 +1,39 @@
 /* How the ranks of a group share the slots of their arenas (ffi/cuda/epoch.cuh; docs/design.md section 5), for spin.
  *
- * All ranks run the same program: OPS operations, each whole or in halves, dones in any order, of which none needs a
- * slot whose start is done only later. Dones run on a stream of their own, any time behind their start, and the other
- * stream comes to a place, its join, where it waits for one. A launch is a loop that takes the steps of its thread
- * blocks in any order. A step is what other ranks can tell from the one before: a store to a peer, or a look at words
- * that peers write. So stores come in any order, but before their kernel ends.
+ * All ranks run the same program: OPS operations, each whole or split-phase. The dones may come in any order, but an
+ * operation whose slot a start still uses comes after that start's done. XLA's stream runs whole operations and starts.
+ * The dones run on a stream of their own, at any time after their starts; at a join, XLA's stream waits for a done.
  *
- * tests/test_model.py says which of these settings are checked together:
+ * A launch is a loop that takes the steps of its thread blocks in any order. A step is what another rank can tell from
+ * the step before it: a store to a peer, or a load of words that peers write. So stores arrive in any order, but before
+ * their kernel ends.
+ *
+ * tests/test_model.py lists the settings that are checked together:
  *
  *   RANKS (2, 3), SLOTS, OPS (at most 6)
- *   ROWLESS      ranks, the first ones, that may have no row for their peers
- *   STARTS       at most so many of the operations are in halves
- *   ONE_SENDER   a block both announces and sends rows; else each has a block of its own
- *   FAULT        rank 0 may stop anywhere, a start may never be done; time is up when nothing else can happen
- *   HASTE        time may be up whenever something is waited for
- *   WITHOUT      one of the orders below: a mutant, which must fail
+ *   ROWLESS      the first ROWLESS ranks may have no row for their peers
+ *   STARTS       at most so many of the operations are split-phase
+ *   ONE_SENDER   one block notifies the peers and sends rows; otherwise, two blocks do
+ *   FAULT        rank 0 may stop anywhere, and a start may have no done; a time-out comes when nothing else can happen
+ *   HASTE        a time-out may come during any wait
+ *   WITHOUT      one of the orders below, which is left out: a mutant, which must fail
  *
- * What is not here: the turns that launches take (one process runs those of a rank), work that blocks share, the hold
- * behind a start, ranks that pass rows of others on into a third one's slots (over a network), how a unit shows that it
- * is empty, and epochs that wrap. */
+ * The model does not contain: launches that overlap, work stealing, the hold after a start, ranks that forward the rows
+ * of others into a third rank's slots (over a network), how a unit shows that it is empty, and epochs that wrap. */
 
-/* What the protocol relies on. */
+/* The orders that the protocol relies on. */
 #define NOTHING 0
-#define CLAIM 1                    /* who may not know that a slot is free asks for the peers' words */
-#define NEWEST_IS_WHOLE 2          /* it is known only if all peers have announced the operation before, */
-#define WHOLE_SLOT 3               /* and have read what the slot held when that began */
-#define LATER_WORDS 4              /* a word may be beyond what a block waits for: others were quicker */
-#define END_OF_KERNEL 5            /* places are empty before the next operation is announced */
-#define READING_BEFORE_FINISHING 6 /* a done has read the slot before it says so */
-#define TELLING_OF_WHOLES 7        /* by the launch behind them */
-#define TELLING_OF_DONES 8
-#define ONE_TELLER 9               /* a launch tells what it has noted itself, not what it sees of others' dones */
-#define WARNING 10                 /* who gives up tells the peers */
-#define LOOKING_AT_FAILED 11       /* who is told waits no more */
+#define CLAIM 1                    /* a block that does not know that a slot is free waits for the peers' words */
+#define NEWEST_IS_WHOLE 2          /* a slot is known to be free only if the newest operation is whole, */
+#define WHOLE_SLOT 3               /* and the slot's newest operation was whole, too */
+#define LATER_WORDS 4              /* a word may be newer than the one that a block waits for */
+#define END_OF_KERNEL 5            /* units are empty before the next operation is notified of */
+#define READING_BEFORE_FINISHING 6 /* a done reads the slot before it tells so */
+#define TELLING_OF_WHOLES 7        /* the next launch tells that a whole operation has read its rows */
+#define TELLING_OF_DONES 8         /* a done tells that it has read its rows */
+#define ONE_TELLER 9               /* a launch tells only of its own operation, not of words of dones */
+#define WARNING 10                 /* a rank that fails tells the peers */
+#define LOOKING_AT_FAILED 11       /* a rank that is told waits no more */
 #ifndef WITHOUT
 #define WITHOUT NOTHING
 #endif
@@ -46,50 +47,50 @@
 #define bit_of(i) (1 << (i))
 #define ALL (bit_of(RANKS) - 1)
 #define OTHERS (ALL & ~bit_of(self))
-#define LAST (SLOTS + OPS) /* epoch; the first is SLOTS + 1, so that what the slots held before is no less than 1 */
+#define LAST (SLOTS + OPS) /* epoch; the first is SLOTS + 1, so that the former epochs of the slots are at least 1 */
 #define slot_of(epoch) ((epoch) % SLOTS)
 
-/* Launches, DONE + epoch among them; JOIN + epoch is none. */
+/* What a stream does next: a launch, which is WHOLE, START or DONE + epoch; or JOIN + epoch, which is no launch. */
 #define WHOLE 1
 #define START 2
 #define DONE 2
 #define JOIN (DONE + LAST)
-#define takes_turn (half <= START)
-#define is_done (half > DONE && half <= JOIN)
-#define is_join (half > JOIN)
+#define takes_epoch (item <= START)
+#define is_done (item > DONE && item <= JOIN)
+#define is_join (item > JOIN)
 
 /* Blocks that send. */
-#define ANNOUNCER 1
+#define NOTIFIER 1
 #define ROW_SENDER 2
 #ifdef ONE_SENDER
-#define SENDERS ANNOUNCER
+#define SENDERS NOTIFIER
 #else
-#define SENDERS (ANNOUNCER | ROW_SENDER)
+#define SENDERS (NOTIFIER | ROW_SENDER)
 #endif
 
-typedef Place { /* for what a peer sends into a slot */
-  byte op;       /* epoch of its announcement */
-  bit row_comes; /* told with it */
-  byte unit;     /* 0: empty, else the epoch of a row */
-  byte finished  /* epoch that the peer has read last in its own slot */
+typedef Source { /* what a peer has sent into a slot */
+  byte op;       /* the epoch of its notification */
+  bit row_comes; /* the notification says so */
+  byte unit;     /* 0: empty; otherwise the epoch of a row */
+  byte finished  /* the newest epoch whose rows the peer has read in its own slot */
 }
 typedef Slot {
-  Place from[RANKS];
-  byte read /* what the protocol upholds: epoch of which all has been taken */
+  Source from[RANKS];
+  byte read /* the newest epoch of which all rows have been taken; the protocol must protect it */
 }
 typedef Rank {
   Slot slot[SLOTS];
-  byte newest_epoch, left; /* begun last; of the launch that ended last */
+  byte newest_epoch, left; /* of the launch that began last; of the one that ended last */
   byte whole_slots;
   bit newest_is_whole;
   bit failed;
   bit done[LAST + 1];    /* the operation's done has ended */
-  bit has_row[LAST + 1]; /* of an operation, for its peers */
-  bit late[SLOTS]        /* of a mutant: units that are yet to be left empty */
+  bit has_row[LAST + 1]; /* the operation has a row for its peers */
+  bit late[SLOTS]        /* of a mutant: units that are not emptied yet */
 }
 
 Rank rank[RANKS];
-bit dies;     /* rank 0 does */
+bit dies;     /* rank 0 may stop */
 bit has_died;
 bit time_is_up;
 
@@ -116,14 +117,14 @@ bit time_is_up;
 inline enter_epoch() {
   epoch = own.newest_epoch + 1;
   slot = slot_of(epoch);
-  senders = (half == WHOLE -> SENDERS : 0);
+  senders = (item == WHOLE -> SENDERS : 0);
   claims = senders;
   if
   :: (own.newest_is_whole || WITHOUT == NEWEST_IS_WHOLE) &&
      ((own.whole_slots & bit_of(slot)) || WITHOUT == WHOLE_SLOT) || WITHOUT == CLAIM -> claims = 0
   :: else
   fi;
-  receives = half == WHOLE;
+  receives = item == WHOLE;
   if
   :: own.newest_is_whole ->
     told = epoch - 1;
@@ -133,8 +134,8 @@ inline enter_epoch() {
   fi;
   looks = WITHOUT == ONE_TELLER;
   own.newest_epoch = epoch;
-  own.newest_is_whole = half == WHOLE;
-  own.whole_slots = (own.whole_slots & ~bit_of(slot)) | (half == WHOLE -> bit_of(slot) : 0);
+  own.newest_is_whole = item == WHOLE;
+  own.whole_slots = (own.whole_slots & ~bit_of(slot)) | (item == WHOLE -> bit_of(slot) : 0);
   may_send(senders & ~claims);
   senders = 0
 }
@@ -147,10 +148,10 @@ inline enter_started() {
   finishes = 1
 }
 
-/* From now on, blocks write into the peers' slots. */
+/* From here on, blocks write into the peers' slots. */
 inline may_send(blocks) {
   if
-  :: (blocks) & ANNOUNCER -> announces = OTHERS
+  :: (blocks) & NOTIFIER -> notifies = OTHERS
   :: else
   fi;
   if
@@ -171,13 +172,13 @@ inline store_row(p) {
   of_peer(p).unit = epoch
 }
 
-/* No slot is overwritten before it is read. (That nobody waits forever, spin checks by itself.) */
-inline announce(p) {
+/* No slot is overwritten before it is read. (spin itself checks that no rank waits forever.) */
+inline notify(p) {
   assert(rank[p].slot[slot].read == epoch - SLOTS);
-  announces = announces & ~bit_of(p);
+  notifies = notifies & ~bit_of(p);
   of_peer(p).op = epoch;
   of_peer(p).row_comes = own.has_row[epoch];
-#ifdef ONE_SENDER /* The receiver waits for both: which comes first makes no difference. */
+#ifdef ONE_SENDER /* The receiver waits for both, so their order does not matter. */
   if
   :: own.has_row[epoch] -> store_row(p)
   :: else
@@ -191,7 +192,7 @@ inline send_row(p) {
   store_row(p)
 }
 
-/* Takes all rows at once: nobody is told before the launch ends. */
+/* Takes all rows in one step: no rank is told before the launch ends. */
 inline receive() {
   receives = 0;
   for (p : 0 .. RANKS - 1) {
@@ -208,7 +209,7 @@ inline receive() {
   mine.read = epoch
 }
 
-/* Of a mutant, with two slots: some launch of the rank does it, some time. */
+/* Of a mutant, with two slots: a launch of the rank does it at any time. */
 inline leave_empty(s) {
   own.late[s] = 0;
   for (p : 0 .. RANKS - 1) {
@@ -228,7 +229,7 @@ inline finish() {
 }
 
 #define may_finish \
-  (finishes && (!receives && !claims && !announces && !sends_row || WITHOUT == READING_BEFORE_FINISHING))
+  (finishes && (!receives && !claims && !notifies && !sends_row || WITHOUT == READING_BEFORE_FINISHING))
 
 inline tell(peer) {
   tells = tells & ~bit_of(peer);
@@ -242,7 +243,7 @@ inline tell(peer) {
   p = 0
 }
 
-/* Of a mutant: a launch tells of all slots, as it sees them. */
+/* Of a mutant: a launch tells of all slots what it sees in its own words. */
 inline look_at_words() {
   looks = 0;
   for (p : 0 .. SLOTS - 1) {
@@ -260,7 +261,7 @@ inline look_at_words() {
 #define gives_up (timeout && is_waiting)
 #endif
 
-/* Unless there is haste, only one rank's time is ever up: it tells the others, and whoever knows waits no more. */
+/* Without HASTE, only one rank times out: it tells the others, and they wait no more. */
 inline fail() {
 #ifndef HASTE
   assert(!time_is_up);
@@ -279,15 +280,15 @@ inline warn(p) {
 
 inline leave() {
   if
-  :: takes_turn -> own.left = epoch
+  :: takes_epoch -> own.left = epoch
   :: is_done -> own.done[epoch] = 1
   fi;
   if
-  :: half == WHOLE || is_done -> own.has_row[epoch] = 0
+  :: item == WHOLE || is_done -> own.has_row[epoch] = 0
   :: else
   fi;
-  claims = 0; announces = 0; sends_row = 0; receives = 0; finishes = 0; tells = 0; looks = 0;
-  half = 0; epoch = 0; slot = 0; told = 0;
+  claims = 0; notifies = 0; sends_row = 0; receives = 0; finishes = 0; tells = 0; looks = 0;
+  item = 0; epoch = 0; slot = 0; told = 0;
   for (p : 0 .. SLOTS - 1) {
     seen[p] = 0
   }
@@ -296,13 +297,13 @@ inline leave() {
 
 /* --- the program ------------------------------------------------------------------------------------------------ */
 
-/* What the two streams of all ranks, XLA's and that of the dones, have yet to launch. It is made up as they go. */
+/* What the two streams of each rank, XLA's and that of the dones, will launch. The program is chosen step by step. */
 chan todo[RANKS * 2] = [2 * OPS] of { byte };
 #define my_todo todo[self * 2 + of_dones]
 
 byte planned = SLOTS; /* epoch */
-short started;        /* of these, the starts whose join is yet to come, */
-short undone;         /* and their done, too */
+short started;        /* bits of the starts whose join has not come */
+short undone;         /* bits of the starts whose done has not come */
 byte num_started;
 bit is_complete;
 
@@ -345,30 +346,30 @@ inline plan() {
   fi
 }
 
-/* A done comes behind its start. */
+/* A done comes after its start. */
 #define may_go_on (is_join -> own.done[epoch] : own.left >= epoch)
 
 /* --- a stream --------------------------------------------------------------------------------------------------- */
 
 #define for_peer(p)                                                       \
-  :: d_step { announces & bit_of(p) -> announce(p) }                      \
+  :: d_step { notifies & bit_of(p) -> notify(p) }                         \
   :: d_step { sends_row & bit_of(p) -> send_row(p) }                      \
-  :: d_step { (tells & bit_of(p)) && !(claims & ANNOUNCER) -> tell(p) }   \
+  :: d_step { (tells & bit_of(p)) && !(claims & NOTIFIER) -> tell(p) }    \
   :: d_step { warns & bit_of(p) -> warn(p) }
 
 proctype Stream(byte self; bit of_dones) {
-  byte half, epoch, slot, p, senders;
-  byte claims;                             /* blocks that have to ask first */
-  byte announces, sends_row, tells, warns; /* peers */
+  byte item, epoch, slot, p, senders;
+  byte claims;                             /* blocks that must wait until slots are free */
+  byte notifies, sends_row, tells, warns;  /* peers */
   byte told;
   bit receives, finishes;
-  bit looks;                               /* a mutant's */
+  bit looks;                               /* of a mutant */
   byte seen[SLOTS];
 
 next:
   atomic {
     do
-    :: nempty(my_todo) -> my_todo ? half; break
+    :: nempty(my_todo) -> my_todo ? item; break
     :: empty(my_todo) && !is_complete && !of_dones -> plan()
     :: empty(my_todo) && is_complete -> goto end_of_program
     od;
@@ -377,7 +378,7 @@ next:
     :: else
     fi;
     if
-    :: takes_turn ->
+    :: takes_epoch ->
       if
       :: self < ROWLESS -> own.has_row[own.newest_epoch + 1] = 0
       :: own.has_row[own.newest_epoch + 1] = 1
@@ -385,7 +386,7 @@ next:
       skip; /* no jump may lead into a d_step */
       d_step { enter_epoch() }
     :: else ->
-      epoch = half - (is_join -> JOIN : DONE);
+      epoch = item - (is_join -> JOIN : DONE);
       if
       :: may_go_on
       :: knows_of_failure && !may_go_on -> epoch = 0; goto next
@@ -400,7 +401,7 @@ next:
     fi
   }
   do
-  :: d_step { (claims & ANNOUNCER) && slot_is_free -> claim(ANNOUNCER) }
+  :: d_step { (claims & NOTIFIER) && slot_is_free -> claim(NOTIFIER) }
 #ifndef ONE_SENDER
   :: d_step { (claims & ROW_SENDER) && slot_is_free -> claim(ROW_SENDER) }
 #endif
@@ -413,7 +414,7 @@ next:
   :: d_step { may_finish -> finish() }
   :: d_step { own.late[0] -> leave_empty(0) }
   :: d_step { own.late[1] -> leave_empty(1) }
-  :: d_step { looks && !(claims & ANNOUNCER) -> look_at_words() }
+  :: d_step { looks && !(claims & NOTIFIER) -> look_at_words() }
 #ifdef gives_up
   :: atomic { gives_up && !own.failed -> fail() }
 #endif
@@ -422,7 +423,7 @@ next:
   :: self == 0 && dies -> goto stop
 #endif
   :: d_step {
-       !claims && !announces && !sends_row && !receives && !finishes && !tells && !looks && !warns -> leave()
+       !claims && !notifies && !sends_row && !receives && !finishes && !tells && !looks && !warns -> leave()
      }
      break
   od;
