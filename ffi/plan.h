@@ -31,9 +31,9 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 
 // The variants of a kernel.
 //
-// kLowLatency, for few rows: small blocks on many SMs, and little code, because latency depends on instruction fetch.
-// Its control warp, which enters the operation (ffi/cuda/epoch.cuh), is an extra warp and moves no rows. In the other
-// variants, the control warp is the last of the warps that move rows.
+// kLowLatency, for few rows: small blocks, two on each SM, and little code, because latency depends on instruction
+// fetch. In a dispatch, its control warp, which enters the operation (ffi/cuda/epoch.cuh), is an extra warp and moves
+// no rows. In a combine, and in the other variants, the control warp is the last of the warps that move rows.
 //
 // kBalanced: large blocks, one per SM.
 //
@@ -43,10 +43,12 @@ enum class Variant : int32_t { kLowLatency, kBalanced, kThroughput };
 inline constexpr Variant kVariants[] = {Variant::kLowLatency, Variant::kBalanced, Variant::kThroughput};
 constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLowLatency; }
 inline constexpr int32_t kLowLatencyBlockWarps = 8;
-constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }
-constexpr int32_t most_threads(Variant variant) {
-  return 32 * (is_low_latency(variant) ? kLowLatencyBlockWarps + 1 : kMaxBlockWarps);
+constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }  // of a dispatch
+constexpr int32_t most_block_warps(Variant variant) {
+  return is_low_latency(variant) ? kLowLatencyBlockWarps : kMaxBlockWarps;
 }
+// The blocks of most_block_warps() that must fit on an SM: a kernel may use only so many registers.
+constexpr int32_t blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
 // A thread block is a sender or a receiver; over a network, it may be a forwarder (num_forwarders). With work stealing,
 // senders and forwarders also receive, after they have sent. Senders have the first roles, and wait for no peer's rows.
@@ -70,7 +72,7 @@ struct LaunchPlan {
   bool sums_own = false;  // combine: receivers sum the rows of this rank's own tokens; senders do not send them
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
-  constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
+  constexpr int32_t block_threads() const { return 32 * block_warps(); }  // without an extra control warp
 
   // Of a dispatch: false if a block would have two roles that the variant cannot give to one block, and for a done of
   // the low-latency variant, whose roles need an epoch of their launch's own (roles.cuh).

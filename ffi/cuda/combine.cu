@@ -6,7 +6,7 @@ namespace jax_ep {
 namespace {
 
 template <typename X, Variant kVariant>
-__global__ void __launch_bounds__(most_threads(kVariant), 1)
+__global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm(kVariant))
     combine_kernel(const __grid_constant__ Peers peers, const __grid_constant__ CombineArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   JAX_EP_SHARED(State, state);
@@ -17,10 +17,10 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
     JAX_EP_SHARED(PrefetchRingOfY::LandedOfWarps, landed);
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
+  const auto num_threads = static_cast<int32_t>(blockDim.x);
   const void* result = args.out ? args.out : args.topk_weights;
-  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
   using Combine = NodeSum<CombineConfig<X, kVariant>>;  // the last layer
-  const Combine combine = {peers, args, plan, {peers, args, result, state, num_worker_threads}, ring, to_come};
+  const Combine combine = {peers, args, plan, {peers, args, result, state, num_threads}, ring, to_come};
   if (!combine.op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);
@@ -33,16 +33,13 @@ __global__ void __launch_bounds__(most_threads(kVariant), 1)
   }
   __syncthreads();  // the block has entered
   const int32_t role = state.role;
-  if (combine.op.is_worker()) {
-    if (role == 0) combine.notify();
-    if (plan.sends_rows(role)) combine.send();
-    if (forwards(role)) {
-      if (plan.sends_rows(role))
-        combine.op.sync_workers();  // forward() uses the same ids of named barriers as send() has used
-      combine.forward();
-    }
-    if (role >= plan.first_receiver) combine.receive();
+  if (role == 0) combine.notify();
+  if (plan.sends_rows(role)) combine.send();
+  if (forwards(role)) {
+    if (plan.sends_rows(role)) __syncthreads();  // forward() uses the same ids of named barriers as send() has used
+    combine.forward();
   }
+  if (role >= plan.first_receiver) combine.receive();
   combine.op.end([&] { combine.poison(); });
 }
 

@@ -8,7 +8,8 @@ namespace jax_ep {
 namespace {
 
 template <typename X, bool kCasts, Arrival kArrival, Variant kVariant>
-__global__ void __launch_bounds__(most_threads(kVariant), 1)
+__global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_control_warp(kVariant)),
+                                  blocks_per_sm(kVariant))
     dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
                     const __grid_constant__ LaunchPlan plan) {
   JAX_EP_DYNAMIC_SHARED(16, scratch);
@@ -109,7 +110,8 @@ cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, Elemen
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * prefetched_y_bytes(args.arrival, plan.variant);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.variant);
-  return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
+  const int32_t num_threads = plan.block_threads() + (has_extra_control_warp(plan.variant) ? 32 : 0);
+  return launch(kernel, {plan.num_blocks, num_threads, scratch}, stream, peers, args, plan);
 }
 
 cudaError_t load_dispatch() {

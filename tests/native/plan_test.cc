@@ -37,7 +37,7 @@ void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps,
 void expect_sound(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
   const int32_t most_sms = num_sms == 0 || num_sms > device_sms ? device_sms : num_sms;
   EXPECT_EQ(plan.num_blocks <= most_sms * kMaxBlockWarps / plan.block_warps(), true);
-  EXPECT_EQ(plan.block_threads() <= most_threads(plan.variant), true);
+  EXPECT_EQ(plan.block_warps() <= most_block_warps(plan.variant), true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
   EXPECT_EQ(plan.is_possible(), true);
