@@ -168,21 +168,16 @@ struct EntryWord {
   }
 };
 
-// A part of the counts of blocks that have left a launch, at index epoch % 2. The sum of all parts is the count. Blocks
-// leave at the same time, and additions to one word wait for one another, so each part is in a cache line of its own.
-struct alignas(128) LeftPart {
-  uint32_t num_left[2];
-};
-inline constexpr int32_t kLeftParts = 8;
-
 // The control memory of one rank. The counts of arriving rows follow it (counts_offset). It outlives the group: an
 // executable that still runs after close() finds `failed` set and ends. Every word that a peer writes carries its
 // epoch, except `failed`.
 struct Control {
   alignas(16) unsigned long long entry;  // an EntryWord
   uint32_t failed;  // 0; or 1 + the rank that failed first; or kClosed after close(). Peers write it, too.
-  // The number of blocks of the two newest launches that took an epoch, at index epoch % 2. The block that enters last
-  // writes it, when it leaves. `left` counts those that have left.
+  // num_left and num_blocks are one unit: one load reads both. They describe the two newest launches that took an
+  // epoch, at index epoch % 2. num_left counts the blocks that have left. The block that enters last writes the number
+  // of all blocks to num_blocks, when it leaves.
+  alignas(16) uint32_t num_left[2];
   uint32_t num_blocks[2];
   uint32_t done_left[kMaxSlots];          // blocks that have left the done of each slot
   uint32_t poisons[2][kMaxSlots];         // 1 while a block poisons the results in each slot; indexed like first_wait
@@ -200,7 +195,6 @@ struct Control {
   // away, number of senders that have begun}. given_away[role]: 1 from when a receiver gives the role away until
   // another block takes it.
   alignas(128) unsigned long long begun[2];
-  LeftPart left[kLeftParts];
   uint32_t given_away[kMaxLowLatencyBlocks];
   Counters counters;
 };

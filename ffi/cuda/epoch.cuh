@@ -48,8 +48,6 @@ struct Epoch : Roles {
     const int32_t peer = lane_id();
     uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
-    const bool checks_former = takes_epoch() && blockIdx.x == gridDim.x - 1;
-    const FormerLaunch former = checks_former ? load_former() : FormerLaunch{};
     if (lane_id() == 0) {
       publish();
       if (takes_epoch()) {
@@ -64,7 +62,6 @@ struct Epoch : Roles {
     state.table.arena[peer] = arena;
     state.table.control[peer] = control;
     __syncwarp();
-    if (checks_former) check_former(former);
     if (!state.slot_is_free && !warp_has_failed()) {
       if (sends(state.role)) {
         wait_slots_free(state);
@@ -97,6 +94,7 @@ struct Epoch : Roles {
   __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
     const int32_t axis_index = *call.axis_index;
+    const uint4 launches = load_unit(own().num_left);
     const unsigned long long word = atomic_add_relaxed_gpu(&own().entry, EntryWord::step(tag));
     const uint32_t group_failed = load_relaxed(&own().failed);
     const EntryWord entry = EntryWord::unpack(word);
@@ -114,34 +112,14 @@ struct Epoch : Roles {
       return fail_overlap();
     }
     if (state.ticket != 0) return;
-    store_relaxed(&own().begun[~epoch & 1], 0ull);  // the former launch has used it, and the next launch will
+    // At the other index are the words of the former launch, and the next launch will use them. All blocks of the
+    // former launch must have left. The words are reset for the next launch.
+    const bool has_former_left = epoch & 1 ? launches.x == launches.z : launches.y == launches.w;
+    if (!has_former_left && !state.failed) fail_overlap();
+    store_relaxed(&own().num_left[~epoch & 1], 0);
+    store_relaxed(&own().begun[~epoch & 1], 0ull);
     if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
     if (!state.failed) check_rank(axis_index);
-  }
-
-  // What a lane knows of the former launch: a part of the count of blocks that have left, and the number of all blocks.
-  // Even lanes know it for an even epoch, and odd lanes for an odd one.
-  struct FormerLaunch {
-    uint32_t num_left, num_blocks;
-  };
-  __device__ uint32_t* left_part_of_lane() const { return &own().left[lane_id() / 2].num_left[lane_id() % 2]; }
-  __device__ FormerLaunch load_former() const {
-    return {lane_id() < 2 * kLeftParts ? load_relaxed(left_part_of_lane()) : 0,
-            load_relaxed(&own().num_blocks[lane_id() % 2])};
-  }
-
-  // Fails the operation if a block of the former launch has not left, and resets the former launch's counts for the
-  // next launch. The control warp of one block calls it: of the last block, because peers wait for the first ones.
-  __device__ __forceinline__ void check_former(const FormerLaunch& loaded) const {
-    if (!state.entered) return;
-    const uint32_t former = ~state.epoch & 1;
-    const bool is_of_former = lane_id() % 2 == former;
-    const uint32_t num_left = __reduce_add_sync(kAllLanes, is_of_former ? loaded.num_left : 0);
-    if (num_left != __shfl_sync(kAllLanes, loaded.num_blocks, former)) {
-      if (lane_id() == 0 && !state.failed) fail_overlap();
-    }
-    if (is_of_former && lane_id() < 2 * kLeftParts) store_relaxed(left_part_of_lane(), 0);
-    __syncwarp();
   }
 
   // Fails the operation: blocks of two launches are in operations of the group at the same time.
@@ -235,7 +213,7 @@ struct Epoch : Roles {
     } else if (takes_epoch && threadIdx.x == 0 && state.entered) {
       // Relaxed: a release would wait until all stores have been performed. The end of the kernel waits for them
       // anyway.
-      atomic_add_relaxed_gpu(&own().left[blockIdx.x % kLeftParts].num_left[state.epoch & 1], 1);
+      atomic_add_relaxed_gpu(&own().num_left[state.epoch & 1], 1);
     }
     stamp(Stamp::kLeft);
   }
@@ -258,18 +236,13 @@ struct Epoch : Roles {
   }
   __device__ uint32_t* poisoning() const { return &own().poisons[call.phase == Phase::kDone][state.slot]; }
   __device__ void await_others() const {
-    const auto num_left = [&] {
-      if (call.phase == Phase::kDone) return load_acquire_gpu(&own().done_left[state.slot]);
-      uint32_t sum = 0;
-#pragma unroll 1
-      for (const LeftPart& part : own().left) sum += load_acquire_gpu(&part.num_left[state.epoch & 1]);
-      return sum;
-    };
+    const bool is_done = call.phase == Phase::kDone;
+    const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left[state.epoch & 1];
     // The other blocks leave soon, because they see the failure, too. But if blocks of another launch have entered, the
     // count never becomes complete, so the wait is bounded.
     constexpr uint64_t kSoonNs = 1'000'000'000;
     const uint64_t begun = globaltimer_ns();
-    while (num_left() != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {
+    while (load_acquire_gpu(left) != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {
       poll_pause();
     }
     // A block that left without seeing the failure has not waited for its stores. They are performed within
