@@ -1,5 +1,11 @@
 // The layout of a rank's symmetric memory. The arena holds rows in transit. The control memory holds epochs, counts and
 // acknowledgements. The layout is the same on every rank of a group, so an offset names the same object on all of them.
+//
+// A row has these numbers on its way:
+//   index     among the rows that one source sends to one rank, in the order of the source's tokens
+//   number    in the arena, of all slots, sources and indices (ArenaLayout::row_number); kernels also say arena_row
+//   position  in the group of an expert
+//   row       of the result, or of y
 #pragma once
 
 #include <algorithm>
@@ -30,10 +36,10 @@ inline constexpr uint8_t kSentinelByte = 0xfd;  // a unit of 16 sentinel bytes h
 // router's weights, and `epoch`. (In a header for a forwarder, `expert` is the global number, and `epoch` is the row's
 // index at its destination.)
 struct alignas(kUnitBytes) RowHeader {
-  int32_t expert;    // local expert on the receiving rank, or -1 if this k has none there
-  int32_t position;  // the row's number among the rows of the same source for the same expert. In the layout "token",
-                     // the header of the first k that names the rank has the row's number among all rows of the
-                     // source, and the others have -1.
+  int32_t expert;  // local expert on the receiving rank, or -1 if this k has none there
+  // The row's number among the rows of the same source for the same expert. In the layout "token", the header of the
+  // first k that names the rank has the row's number among all rows of the source, and the others have -1.
+  int32_t position_in_source;
   float weight;
   uint32_t epoch;  // the operation's epoch: it shows that the header has arrived
 };
@@ -186,7 +192,7 @@ struct Control {
   unsigned long long first_wait[2][kMaxSlots];
   // [slot][rank]: the newest operation of the slot whose rows the rank has read in its own memory.
   uint32_t finished[kMaxSlots][kMaxRanks];
-  unsigned long long op[kMaxSlots][kMaxRanks];  // {epoch, hash of the call} of each rank
+  unsigned long long notified[kMaxSlots][kMaxRanks];  // {epoch, hash of the call} of each rank
   // {epoch, number of rows that each rank sends here}. A thousand warps poll it. If all of them polled one word, the
   // peer's store to it would arrive microseconds late. So the peer writes several copies, and each block polls one of
   // them.

@@ -83,7 +83,8 @@ constexpr bool has_buffer_per_expert(Layout layout) {
   return false;
 }
 
-// True if a buffer of `capacity` rows holds a token at most once.
+// True if a buffer of `capacity` rows holds a token at most once, if no token names an expert twice: it is the buffer
+// of one expert, or has a row per token.
 constexpr bool holds_token_once(Layout layout) {
   switch (layout) {
     case Layout::kRagged:
@@ -111,8 +112,8 @@ struct ExpertGroup {
 };
 
 // Places `need` rows of local expert `expert`. `rows_before` is the sum of align_up(need, alignment) over the experts
-// before it, and does not matter in the expert layout. If any expert of the rank does not fit, share_rows() and fill()
-// decide which rows all experts keep.
+// before it, and does not matter in the expert layout. If any expert of the rank does not fit, share_room()
+// (cuda/share_room.cuh) decides which rows all experts keep.
 constexpr ExpertGroup place_group(Layout layout, int32_t expert, int64_t rows_before, int32_t need, int64_t capacity,
                                   int64_t alignment) {
   if (has_buffer_per_expert(layout)) return {expert * capacity, need, need <= capacity};
@@ -169,7 +170,9 @@ constexpr Fill fill(const int32_t* ends, int32_t stride, int32_t num, int32_t ro
 constexpr void share_rows(int32_t* first, int32_t stride, int32_t num_ranks, int32_t room, int32_t start) {
   if (first[num_ranks * stride] <= room) return;
   const Fill share = fill(first, stride, num_ranks, room);
-  int32_t turn = 0;  // of a source that wants more: how many others have the left-over rows before it
+  // Sources that want more than the level take turns, from `start` on and then from 0 on. `turn` counts those before a
+  // source. First, it counts those from `start` on.
+  int32_t turn = 0;
   JAX_EP_DO_NOT_UNROLL
   for (int32_t source = start; source < num_ranks; ++source) {
     turn += first[(source + 1) * stride] - first[source * stride] > share.level;

@@ -120,7 +120,7 @@ struct Rank {
     DispatchArgs args = {};
     args.op = OpKind::kCombineBack, args.hash = 3, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
-    args.x = x, args.row_bytes = kRowBytes, args.arrival = Arrival::kCombineBack;
+    args.x = x, args.row_bytes = kRowBytes, args.delivery = Delivery::kCombineBack;
     args.known_send_index = send_index, args.known_recv_row = recv_row,
     args.known_num_recv_per_rank = num_recv_per_rank;
     args.known_counts = counts, args.known_group_sizes = group_sizes;

@@ -63,31 +63,31 @@ struct CombineReceiver : CombineSender<Config> {
       if (!nodes.is_in_own_node(rank)) source = nodes.source_of(rank / nodes.size);
     }
     if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
-    __syncwarp();                                   // some lanes have waited; now all lanes may read
-    const int32_t row = row_number(source, index);  // of rank = lane
+    __syncwarp();                                         // some lanes have waited; now all lanes may read
+    const int32_t arena_row = row_number(source, index);  // of rank = lane
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
     if (args.topk_weights && warp_group.warp == warp_group.num_warps - 1) {  // this warp has least to do
-      float weight = weight_of(row, sources & ~here);
+      float weight = weight_of(arena_row, sources & ~here);
       if (here) weight += weight_to_send(own.row);
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
     if constexpr (kVariant == Variant::kBalanced) {
       // If few ranks have sums, and this warp sums no own rows, registers are left for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
-        return add_parts<2, kRanksAtOnce / 2>(token, row, sources, 0, own, warp_group);
+        return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, 0, own, warp_group);
       }
     }
     if constexpr (kHasRing) {
-      add_parts_of_ring(token, row, sources, here & sources, own, warp_group);
+      add_parts_of_ring(token, arena_row, sources, here & sources, own, warp_group);
     } else {
-      add_parts<1, kRanksAtOnce>(token, row, sources, here, own, warp_group);
+      add_parts<1, kRanksAtOnce>(token, arena_row, sources, here, own, warp_group);
     }
   }
 
   // Adds a token's sums, if y is prefetched. The own rows are summed first. Their sum waits in shared memory until it
   // is added in the order of ranks. This takes few instructions, which matters most here.
-  __device__ void add_parts_of_ring(int32_t token, int32_t row, uint32_t sources, uint32_t here, const RowsOfToken& own,
-                                    const WarpGroup& warp_group) const {
+  __device__ void add_parts_of_ring(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
+                                    const RowsOfToken& own, const WarpGroup& warp_group) const {
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
@@ -106,7 +106,7 @@ struct CombineReceiver : CombineSender<Config> {
 #pragma unroll
           for (int c = 0; c < kSumsAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
         } else {
-          sums = take_sums(__ffs(left) - 1, row, part);
+          sums = take_sums(__ffs(left) - 1, arena_row, part);
         }
 #pragma unroll
         for (int c = 0; c < kSumsAtOnce; ++c) {
@@ -128,8 +128,8 @@ struct CombineReceiver : CombineSender<Config> {
   };
 
   // Waits for a part of the sum from `source`, and takes it.
-  __device__ Sums take_sums(int32_t source, int32_t row, int32_t part) const {
-    const RowAddress from(op, __shfl_sync(kAllLanes, row, source));
+  __device__ Sums take_sums(int32_t source, int32_t arena_row, int32_t part) const {
+    const RowAddress from(op, __shfl_sync(kAllLanes, arena_row, source));
     const int32_t first = part * kSumsAtOnce;
     const PartAddresses addresses = {from.unit(op, first),
                                      row_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes)};
@@ -157,7 +157,7 @@ struct CombineReceiver : CombineSender<Config> {
   // Adds a token's sums, by parts of `kChunks` chunks. A lane awaits units of `kRanks` ranks at once. Own rows are
   // summed while the other ranks' sums are in transit.
   template <int kChunks, int kRanks>
-  __device__ __forceinline__ void add_parts(int32_t token, int32_t row, uint32_t sources, uint32_t here,
+  __device__ __forceinline__ void add_parts(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
                                             const RowsOfToken& own, const WarpGroup& warp_group) const {
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < Base::template end_of_parts<kChunks>();
@@ -169,7 +169,7 @@ struct CombineReceiver : CombineSender<Config> {
         chunk[i] = Base::template chunk_of<kChunks>(part, i, warp_group);
         start_sum(total[i], sources != 0);
       }
-      add_all<kChunks, kRanks>(row, sources, here, chunk, total, [&](int i) {
+      add_all<kChunks, kRanks>(arena_row, sources, here, chunk, total, [&](int i) {
         return Base::template partial_sums<1>(own, chunk[i], warp_group)
             .unit[0];  // a part of one chunk has the chunk's number
       });
@@ -181,12 +181,12 @@ struct CombineReceiver : CombineSender<Config> {
   }
 
   // The weight for k = lane. Each (token, k) has its row on at most one rank; the other ranks send zero.
-  __device__ float weight_of(int32_t row, uint32_t sources) const {
+  __device__ float weight_of(int32_t arena_row, uint32_t sources) const {
     float total = 0;
 #pragma unroll 1
     for (; sources; sources &= sources - 1) {
       const int32_t source = __ffs(sources) - 1;
-      const RowAddress from(op, __shfl_sync(kAllLanes, row, source));
+      const RowAddress from(op, __shfl_sync(kAllLanes, arena_row, source));
       RowHeader header = no_header(op);
       const bool came = op.wait_until(
           source, [&] { return lane_id() >= args.top_k || look_at_header(op, from.header(lane_id()), header); });
@@ -199,10 +199,10 @@ struct CombineReceiver : CombineSender<Config> {
   // Adds the partial sums of all ranks: this lane's unit in each chunk of `chunk`. own(i) returns the unit of the rank
   // in `here`.
   template <int N, int kRanks, typename Own>
-  __device__ __forceinline__ void add_all(int32_t row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
+  __device__ __forceinline__ void add_all(int32_t arena_row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
                                           float (&total)[N][kSize], Own own) const {
 #pragma unroll 1
-    while (sources) add_ranks<N, kRanks>(row, sources, here, chunk, total, own);
+    while (sources) add_ranks<N, kRanks>(arena_row, sources, here, chunk, total, own);
   }
 
   // The addresses of this lane's units in N chunks, from each of kRanks ranks.
@@ -210,17 +210,17 @@ struct CombineReceiver : CombineSender<Config> {
   struct UnitOfRanks {
     const ArenaLayout& layout;
     uint8_t* of_first_row[N];  // the address in the arena's first row
-    int32_t row[kRanks];
+    int32_t arena_row[kRanks];
     bool is_sent[kRanks], has_unit[N];
     __device__ __forceinline__ bool has(int i) const { return is_sent[i % kRanks] && has_unit[i / kRanks]; }
     __device__ __forceinline__ uint8_t* at(int i) const {
-      return of_first_row[i / kRanks] + layout.row_offset(row[i % kRanks]);
+      return of_first_row[i / kRanks] + layout.row_offset(arena_row[i % kRanks]);
     }
   };
 
   // Adds the units of the next kRanks ranks, in the order of ranks.
   template <int N, int kRanks, typename Own>
-  __device__ __forceinline__ void add_ranks(int32_t row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
+  __device__ __forceinline__ void add_ranks(int32_t arena_row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
                                             float (&total)[N][kSize], Own own) const {
     const auto source = [now = left](int i) {
       uint32_t behind = now;
@@ -236,7 +236,7 @@ struct CombineReceiver : CombineSender<Config> {
     bool is_here[kRanks], any_is_here = false;
 #pragma unroll
     for (int i = 0; i < kRanks; ++i) {
-      addresses.row[i] = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      addresses.arena_row[i] = __shfl_sync(kAllLanes, arena_row, __ffs(left) - 1);
       is_here[i] = left & -left & here;
       any_is_here |= is_here[i];
       addresses.is_sent[i] = left != 0 && !is_here[i];
@@ -250,7 +250,7 @@ struct CombineReceiver : CombineSender<Config> {
       for (int c = 0; c < N; ++c) unit_here[c] = own(c);
     }
     const auto resolve = [&](int i) {
-      const RowAddress from(op, addresses.row[i % kRanks]);
+      const RowAddress from(op, addresses.arena_row[i % kRanks]);
       return true_unit(op.state, source(i), from.escape_masks + chunk[i / kRanks], lane_id());
     };
     take_units(op, source, units, addresses, resolve, [] { return true; });

@@ -8,7 +8,7 @@ namespace jax_ep {
 struct Operation : Epoch {
   // Notifies a peer: tells it which operation this rank is in.
   __device__ __forceinline__ void notify(int32_t peer) const {
-    store_word(peers, peer, &control_of(peer).op[state.slot][peers.rank], tagged(state.epoch, call.hash));
+    store_word(peers, peer, &control_of(peer).notified[state.slot][peers.rank], tagged(state.epoch, call.hash));
   }
 
   __device__ __forceinline__ void send_number(int32_t peer, unsigned long long* word, int32_t number) const {
@@ -65,7 +65,7 @@ struct Operation : Epoch {
     const int32_t peer = lane_id();
     Counters& counters = op.own().counters;
     if (peer < op.peers.num_ranks) {
-      const unsigned long long* const notification = &op.own().op[op.state.slot][peer];
+      const unsigned long long* const notification = &op.own().notified[op.state.slot][peer];
       const uint64_t begun = globaltimer_ns();
       uint64_t looked = begun;  // of this lane; after the loop, the clock shows the time of the warp's last lane
       unsigned long long seen = 0;

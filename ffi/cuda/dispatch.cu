@@ -7,7 +7,7 @@
 namespace jax_ep {
 namespace {
 
-template <typename X, bool kCasts, Arrival kArrival, Variant kVariant>
+template <typename X, bool kCasts, Delivery kDelivery, Variant kVariant>
 __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_control_warp(kVariant)),
                                   blocks_per_sm(kVariant))
     dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(DispatchShared, shared);
   const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
-  using Dispatch = NodeForward<DispatchConfig<X, kCasts, kArrival, kVariant>>;  // the last layer
+  using Dispatch = NodeForward<DispatchConfig<X, kCasts, kDelivery, kVariant>>;  // the last layer
   using Outgoing = typename Dispatch::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
   const Dispatch dispatch = {
@@ -72,29 +72,29 @@ using Kernel = void (*)(Peers, DispatchArgs, LaunchPlan);
 // Each way to process the elements of a row has a kernel of its own. So each kernel is small: in a kernel of a few
 // microseconds, the main cost of an instruction is its fetch.
 template <Variant kVariant>
-Kernel kernel_of(ElementType type, bool casts, Arrival arrival) {
-  switch (arrival) {
-    case Arrival::kCombineBack:
+Kernel kernel_of(ElementType type, bool casts, Delivery delivery) {
+  switch (delivery) {
+    case Delivery::kCombineBack:
       return with_element_type(type, [](auto element) -> Kernel {
-        return dispatch_kernel<decltype(element), false, Arrival::kCombineBack, kVariant>;
+        return dispatch_kernel<decltype(element), false, Delivery::kCombineBack, kVariant>;
       });
-    case Arrival::kDequantize:
-      return casts ? dispatch_kernel<__nv_bfloat16, true, Arrival::kDequantize, kVariant>
-                   : dispatch_kernel<__nv_bfloat16, false, Arrival::kDequantize, kVariant>;
+    case Delivery::kDequantize:
+      return casts ? dispatch_kernel<__nv_bfloat16, true, Delivery::kDequantize, kVariant>
+                   : dispatch_kernel<__nv_bfloat16, false, Delivery::kDequantize, kVariant>;
     default:
-      return casts ? dispatch_kernel<__nv_bfloat16, true, Arrival::kCopy, kVariant>
-                   : dispatch_kernel<float, false, Arrival::kCopy, kVariant>;  // moves bytes, for elements of any type
+      return casts ? dispatch_kernel<__nv_bfloat16, true, Delivery::kCopy, kVariant>
+                   : dispatch_kernel<float, false, Delivery::kCopy, kVariant>;  // moves bytes, for elements of any type
   }
 }
 
-Kernel kernel_of(ElementType type, bool casts, Arrival arrival, Variant variant) {
+Kernel kernel_of(ElementType type, bool casts, Delivery delivery, Variant variant) {
   switch (variant) {
     case Variant::kLowLatency:
-      return kernel_of<Variant::kLowLatency>(type, casts, arrival);
+      return kernel_of<Variant::kLowLatency>(type, casts, delivery);
     case Variant::kBalanced:
-      return kernel_of<Variant::kBalanced>(type, casts, arrival);
+      return kernel_of<Variant::kBalanced>(type, casts, delivery);
     default:
-      return kernel_of<Variant::kThroughput>(type, casts, arrival);
+      return kernel_of<Variant::kThroughput>(type, casts, delivery);
   }
 }
 
@@ -108,8 +108,8 @@ cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, Elemen
                             cudaStream_t stream) {
   if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
-                          int64_t{plan.block_warps()} * prefetched_y_bytes(args.arrival, plan.variant);
-  const Kernel kernel = kernel_of(type, args.cast != 0, args.arrival, plan.variant);
+                          int64_t{plan.block_warps()} * prefetched_y_bytes(args.delivery, plan.variant);
+  const Kernel kernel = kernel_of(type, args.cast != 0, args.delivery, plan.variant);
   const int32_t num_threads = plan.block_threads() + (has_extra_control_warp(plan.variant) ? 32 : 0);
   return launch(kernel, {plan.num_blocks, num_threads, scratch}, stream, peers, args, plan);
 }
@@ -117,12 +117,12 @@ cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, Elemen
 cudaError_t load_dispatch() {
   cudaError_t status = cudaSuccess;
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
-    for (Arrival arrival : {Arrival::kCopy, Arrival::kDequantize, Arrival::kCombineBack}) {
+    for (Delivery delivery : {Delivery::kCopy, Delivery::kDequantize, Delivery::kCombineBack}) {
       for (bool casts : {false, true}) {
         for (Variant variant : kVariants) {
           if (status != cudaSuccess) return status;
-          status = load_kernel(kernel_of(type, casts, arrival, variant),
-                               kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(arrival, variant));
+          status = load_kernel(kernel_of(type, casts, delivery, variant),
+                               kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(delivery, variant));
         }
       }
     }

@@ -13,7 +13,7 @@
 namespace jax_ep {
 
 // What the receiver does with a row.
-enum class Arrival : int32_t {
+enum class Delivery : int32_t {
   kCopy,         // copies the row, with its scales, to the row of each of its experts
   kDequantize,   // the same, as bfloat16
   kCombineBack,  // backward pass of combine: writes weight * row, and the dot product of the row and a row of y
@@ -41,7 +41,7 @@ struct DispatchArgs : Call {
   int32_t* send_index;
 
   // The experts' side: num_rows rows of the result.
-  Arrival arrival;
+  Delivery delivery;
   bool is_all_to_all;  // row `index` of rank r is row r * num_tokens + index of the result
   Layout layout;
   bool zero_pad;
@@ -64,7 +64,9 @@ struct DispatchArgs : Call {
   const void* y;             // [num_rows, out_row_bytes] or null
   float* weights_cotangent;  // [num_rows] or null
 
-  constexpr int64_t weights_per_row() const { return recv_topk_idx ? top_k : 1; }
+  // True for a new route in the layout "token".
+  constexpr bool has_token_rows() const { return recv_topk_idx != nullptr; }
+  constexpr int64_t weights_per_row() const { return has_token_rows() ? top_k : 1; }
 };
 
 // Dynamic shared memory of a block. It holds the destinations of rows, per source and expert, or a sender's counts. So

@@ -9,12 +9,12 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchArrival : Padding<Config> {
   using Base = Padding<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::kArrival, Base::kReceiveBatch, Base::op, Base::payload_bytes;
+  using Base::args, Base::chunk_of, Base::chunks, Base::kDelivery, Base::kReceiveBatch, Base::op, Base::payload_bytes;
 
   // The units of a batch that a lane takes: one in each chunk and, except in the backward pass of combine, a last one,
   // which is the scales of the chunk with this lane's number.
-  static constexpr int kUnitsTaken = kReceiveBatch + (kArrival != Arrival::kCombineBack);
-  struct Taken {
+  static constexpr int kUnitsTaken = kReceiveBatch + (kDelivery != Delivery::kCombineBack);
+  struct ArrivingBatch {
     uint4 units[kUnitsTaken];
   };
 
@@ -24,10 +24,10 @@ struct DispatchArrival : Padding<Config> {
     bool is_own;  // only its header must arrive: the row is in x
     bool is_sent;
     RowAddress address;
-    RowHeader header;  // for k = lane; only rows of a new route have headers
-    int32_t row;       // the row of the result for k = lane, if the route is known
-    float weight;      // of that row, for the backward pass of combine
-    Taken batch;       // the batch that this warp processes
+    RowHeader header;     // for k = lane; only rows of a new route have headers
+    int32_t row;          // the row of the result for k = lane, if the route is known
+    float weight;         // of that row, for the backward pass of combine
+    ArrivingBatch batch;  // the batch that this warp processes
   };
 
   // The addresses at which a batch arrives.
@@ -47,20 +47,21 @@ struct DispatchArrival : Padding<Config> {
             args.num_scales && lane_id() < kReceiveBatch && chunk < chunks()};
   }
 
-  __device__ void look_at_batch(const RowAddress& row, int32_t first, const WarpGroup& warp_group, Taken& taken) const {
-    look_at_units(taken.units, batch_at(row, first, warp_group));
+  __device__ void look_at_batch(const RowAddress& row, int32_t first, const WarpGroup& warp_group,
+                                ArrivingBatch& batch) const {
+    look_at_units(batch.units, batch_at(row, first, warp_group));
   }
 
   template <typename PollMore>
   __device__ void take_batch(int32_t source, const RowAddress& row, int32_t first, const WarpGroup& warp_group,
-                             Taken& taken, PollMore poll_more) const {
+                             ArrivingBatch& batch, PollMore poll_more) const {
     const auto resolve = [&](int i) {
       const bool is_unit = i < kReceiveBatch;
       const int32_t escape_mask =
           is_unit ? chunk_of(first, i, warp_group) : chunks() + chunk_of(first, lane_id(), warp_group);
       return true_unit(op.state, source, row.escape_masks + escape_mask, is_unit ? lane_id() : 0);
     };
-    take_units(op, [=](int) { return source; }, taken.units, batch_at(row, first, warp_group), resolve, poll_more);
+    take_units(op, [=](int) { return source; }, batch.units, batch_at(row, first, warp_group), resolve, poll_more);
     __syncwarp();
   }
 };

@@ -39,7 +39,8 @@ struct SendCounts {
 // The destinations of arriving rows; in dynamic shared memory.
 struct Destinations {
   // [R + 1, E_local]: the position, in the expert's group, of each source's first row. Row R is `counts`, the next
-  // array in memory. So each source, also the last one, keeps the positions before first_position of the next source.
+  // array in memory. A source has the positions from its first_position to that of the next source. (If there is too
+  // little room, rows with later positions are dropped.)
   int32_t* first_position;
   int32_t* counts;       // [E_local]
   int32_t* first_row;    // [E_local]
@@ -54,18 +55,18 @@ struct Destinations {
 };
 
 // The chunks of an arriving row that a warp processes at once.
-constexpr int receive_batch(Arrival arrival, Variant variant) {
+constexpr int receive_batch(Delivery delivery, Variant variant) {
   if (is_low_latency(variant)) return 2;
-  return arrival == Arrival::kDequantize ? 2 : 4;
+  return delivery == Delivery::kDequantize ? 2 : 4;
 }
 
 // Backward pass of combine: the rows of y that a warp prefetches, and their bytes in shared memory, per warp.
 constexpr int kRowsAhead = 3;
-constexpr int prefetched_y_bytes(Arrival arrival, Variant variant) {
-  return arrival == Arrival::kCombineBack ? kRowsAhead * receive_batch(arrival, variant) * kChunkBytes : 0;
+constexpr int prefetched_y_bytes(Delivery delivery, Variant variant) {
+  return delivery == Delivery::kCombineBack ? kRowsAhead * receive_batch(delivery, variant) * kChunkBytes : 0;
 }
 
-static_assert(kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(Arrival::kCombineBack, Variant::kThroughput) +
+static_assert(kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(Delivery::kCombineBack, Variant::kThroughput) +
                   sizeof(DispatchShared) <=
               kMaxBlockSharedBytes);
 
@@ -84,11 +85,11 @@ __device__ __forceinline__ int32_t payload_of(const DispatchArgs& args) {
 
 // The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows of
 // bfloat16 to fp8.
-template <typename X_, bool kCasts_, Arrival kArrival_, Variant kVariant_>
+template <typename X_, bool kCasts_, Delivery kDelivery_, Variant kVariant_>
 struct DispatchConfig {
   using X = X_;
   static constexpr bool kCasts = kCasts_;
-  static constexpr Arrival kArrival = kArrival_;
+  static constexpr Delivery kDelivery = kDelivery_;
   static constexpr Variant kVariant = kVariant_;
 };
 
@@ -96,17 +97,17 @@ template <typename Config>
 struct DispatchOperands {
   using X = typename Config::X;
   static constexpr bool kCasts = Config::kCasts;
-  static constexpr Arrival kArrival = Config::kArrival;
+  static constexpr Delivery kDelivery = Config::kDelivery;
   static constexpr Variant kVariant = Config::kVariant;
   // The batches are the chunks that a warp processes at once.
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
   static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
-  static constexpr int kReceiveBatch = receive_batch(kArrival, kVariant);
+  static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant);
   static constexpr bool kStealsRows =
       kVariant == Variant::kThroughput;  // work stealing: blocks claim rows instead of a fixed share
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = kCasts ? 2 : 1;  // units of x for one unit that is sent
-  static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kArrival != Arrival::kDequantize));
+  static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kDelivery != Delivery::kDequantize));
 
   const Peers& peers;
   const DispatchArgs& args;
@@ -118,7 +119,7 @@ struct DispatchOperands {
 
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
-  __device__ bool new_route() const { return kArrival != Arrival::kCombineBack && args.topk_idx != nullptr; }
+  __device__ bool new_route() const { return kDelivery != Delivery::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   __device__ bool uses_rail_peers() const { return !kIsLowLatency && needs_rail_peers(peers, args); }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes); }

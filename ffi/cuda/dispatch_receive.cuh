@@ -10,15 +10,15 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own,
-      Base::kArrival, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
+      Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
       Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
       Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::peers,
       Base::row_here, Base::batch_at, Base::await_destinations, Base::plan, Base::scales_unit, Base::scratch,
       Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
       Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
+  using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
-  using typename Base::Taken;
 
   // Receives rows. A warp group takes one item at a time. An item is a row that may arrive; find_row_of_item()
   // maps it to its source and index. A warp group loads the part of its first row that has arrived, while the control
@@ -152,7 +152,7 @@ struct DispatchReceiver : CombineBackward<Config> {
       look_at_batch(arriving.address, warp_group.warp, warp_group, arriving.batch);
       if (has_header()) arriving.header = load_header(arriving.address.header(lane_id()));
     }
-    if constexpr (kArrival == Arrival::kCombineBack) {
+    if constexpr (kDelivery == Delivery::kCombineBack) {
       if (arriving.row >= 0) arriving.weight = __ldg(args.row_weights + arriving.row);
       prefetch_y(arriving.row, warp_group.warp, warp_group);
     }
@@ -169,7 +169,7 @@ struct DispatchReceiver : CombineBackward<Config> {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
       arriving.batch.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
-      if constexpr (kArrival != Arrival::kCombineBack) {
+      if constexpr (kDelivery != Delivery::kCombineBack) {
         if (!args.num_scales) continue;
         const uint4 unit = scales_unit(has_unit(chunk_of(first, i, warp_group)) ? scales[i] : 0);
         if (lane_id() == i) arriving.batch.units[kReceiveBatch] = unit;
@@ -233,17 +233,18 @@ struct DispatchReceiver : CombineBackward<Config> {
         } else {
           look_at_batch(arriving.address, first_chunk, warp_group, arriving.batch);
         }
-        if constexpr (kArrival == Arrival::kCombineBack) prefetch_y(row, first_chunk, warp_group);
+        if constexpr (kDelivery == Delivery::kCombineBack) prefetch_y(row, first_chunk, warp_group);
         if (!arriving.is_own)
           take_batch(source, arriving.address, first_chunk, warp_group, arriving.batch, [] { return true; });
       }
       op.stamp(Stamp::kWrites);
-      if constexpr (kArrival == Arrival::kCopy) copy(arriving.batch, first_chunk, row, targets, warp_group);
-      if constexpr (kArrival == Arrival::kDequantize) dequantize(arriving.batch, first_chunk, row, targets, warp_group);
-      if constexpr (kArrival == Arrival::kCombineBack) combine_back(arriving, first_chunk, targets, warp_group);
+      if constexpr (kDelivery == Delivery::kCopy) copy(arriving.batch, first_chunk, row, targets, warp_group);
+      if constexpr (kDelivery == Delivery::kDequantize)
+        dequantize(arriving.batch, first_chunk, row, targets, warp_group);
+      if constexpr (kDelivery == Delivery::kCombineBack) combine_back(arriving, first_chunk, targets, warp_group);
       op.stamp(Stamp::kWritten);
     }
-    if constexpr (kArrival == Arrival::kCombineBack) sum_products(row, warp_group);
+    if constexpr (kDelivery == Delivery::kCombineBack) sum_products(row, warp_group);
   }
 
   // In the layout "token": writes the slots and the weights of a token's row here. The first k that names this rank has
@@ -257,7 +258,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   // Copies a batch unchanged to each expert's row.
-  __device__ void copy(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
+  __device__ void copy(const ArrivingBatch& batch, int32_t first, int32_t row, uint32_t targets,
                        const WarpGroup& warp_group) const {
     const auto out_of_lane = reinterpret_cast<unsigned long long>(out_row(row));
 #pragma unroll(kUnroll)
@@ -266,13 +267,13 @@ struct DispatchReceiver : CombineBackward<Config> {
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);
-        if (has_unit(chunk)) out[chunk * kChunkUnits] = taken.units[i];
+        if (has_unit(chunk)) out[chunk * kChunkUnits] = batch.units[i];
       }
     }
     if (!args.num_scales) return;
 #pragma unroll 1
     for (uint32_t left = targets; left; left &= left - 1) {
-      write_scales(taken.units[kReceiveBatch], chunk_of(first, lane_id(), warp_group), row, __ffs(left) - 1);
+      write_scales(batch.units[kReceiveBatch], chunk_of(first, lane_id(), warp_group), row, __ffs(left) - 1);
     }
   }
 
@@ -290,17 +291,17 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   // Dequantizes a batch into each expert's row, in bfloat16.
-  __device__ void dequantize(const Taken& taken, int32_t first, int32_t row, uint32_t targets,
+  __device__ void dequantize(const ArrivingBatch& batch, int32_t first, int32_t row, uint32_t targets,
                              const WarpGroup& warp_group) const {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
-      const uint4& unit = taken.units[kReceiveBatch];
+      const uint4& unit = batch.units[kReceiveBatch];
       const uint32_t scales[] = {__shfl_sync(kAllLanes, unit.x, i), __shfl_sync(kAllLanes, unit.y, i),
                                  __shfl_sync(kAllLanes, unit.z, i), __shfl_sync(kAllLanes, unit.w, i)};
       const int32_t block = lane_id() / 8;
       const uint32_t scale = block < 2 ? (block == 0 ? scales[0] : scales[1]) : (block == 2 ? scales[2] : scales[3]);
       ChannelsOfUnit x;
-      cast_from_fp8(taken.units[i], __uint_as_float(scale), x);
+      cast_from_fp8(batch.units[i], __uint_as_float(scale), x);
 #pragma unroll 1
       for (uint32_t left = targets; left; left &= left - 1) {
         uint4* out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1)) +

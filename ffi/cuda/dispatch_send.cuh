@@ -29,9 +29,9 @@ struct DispatchSender : Routing<Config> {
   // The destinations of a token.
   struct Route {
     int32_t index;  // for rank = lane: the row's index among the rows sent there; -1 if it is not sent there
-    // Lane k has the values for k ("for k = lane"). Only the first warp of the warp group has `position` and `weight`:
-    // it writes the headers.
-    int32_t expert, position;  // expert: -1 for none
+    // Lane k has the values for k ("for k = lane"). Only the first warp of the warp group has `position_in_source` and
+    // `weight`: it writes the headers.
+    int32_t expert, position_in_source;  // expert: -1 for none
     float weight;
     uint32_t ranks;  // bits of the destination ranks, if the route is new
   };
@@ -170,19 +170,19 @@ struct DispatchSender : Routing<Config> {
     if (!present) route.expert = -1;
     route.ranks = __reduce_or_sync(kAllLanes, present ? 1u << peers.rank_of(route.expert) : 0);
     if (warp_group.warp != 0) return;
-    route.position = count_earlier(route.expert, lane_id());
+    route.position_in_source = count_earlier(route.expert, lane_id());
     if (warp_group.num_warps >= plan.block_warps()) return;
     if (lane_id() < args.top_k)
       block_tokens.experts[block_tokens.group_in_block * args.top_k + lane_id()] = route.expert;
     if (lane_id() == 0) block_tokens.ranks[block_tokens.group_in_block] = route.ranks;
   }
 
-  // Completes route.index and route.position: adds the rows of all earlier rounds (`counts`), and those of this round's
-  // tokens with a lower group_in_block.
+  // Completes route.index and route.position_in_source: adds the rows of all earlier rounds (`counts`), and those of
+  // this round's tokens with a lower group_in_block.
   __device__ void finish_route(const SendCounts& counts, Route& route, const BlockTokens& block_tokens,
                                const WarpGroup& warp_group) const {
     if (route.ranks >> lane_id() & 1) route.index = counts.ranks[lane_id()];
-    if (warp_group.warp == 0 && route.expert >= 0) route.position += counts.experts[route.expert];
+    if (warp_group.warp == 0 && route.expert >= 0) route.position_in_source += counts.experts[route.expert];
     if (block_tokens.group_in_block == 0) return;
     // First, lane i has the ranks of the block's token i. Then the lanes have the experts of the block's pairs (token,
     // k), 32 pairs at a time.
@@ -199,7 +199,7 @@ struct DispatchSender : Routing<Config> {
 #pragma unroll 1
       for (int32_t k = 0; k < args.top_k; ++k) {
         const int32_t number = __popc(__ballot_sync(kAllLanes, expert == __shfl_sync(kAllLanes, route.expert, k)));
-        if (lane_id() == k) route.position += number;
+        if (lane_id() == k) route.position_in_source += number;
       }
     }
   }
@@ -208,7 +208,7 @@ struct DispatchSender : Routing<Config> {
   // has the position of the token's row there, and the others have -1.
   __device__ void name_slots(Route& route, int32_t token, const WarpGroup& warp_group) const {
     if (warp_group.warp != 0 || token >= args.num_tokens || lane_id() >= args.top_k) return;
-    if (route.expert < 0) route.position = -1;
+    if (route.expert < 0) route.position_in_source = -1;
     const int32_t slot = __ldg(args.named_slot + int64_t{token} * args.top_k + lane_id());
     route.expert = is_expert(slot, num_experts()) ? slot : -1;
   }
@@ -246,7 +246,7 @@ struct DispatchSender : Routing<Config> {
                                               const Route& route, int32_t index, const RowAddress& row) const {
     for_each_rank(index, [&](int32_t peer) {
       RowAddress to;
-      to.row = row.row_of_lane(peer);
+      to.begin = row.begin_of_lane(peer);
       if (chunk_at(0) == 0 && new_route()) write_header(to, route, peer);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -301,7 +301,7 @@ struct DispatchSender : Routing<Config> {
     if (lane_id() >= args.top_k) return;
     const int32_t expert = route.expert - peer * experts_per_rank();
     const bool is_there = route.expert >= 0 && expert >= 0 && expert < experts_per_rank();
-    send_header(op, to.header(lane_id()), {is_there ? expert : -1, route.position, route.weight, 0});
+    send_header(op, to.header(lane_id()), {is_there ? expert : -1, route.position_in_source, route.weight, 0});
   }
 
   // Writes the header for a forwarder. It holds the global number of the expert and, in place of the epoch, the row's
@@ -309,7 +309,7 @@ struct DispatchSender : Routing<Config> {
   __device__ void write_header_to_forward(const RowAddress& to, const Route& route) const {
     const int32_t rank = route.expert >= 0 ? peers.rank_of(route.expert) : 0;
     const auto index = static_cast<uint32_t>(__shfl_sync(kAllLanes, route.index, rank));
-    const RowHeader header = {route.expert, route.position, route.weight, index};
+    const RowHeader header = {route.expert, route.position_in_source, route.weight, index};
     if (lane_id() < args.top_k) store_unit(to.header(lane_id()), *reinterpret_cast<const uint4*>(&header));
   }
 };

@@ -162,7 +162,8 @@ inline ffi::Error enqueue_dispatch(const char* op, cudaStream_t stream, const Me
   const LaunchPlan plan = kernels.adapt_dispatch_plan(
       peers, args,
       plan_dispatch(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
-                    num_sms(group, args.phase, member.num_sms), member.num_sms, args.arrival == Arrival::kCombineBack));
+                    num_sms(group, args.phase, member.num_sms), member.num_sms,
+                    args.delivery == Delivery::kCombineBack));
   const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
     return kernels.launch_dispatch(peers, args, type, plan, on);
   };

@@ -75,7 +75,7 @@ void set_results(DispatchArgs& args, const DispatchAttrs& attrs, Operand out, Op
                  Operand counts, Operand group_sizes, Operand num_dropped, Operand recv_topk_idx,
                  Operand num_rows_per_rank, Operand send_index, Operand recv_row, Operand num_recv_per_rank) {
   args.send_index = data<int32_t>(send_index);
-  args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
+  args.delivery = attrs.dequantize ? Delivery::kDequantize : Delivery::kCopy;
   args.zero_pad = attrs.zero_pad;
   set_out(args, out);
   args.out_scales = data<float>(out_scales);
@@ -176,7 +176,7 @@ ffi::Error dispatch_like(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs,
   if (error.failure()) return error;
   DispatchArgs args = along_route(OpKind::kDispatchLike, attrs, axis_index, x, send_index, recv_row, num_recv_per_rank,
                                   counts, group_sizes, out);
-  args.arrival = Arrival::kCopy;
+  args.delivery = Delivery::kCopy;
   return enqueue_dispatch("dispatch_like", stream, **member, attrs.group, element_type(x), args);
 }
 
@@ -204,7 +204,7 @@ ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, 
   if (error.failure()) return error;
   DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, send_index, recv_row, num_recv_per_rank,
                                   counts, group_sizes, y_cotangent);
-  args.arrival = Arrival::kCombineBack;
+  args.delivery = Delivery::kCombineBack;
   args.row_weights = data<float>(row_weights);
   args.y = data<void>(y);
   args.weights_cotangent = data<float>(weights_cotangent);
@@ -237,7 +237,7 @@ ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs,
   set_wire(args, attrs.cast, x, x_scales);
   args.splits = data<int32_t>(splits);
   args.known_send_index = data<int32_t>(send_index);
-  args.arrival = attrs.dequantize ? Arrival::kDequantize : Arrival::kCopy;
+  args.delivery = attrs.dequantize ? Delivery::kDequantize : Delivery::kCopy;
   args.is_all_to_all = true;
   args.zero_pad = attrs.zero_pad;
   set_out(args, *out);

@@ -31,9 +31,9 @@ __device__ __forceinline__ uint4 escape() {
   return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord ^ 1);
 }
 
-// The addresses of a row in the memory of rank `at`. For a remote rank, `row` is the staging memory on this rank.
+// The addresses of a row in the memory of rank `at`. For a remote rank, `begin` is in the staging memory on this rank.
 struct RowAddress {
-  uint8_t* row;
+  uint8_t* begin;
   unsigned long long* escape_masks;  // one per chunk of the payload, then one per unit of scales
 
   RowAddress() = default;
@@ -41,17 +41,17 @@ struct RowAddress {
     const ArenaLayout& layout = op.peers.layout;
     const int32_t number = layout.row_number(op.state.slot, from, index);
     uint8_t* arena = op.state.table.arena[at];
-    row = is_remote(op.peers, at) ? staged_row(op, at, index) : arena + layout.row_offset(number);
+    begin = is_remote(op.peers, at) ? staged_row(op, at, index) : arena + layout.row_offset(number);
     escape_masks = reinterpret_cast<unsigned long long*>(arena + layout.escape_masks_offset(number));
   }
   // A row that arrives here, by its number in the arena.
   __device__ __forceinline__ RowAddress(const Operation& op, int32_t number) {
     uint8_t* const arena = op.state.table.arena[op.peers.rank];
-    row = arena + op.peers.layout.row_offset(number);
+    begin = arena + op.peers.layout.row_offset(number);
     escape_masks = reinterpret_cast<unsigned long long*>(arena + op.peers.layout.escape_masks_offset(number));
   }
   // The addresses that another lane of the warp holds.
-  __device__ __forceinline__ uint8_t* row_of_lane(int32_t lane) const { return of_lane(row, lane); }
+  __device__ __forceinline__ uint8_t* begin_of_lane(int32_t lane) const { return of_lane(begin, lane); }
   __device__ __forceinline__ unsigned long long* escape_masks_of_lane(int32_t lane) const {
     return of_lane(escape_masks, lane);
   }
@@ -60,14 +60,14 @@ struct RowAddress {
     return reinterpret_cast<T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), lane));
   }
 
-  __device__ __forceinline__ RowHeader* header(int32_t k) const { return reinterpret_cast<RowHeader*>(row) + k; }
+  __device__ __forceinline__ RowHeader* header(int32_t k) const { return reinterpret_cast<RowHeader*>(begin) + k; }
   // unit: this lane's unit of a chunk of the payload. scales: the unit of a chunk's scales, behind the payload of
   // `payload_bytes`.
   __device__ __forceinline__ uint8_t* unit(const Operation& op, int32_t chunk) const {
-    return row + static_cast<uint32_t>(op.peers.layout.header_bytes + chunk * kChunkBytes + lane_id() * kUnitBytes);
+    return begin + static_cast<uint32_t>(op.peers.layout.header_bytes + chunk * kChunkBytes + lane_id() * kUnitBytes);
   }
   __device__ __forceinline__ uint8_t* scales(const Operation& op, int32_t payload_bytes, int32_t chunk) const {
-    return row + static_cast<uint32_t>(op.peers.layout.header_bytes + payload_bytes + chunk * kUnitBytes);
+    return begin + static_cast<uint32_t>(op.peers.layout.header_bytes + payload_bytes + chunk * kUnitBytes);
   }
 };
 

@@ -9,11 +9,11 @@ namespace jax_ep {
 template <typename Config>
 struct NodeForward : DispatchReceiver<Config> {
   using Base = DispatchReceiver<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::has_unit, Base::kArrival, Base::kReceiveBatch,
+  using Base::args, Base::chunk_of, Base::chunks, Base::has_unit, Base::kDelivery, Base::kReceiveBatch,
       Base::look_at_batch, Base::new_route, Base::num_items, Base::num_experts, Base::op, Base::peers, Base::row_here,
       Base::plan, Base::send_chunks, Base::take_batch;
+  using typename Base::ArrivingBatch;
   using typename Base::Route;
-  using typename Base::Taken;
 
   // Forwards the rows of this rank's rail peers to their destinations in this node. They arrive there as if the rail
   // peer itself had sent them.
@@ -33,7 +33,7 @@ struct NodeForward : DispatchReceiver<Config> {
       if (route.index >= 0) to = RowAddress(op, lane_id(), source, route.index);
 #pragma unroll 1
       for (int32_t first = warp_group.warp; first < chunks(); first += kReceiveBatch * warp_group.num_warps) {
-        Taken taken;
+        ArrivingBatch taken;
         look_at_batch(from, first, warp_group, taken);
         take_batch(source, from, first, warp_group, taken, [] { return true; });
         if (__any_sync(kAllLanes, op.state.failed)) return;  // the row may be garbage
@@ -63,7 +63,7 @@ struct NodeForward : DispatchReceiver<Config> {
     if (is_sent && lane_id() < args.top_k) header = load_header(from.header(lane_id()));
     const int32_t rank = is_expert(header.expert, num_experts()) ? peers.rank_of(header.expert) : -1;
     if (rank >= 0 && nodes.is_in_own_node(rank)) route.expert = header.expert;
-    route.position = header.position;
+    route.position_in_source = header.position_in_source;
     route.weight = header.weight;
 #pragma unroll 1
     for (int32_t k = 0; k < args.top_k; ++k) {
@@ -76,14 +76,14 @@ struct NodeForward : DispatchReceiver<Config> {
     return route;
   }
 
-  __device__ void send_taken(const Taken& taken, int32_t first, const Route& route, const RowAddress& to,
+  __device__ void send_taken(const ArrivingBatch& batch, int32_t first, const Route& route, const RowAddress& to,
                              const WarpGroup& warp_group) const {
     Chunk units[kReceiveBatch], scales[kReceiveBatch];
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
-      units[i] = Chunk::of(taken.units[i], has_unit(chunk_of(first, i, warp_group)));
-      if constexpr (kArrival != Arrival::kCombineBack) {
-        const uint4& own = taken.units[kReceiveBatch];
+      units[i] = Chunk::of(batch.units[i], has_unit(chunk_of(first, i, warp_group)));
+      if constexpr (kDelivery != Delivery::kCombineBack) {
+        const uint4& own = batch.units[kReceiveBatch];
         const uint4 unit = make_uint4(__shfl_sync(kAllLanes, own.x, i), __shfl_sync(kAllLanes, own.y, i),
                                       __shfl_sync(kAllLanes, own.z, i), __shfl_sync(kAllLanes, own.w, i));
         if (args.num_scales) scales[i] = Chunk::of(unit, lane_id() == 0);

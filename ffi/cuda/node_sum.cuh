@@ -29,11 +29,11 @@ struct NodeSum : CombineReceiver<Config> {
       const int32_t index = nodes.is_in_own_node(lane_id()) ? __ldg(args.send_index + kept) : -1;
       const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
       if (sources == 0) continue;
-      const int32_t row = row_number(source, index);  // of rank = lane
+      const int32_t arena_row = row_number(source, index);  // of rank = lane
       const int32_t peer = nodes.rail_peer_in(node);
       const RowAddress to(op, peer, as, token);
       if (args.weights_to_send && warp_group.warp == 0) {
-        const float weight = weight_of(row, sources);
+        const float weight = weight_of(arena_row, sources);
         if (lane_id() < args.top_k) send_header(op, to.header(lane_id()), {0, 0, weight, 0});
       }
 #pragma unroll 1
@@ -41,7 +41,8 @@ struct NodeSum : CombineReceiver<Config> {
         const int32_t chunks_added[] = {chunk};
         float total[1][kSize];
         start_sum(total[0]);
-        Base::template add_all<1, kRanksAtOnce>(row, sources, 0, chunks_added, total, [](int) { return uint4{}; });
+        Base::template add_all<1, kRanksAtOnce>(arena_row, sources, 0, chunks_added, total,
+                                                [](int) { return uint4{}; });
         const bool present = has_unit(chunk);
         Chunk::of(rounded(total[0]), present)
             .send(op, peer, to.unit(op, chunk), [&] { return to.escape_masks + chunk; }, present);

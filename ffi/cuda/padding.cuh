@@ -14,7 +14,7 @@ struct Padding : DispatchSender<Config> {
   // zero_pad, or if alignment has added them. With zero_pad, all receivers share the work; otherwise the first receiver
   // does it.
   __device__ void pad(const Destinations& destinations) const {
-    const bool is_ragged = !has_buffer_per_expert(args.layout), zeroes = args.zero_pad;
+    const bool shares_buffer = !has_buffer_per_expert(args.layout), zeroes = args.zero_pad;
     const bool is_first = op.state.role == plan.first_receiver;
     if (!zeroes && !is_first) return;
     const int32_t worker = (zeroes ? op.state.role - plan.first_receiver : 0) * plan.block_warps() + warp_id();
@@ -27,14 +27,14 @@ struct Padding : DispatchSender<Config> {
       if (expert < experts_per_rank()) {
         begin = destinations.first_row[expert] + destinations.counts[expert];
         end = destinations.first_row[expert] +
-              (is_ragged ? destinations.group_sizes[expert] : static_cast<int32_t>(args.capacity));
+              (shares_buffer ? destinations.group_sizes[expert] : static_cast<int32_t>(args.capacity));
       }
       last = __reduce_max_sync(kAllLanes, max(last, end));
 #pragma unroll 1
       for (uint32_t gaps = __ballot_sync(kAllLanes, begin < end); gaps; gaps &= gaps - 1) {
         const int32_t lane = __ffs(gaps) - 1;
-        pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane), zeroes || is_ragged, worker,
-                 workers);
+        pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane), zeroes || shares_buffer,
+                 worker, workers);
       }
     }
     pad_rows(last, static_cast<int32_t>(args.num_rows), zeroes, worker, workers);

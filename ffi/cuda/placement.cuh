@@ -1,6 +1,6 @@
 // Exactly balanced placement of a group's rows, computed by one block. jax_ep/_placement.py explains the algorithm and
-// has the same steps. The queue of a rank has the rows of its home experts, those of the expert with most rows first. The
-// axis has the excess of all donors.
+// has the same steps. The queue of a rank has the rows of its home experts, those of the expert with most rows first.
+// The axis has the excess of all donors.
 #pragma once
 
 #include "ffi/cuda/balance.h"

@@ -251,14 +251,14 @@ struct Routing : DispatchOperands<Config> {
     if (shared.dropped) red_add_relaxed_gpu(&op.own().counters.dropped, shared.dropped);
   }
 
-  // The row of the result for a row of a new route, for k = lane: the group's first row, and the row's position in the
+  // The row of the result for a row of a new route, for k = lane: the group's first row, plus the row's position in the
   // group. -1 if the expert is not here, or if the row is dropped. In the layout "token", the first expert's group has
   // all rows, and only the first k that names this rank has the position.
   __device__ int32_t new_row(int32_t source, const RowHeader& header, const Destinations& destinations) const {
-    if (header.expert < 0 || header.position < 0) return -1;
-    const int32_t expert = args.recv_topk_idx ? 0 : header.expert;
+    if (header.expert < 0 || header.position_in_source < 0) return -1;
+    const int32_t expert = args.has_token_rows() ? 0 : header.expert;
     const int32_t* const first = destinations.first_position + source * experts_per_rank() + expert;
-    const int32_t position = first[0] + header.position;
+    const int32_t position = first[0] + header.position_in_source;
     return position < first[experts_per_rank()] ? destinations.first_row[expert] + position : -1;
   }
 };

@@ -85,7 +85,7 @@ struct RowRing {
       for (uint32_t left = ranks; left != 0; left &= left - 1) {
         const int32_t peer = __ffs(static_cast<int>(left)) - 1;
         RowAddress to;
-        to.row = row.row_of_lane(peer);
+        to.begin = row.begin_of_lane(peer);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int32_t chunk = first + i;

@@ -1,4 +1,5 @@
-// Which rows a rank keeps if there is too little room for all that arrive. ffi/layout.h has the rule.
+// Which rows a rank keeps if there is too little room for all that arrive. ffi/layout.h has the rule by which experts
+// and sources share. This file adds that experts in one buffer share whole tiles of `alignment` rows.
 #pragma once
 
 #include "ffi/cuda/dispatch_operands.cuh"
@@ -41,7 +42,7 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   const auto& args = static_cast<const DispatchArgs&>(*state.call);
   const int32_t num_experts = peers.experts_per_rank;
   const Destinations destinations(scratch, peers.num_ranks, num_experts);
-  const bool is_ragged = !has_buffer_per_expert(args.layout);
+  const bool shares_buffer = !has_buffer_per_expert(args.layout);
   const bool has_token_rows = args.layout == Layout::kToken;
   // Alignment and capacity fit in 32 bits (jax_ep/_dispatch_options.py). A GPU is slow in 64-bit divisions.
   const auto alignment = static_cast<uint32_t>(args.alignment);
@@ -49,7 +50,7 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   // In a ragged layout, until the sizes are known: the tiles of `alignment` rows that each expert needs.
   int32_t* const tiles = destinations.group_sizes;
   Fill share = {};
-  if (is_ragged) {
+  if (shares_buffer) {
 #pragma unroll 1
     for (int32_t expert = lane_id(); expert < num_experts; expert += 32) {
       tiles[expert] = static_cast<int32_t>((destinations.counts[expert] + alignment - 1) / alignment);
@@ -63,7 +64,7 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
     const int32_t expert = base + lane_id();
     const bool present = expert < num_experts;
     int64_t room = args.capacity;
-    if (is_ragged) {
+    if (shares_buffer) {
       const int32_t tiles_needed = present ? tiles[expert] : 0;
       const uint32_t wanting = __ballot_sync(kAllLanes, tiles_needed > share.level);
       const int32_t own_turn = turn + __popc(wanting & ((1u << lane_id()) - 1));
@@ -78,7 +79,7 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
     const int32_t need = destinations.counts[expert], count = static_cast<int32_t>(room < need ? room : need);
     share_rows(destinations.first_position + expert, num_experts, peers.num_ranks, count,
                has_token_rows ? 0 : (peers.rank * num_experts + expert) % peers.num_ranks);
-    destinations.group_sizes[expert] = is_ragged ? static_cast<int32_t>(room) : count;
+    destinations.group_sizes[expert] = shares_buffer ? static_cast<int32_t>(room) : count;
     dropped += need - count;
   }
   return __reduce_add_sync(kAllLanes, dropped);

@@ -173,7 +173,7 @@ struct Waiting {
   __device__ void check_no_other_call() const {
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
-      const unsigned long long word = load_relaxed(&own().op[state.slot][rank]);
+      const unsigned long long word = load_relaxed(&own().notified[state.slot][rank]);
       const uint32_t hash = static_cast<uint32_t>(word);
       if (word >> 32 == state.epoch && hash != call.hash) {
         fail(state, FailureReason::kOtherOp, rank, call.hash, hash);
@@ -186,7 +186,7 @@ struct Waiting {
   __device__ int32_t silent_rank(int32_t peer) const {
 #pragma unroll 1
     for (int32_t i = 0, rank = peer; i < peers.num_ranks; ++i, rank = rank + 1 == peers.num_ranks ? 0 : rank + 1) {
-      if (load_relaxed(&own().op[state.slot][rank]) >> 32 != state.epoch) return rank;
+      if (load_relaxed(&own().notified[state.slot][rank]) >> 32 != state.epoch) return rank;
     }
     return peer;
   }

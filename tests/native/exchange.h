@@ -223,7 +223,7 @@ class Session {
     if constexpr (std::is_same_v<Args, DispatchArgs>) {
       const LaunchPlan best = adjust(plan_dispatch(call.num_tokens, num_ranks_, call.top_k,
                                                    num_chunks(call.num_scales ? kHidden : kRowBytes), num_sms,
-                                                   member.num_sms, call.arrival == Arrival::kCombineBack));
+                                                   member.num_sms, call.delivery == Delivery::kCombineBack));
       const LaunchPlan plan = kernels.adapt_dispatch_plan(peers, call, best);
       const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
         return kernels.launch_dispatch(peers, call, type, plan, stream);

@@ -50,7 +50,7 @@ struct AllToAll {
     args.num_tokens = num_tokens, args.top_k = 1;
     args.x = x.device, args.row_bytes = args.out_row_bytes = kRowBytes;
     args.splits = splits.device, args.known_send_index = send_index.device;
-    args.arrival = Arrival::kCopy, args.is_all_to_all = true, args.zero_pad = zero_pad;
+    args.delivery = Delivery::kCopy, args.is_all_to_all = true, args.zero_pad = zero_pad;
     args.out = out.device, args.num_rows = int64_t{rank.ranks} * num_tokens, args.counts = out_splits.device;
     return args;
   }

@@ -154,7 +154,7 @@ void run_late_twice(int32_t cast, Blocks blocks) {
   const auto tagged = [](uint32_t value) { return uint64_t{1} << 32 | value; };  // of the first operation
   Control& control = *peers.control;
   constexpr int32_t kSlot = 1, kPeer = 1, kRows = 1;
-  control.op[kSlot][kPeer] = tagged(static_cast<uint32_t>(OpKind::kDispatch));
+  control.notified[kSlot][kPeer] = tagged(static_cast<uint32_t>(OpKind::kDispatch));
   for (auto& words : control.num_rows[kSlot]) words[kPeer] = tagged(kRows);
   auto* const counts = reinterpret_cast<uint64_t*>(reinterpret_cast<uint8_t*>(&control) +
                                                    counts_offset(kSlot, kPeer, 2, experts_per_rank));

@@ -169,7 +169,7 @@ struct Rank {
   DispatchArgs dispatch(int32_t cast) {
     DispatchArgs args = dispatch_args(OpKind::kDispatch);
     args.cast = cast, args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
-    args.arrival = cast ? Arrival::kDequantize : Arrival::kCopy;
+    args.delivery = cast ? Delivery::kDequantize : Delivery::kCopy;
     recv.is_bfloat16 = cast != 0;
     if (cast) args.x = x_bfloat16.device;
     args.row_bytes = args.out_row_bytes = recv.row_bytes();
@@ -193,7 +193,7 @@ struct Rank {
   }
   DispatchArgs combine_back() {
     DispatchArgs args = along_route(OpKind::kCombineBack, cotangent);
-    args.arrival = Arrival::kCombineBack;
+    args.delivery = Delivery::kCombineBack;
     args.row_weights = weights.device, args.y = y.device, args.weights_cotangent = weights_cotangent.device;
     return args;
   }
