@@ -24,9 +24,9 @@ inline constexpr int64_t kSmallArena = int64_t{64} << 20;  // bytes
 // A row travels in units of 16 bytes. A unit arrives whole: the receiver never sees a part of it. A warp moves 32 units
 // at once, which are a chunk.
 //
-// A row in transit is a header of one unit per k; the payload; and, if the payload is fp8, one unit of four scales per
-// chunk of it. ffi/cuda/ll_units.cuh explains how the receiver detects that a unit has arrived, and what the escape
-// masks are for.
+// A row in transit has room for a header of one unit per k, which only rows of a new route and weights need; then the
+// payload; and, if the payload is fp8, one unit of four scales per chunk of it. ffi/cuda/ll_units.cuh explains how the
+// receiver detects that a unit has arrived, and what the escape masks are for.
 inline constexpr int kUnitBytes = 16;
 inline constexpr int kChunkUnits = 32;
 inline constexpr int kChunkBytes = kUnitBytes * kChunkUnits;

@@ -67,8 +67,8 @@ struct Nodes {
 };
 
 // The next two functions say how the buffers of the layouts differ. Their switches have no default, so that the
-// compiler warns of a switch that lacks a new layout. (To find the code that only the layout
-// "token" has, search for kToken, named_slot and recv_topk_idx.)
+// compiler warns of a switch that lacks a new layout. (ffi/README.md says how to find the code that only the layout
+// "token" has.)
 
 // True if each expert has a buffer of `capacity` rows. False if the groups of a rank's experts follow one another in
 // one buffer of `capacity` rows. (In the token layout, all rows are in one group.)

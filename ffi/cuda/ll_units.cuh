@@ -31,7 +31,8 @@ __device__ __forceinline__ uint4 escape() {
   return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord ^ 1);
 }
 
-// The addresses of a row in the memory of rank `at`. For a remote rank, `begin` is in the staging memory on this rank.
+// The addresses of a row in the memory of rank `at`. For a remote rank, `begin` is in the staging memory on this
+// rank, and `escape_masks` is a symmetric address, which store_word() translates (docs/network.md).
 struct RowAddress {
   uint8_t* begin;
   unsigned long long* escape_masks;  // one per chunk of the payload, then one per unit of scales

@@ -153,9 +153,9 @@ struct Routing : DispatchOperands<Config> {
   // Computes the first row of each expert's group, by a prefix sum over the sizes of the groups. For a known
   // route, the sizes are an operand, already rounded up. One warp calls it; a lane computes two experts. If rows do not
   // fit, share_room() then decides which are kept.
-  __device__ void compute_destinations(const Destinations& p) const {
+  __device__ void compute_destinations(const Destinations& destinations) const {
     if (args.is_all_to_all) return;
-    int64_t rows_before = 0;
+    int64_t rows_before_batch = 0;  // of the experts before the 64 that the warp computes at once
     bool fits = true;
 #pragma unroll 1
     for (int32_t base = 0; base < experts_per_rank(); base += 64) {
@@ -163,7 +163,7 @@ struct Routing : DispatchOperands<Config> {
       int32_t need[2] = {};
       int64_t size[2] = {};
       if (new_route()) {
-        if (first < end) sum_sources(p, first, need);
+        if (first < end) sum_sources(destinations, first, need);
       } else {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -172,19 +172,19 @@ struct Routing : DispatchOperands<Config> {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) size[i] = align_up(need[i], args.alignment);
-      const int64_t through = rows_before + sum_through(size[0] + size[1]);
-      int64_t begin = through - size[0] - size[1];
-      rows_before = __shfl_sync(kAllLanes, through, 31);
+      const int64_t through = rows_before_batch + sum_through(size[0] + size[1]);
+      int64_t rows_before = through - size[0] - size[1];
+      rows_before_batch = __shfl_sync(kAllLanes, through, 31);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int32_t expert = first + i;
         if (expert >= end) break;
-        const ExpertGroup group = place_group(args.layout, expert, begin, need[i], args.capacity, args.alignment);
-        p.first_row[expert] = static_cast<int32_t>(group.first_row);
-        p.counts[expert] = new_route() ? need[i] : __ldg(args.known_counts + expert);
-        p.group_sizes[expert] = group.group_size;
+        const ExpertGroup group = place_group(args.layout, expert, rows_before, need[i], args.capacity, args.alignment);
+        destinations.first_row[expert] = static_cast<int32_t>(group.first_row);
+        destinations.counts[expert] = new_route() ? need[i] : __ldg(args.known_counts + expert);
+        destinations.group_sizes[expert] = group.group_size;
         fits &= group.fits;
-        begin += size[i];
+        rows_before += size[i];
       }
     }
     const bool overflows = __any_sync(kAllLanes, !fits) && new_route();
@@ -259,7 +259,8 @@ struct Routing : DispatchOperands<Config> {
     const int32_t expert = args.has_token_rows() ? 0 : header.expert;
     const int32_t* const first = destinations.first_position + source * experts_per_rank() + expert;
     const int32_t position = first[0] + header.position_in_source;
-    return position < first[experts_per_rank()] ? destinations.first_row[expert] + position : -1;
+    const int32_t end = first[experts_per_rank()];  // where the next source's rows begin; or the end of the group
+    return position < end ? destinations.first_row[expert] + position : -1;
   }
 };
 
