@@ -2,10 +2,11 @@
 // acknowledgements. The layout is the same on every rank of a group, so an offset names the same object on all of them.
 //
 // A row has these numbers on its way:
-//   index     among the rows that one source sends to one rank, in the order of the source's tokens
-//   number    in the arena, of all slots, sources and indices (ArenaLayout::row_number); kernels also say arena_row
-//   position  in the group of an expert
-//   row       of the result, or of y
+//   index               among the rows that one source sends to one rank, in the order of the source's tokens
+//   number, arena_row   in the whole arena, computed from slot, source and index (ArenaLayout::row_number)
+//   position_in_source  among the rows of one source for one expert
+//   position            in the group of an expert
+//   row                 of the result, or of y
 #pragma once
 
 #include <algorithm>
@@ -37,8 +38,8 @@ inline constexpr uint8_t kSentinelByte = 0xfd;  // a unit of 16 sentinel bytes h
 // index at its destination.)
 struct alignas(kUnitBytes) RowHeader {
   int32_t expert;  // local expert on the receiving rank, or -1 if this k has none there
-  // The row's number among the rows of the same source for the same expert. In the layout "token", the header of the
-  // first k that names the rank has the row's number among all rows of the source, and the others have -1.
+  // The row's position among the rows of the same source for the same expert. In the layout "token", the header of the
+  // first k that names the rank has the row's position among all rows of the source, and the others have -1.
   int32_t position_in_source;
   float weight;
   uint32_t epoch;  // the operation's epoch: it shows that the header has arrived

@@ -83,8 +83,8 @@ constexpr bool has_buffer_per_expert(Layout layout) {
   return false;
 }
 
-// True if a buffer of `capacity` rows holds a token at most once, if no token names an expert twice: it is the buffer
-// of one expert, or has a row per token.
+// True if a token has at most one row in a buffer of `capacity` rows. (This assumes that no token names an expert
+// twice.) The buffer then belongs to one expert, or has one row per token.
 constexpr bool holds_token_once(Layout layout) {
   switch (layout) {
     case Layout::kRagged:
@@ -170,8 +170,8 @@ constexpr Fill fill(const int32_t* ends, int32_t stride, int32_t num, int32_t ro
 constexpr void share_rows(int32_t* first, int32_t stride, int32_t num_ranks, int32_t room, int32_t start) {
   if (first[num_ranks * stride] <= room) return;
   const Fill share = fill(first, stride, num_ranks, room);
-  // Sources that want more than the level take turns, from `start` on and then from 0 on. `turn` counts those before a
-  // source. First, it counts those from `start` on.
+  // The sources that want more than the level get the left-over rows in this order: `start` to the last, then 0 to
+  // `start` - 1. `turn` is the number of such sources before a source. The first loop counts those before source 0.
   int32_t turn = 0;
   JAX_EP_DO_NOT_UNROLL
   for (int32_t source = start; source < num_ranks; ++source) {

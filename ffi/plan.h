@@ -31,9 +31,10 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 
 // The variants of a kernel.
 //
-// kLowLatency, for few rows: small blocks, two on each SM, and little code, because latency depends on instruction
-// fetch. In a dispatch, its control warp, which enters the operation (ffi/cuda/epoch.cuh), is an extra warp and moves
-// no rows. In a combine, and in the other variants, the control warp is the last of the warps that move rows.
+// kLowLatency, for few rows: small blocks, of which at least two fit on an SM, and little code, because latency depends
+// on instruction fetch. In a dispatch, its control warp, which enters the operation (ffi/cuda/epoch.cuh), is an extra
+// warp and moves no rows. In a combine, and in the other variants, the control warp is the last of the warps that move
+// rows.
 //
 // kBalanced: large blocks, one per SM.
 //
@@ -47,7 +48,8 @@ constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(v
 constexpr int32_t most_block_warps(Variant variant) {
   return is_low_latency(variant) ? kLowLatencyBlockWarps : kMaxBlockWarps;
 }
-// The blocks of most_block_warps() that must fit on an SM: a kernel may use only so many registers.
+// How many of a kernel's largest blocks must fit on an SM. This limits the registers of a thread (__launch_bounds__).
+// (The largest block of a low-latency dispatch also has the extra control warp.)
 constexpr int32_t blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
 // A thread block is a sender or a receiver; over a network, it may be a forwarder (num_forwarders). With work stealing,

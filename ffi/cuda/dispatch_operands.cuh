@@ -39,8 +39,8 @@ struct SendCounts {
 // The destinations of arriving rows; in dynamic shared memory.
 struct Destinations {
   // [R + 1, E_local]: the position, in the expert's group, of each source's first row. Row R is `counts`, the next
-  // array in memory. A source has the positions from its first_position to that of the next source. (If there is too
-  // little room, rows with later positions are dropped.)
+  // array in memory. A source's rows have the positions from its first_position up to, but not including, that of the
+  // next source. A row of the source that would have a later position is dropped.
   int32_t* first_position;
   int32_t* counts;       // [E_local]
   int32_t* first_row;    // [E_local]

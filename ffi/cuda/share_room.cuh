@@ -1,5 +1,5 @@
-// Which rows a rank keeps if there is too little room for all that arrive. ffi/layout.h has the rule by which experts
-// and sources share. This file adds that experts in one buffer share whole tiles of `alignment` rows.
+// Which rows a rank keeps if there is too little room for all that arrive. ffi/layout.h has the rule for sharing room
+// among experts and among sources. In addition, experts in one buffer share whole tiles of `alignment` rows.
 #pragma once
 
 #include "ffi/cuda/dispatch_operands.cuh"
@@ -47,7 +47,7 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   // Alignment and capacity fit in 32 bits (jax_ep/_dispatch_options.py). A GPU is slow in 64-bit divisions.
   const auto alignment = static_cast<uint32_t>(args.alignment);
   __syncwarp();  // the other lanes have written their destinations
-  // In a ragged layout, until the sizes are known: the tiles of `alignment` rows that each expert needs.
+  // If the experts share a buffer, and until the sizes are known: the tiles of `alignment` rows that each expert needs.
   int32_t* const tiles = destinations.group_sizes;
   Fill share = {};
   if (shares_buffer) {

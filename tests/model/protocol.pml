@@ -4,34 +4,35 @@
  * operation whose slot a start still uses comes after that start's done. XLA's stream runs whole operations and starts.
  * The dones run on a stream of their own, at any time after their starts; at a join, XLA's stream waits for a done.
  *
- * A launch is a loop that takes the steps of its thread blocks in any order. A step is what another rank can tell from
- * the step before it: a store to a peer, or a load of words that peers write. So stores arrive in any order, but before
- * their kernel ends.
+ * A launch is a loop that takes the steps of its thread blocks in any order. A step is one action that other ranks can
+ * notice: a store to a peer, or a load of words that peers write. So stores arrive in any order, but all of them arrive
+ * before their kernel ends.
  *
- * tests/test_model.py lists the settings that are checked together:
+ * The parameters (tests/test_model.py has the combinations that are checked):
  *
  *   RANKS (2, 3), SLOTS, OPS (at most 6)
  *   ROWLESS      the first ROWLESS ranks may have no row for their peers
- *   STARTS       at most so many of the operations are split-phase
- *   ONE_SENDER   one block notifies the peers and sends rows; otherwise, two blocks do
+ *   STARTS       at most STARTS of the operations are split-phase
+ *   ONE_SENDER   one block notifies the peers and sends rows; otherwise, one block notifies, and another one sends
  *   FAULT        rank 0 may stop anywhere, and a start may have no done; a time-out comes when nothing else can happen
  *   HASTE        a time-out may come during any wait
- *   WITHOUT      one of the orders below, which is left out: a mutant, which must fail
+ *   WITHOUT      the rule below that a run leaves out; the run must then fail (a mutant)
  *
- * The model does not contain: launches that overlap, work stealing, the hold after a start, ranks that forward the rows
- * of others into a third rank's slots (over a network), how a unit shows that it is empty, and epochs that wrap. */
+ * The model does not contain: the error of two launches of XLA's stream that overlap, work stealing, the hold after a
+ * start, ranks that forward the rows of others into a third rank's slots (over a network), how a unit shows that it
+ * is empty, and epochs that wrap. */
 
-/* The orders that the protocol relies on. */
+/* The rules that the protocol relies on. */
 #define NOTHING 0
 #define CLAIM 1                    /* a block that does not know that a slot is free waits for the peers' words */
-#define NEWEST_IS_WHOLE 2          /* a slot is known to be free only if the newest operation is whole, */
-#define WHOLE_SLOT 3               /* and the slot's newest operation was whole, too */
+#define NEWEST_IS_WHOLE 2          /* a slot is known to be free only if the operation before this one was whole, */
+#define WHOLE_SLOT 3               /* and only if the slot's former operation was whole */
 #define LATER_WORDS 4              /* a word may be newer than the one that a block waits for */
-#define END_OF_KERNEL 5            /* units are empty before the next operation is notified of */
-#define READING_BEFORE_FINISHING 6 /* a done reads the slot before it tells so */
+#define END_OF_KERNEL 5            /* units are empty before a rank notifies its peers of the next operation */
+#define READING_BEFORE_FINISHING 6 /* a done tells that it has read the slot only after it has read it */
 #define TELLING_OF_WHOLES 7        /* the next launch tells that a whole operation has read its rows */
 #define TELLING_OF_DONES 8         /* a done tells that it has read its rows */
-#define ONE_TELLER 9               /* a launch tells only of its own operation, not of words of dones */
+#define ONE_TELLER 9               /* a launch tells of the whole operation before it, not of what dones have noted */
 #define WARNING 10                 /* a rank that fails tells the peers */
 #define LOOKING_AT_FAILED 11       /* a rank that is told waits no more */
 #ifndef WITHOUT
@@ -69,14 +70,14 @@
 #endif
 
 typedef Source { /* what a peer has sent into a slot */
-  byte op;       /* the epoch of its notification */
+  byte notified; /* the epoch of its notification */
   bit row_comes; /* the notification says so */
   byte unit;     /* 0: empty; otherwise the epoch of a row */
   byte finished  /* the newest epoch whose rows the peer has read in its own slot */
 }
 typedef Slot {
   Source from[RANKS];
-  byte read /* the newest epoch of which all rows have been taken; the protocol must protect it */
+  byte read /* the newest epoch of which all rows have been taken */
 }
 typedef Rank {
   Slot slot[SLOTS];
@@ -109,7 +110,7 @@ bit time_is_up;
    mine.from[p].finished > epoch - SLOTS && WITHOUT != LATER_WORDS)
 #define slot_is_free for_all(has_read)
 
-#define has_sent(p) (p == self || mine.from[p].op == epoch && (!mine.from[p].row_comes || mine.from[p].unit != 0))
+#define has_sent(p) (p == self || mine.from[p].notified == epoch && (!mine.from[p].row_comes || mine.from[p].unit != 0))
 #define all_have_sent for_all(has_sent)
 
 /* --- a launch begins -------------------------------------------------------------------------------------------- */
@@ -176,7 +177,7 @@ inline store_row(p) {
 inline notify(p) {
   assert(rank[p].slot[slot].read == epoch - SLOTS);
   notifies = notifies & ~bit_of(p);
-  of_peer(p).op = epoch;
+  of_peer(p).notified = epoch;
   of_peer(p).row_comes = own.has_row[epoch];
 #ifdef ONE_SENDER /* The receiver waits for both, so their order does not matter. */
   if
@@ -192,7 +193,7 @@ inline send_row(p) {
   store_row(p)
 }
 
-/* Takes all rows in one step: no rank is told before the launch ends. */
+/* Takes all rows in one step: no peer is told before all rows are taken. */
 inline receive() {
   receives = 0;
   for (p : 0 .. RANKS - 1) {
@@ -209,7 +210,7 @@ inline receive() {
   mine.read = epoch
 }
 
-/* Of a mutant, with two slots: a launch of the rank does it at any time. */
+/* Of a mutant, with two slots: empties the late units of slot s. Any launch of the rank may do it, at any time. */
 inline leave_empty(s) {
   own.late[s] = 0;
   for (p : 0 .. RANKS - 1) {
