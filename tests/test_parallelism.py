@@ -47,14 +47,17 @@ def test_by_expert_sends_no_row(mesh):
     """One sum goes over the ranks. All other collectives are of one rank each, along the axis of size 1."""
     text = compiled_by_expert(mesh)
     pattern = (
-        r" (all-reduce|all-gather|all-to-all|collective-permute)\(.*?(?:replica_groups|source_target_pairs)=(\S+),"
+        r" (all-reduce|all-gather|all-to-all|collective-permute)\(.*?"
+        r"(?:replica_groups|source_target_pairs)=(mesh\S+ \{[^}]*\}|\S+),"
     )
     over_ranks = [op for op, groups in re.findall(pattern, text) if not is_of_one_rank_each(groups, mesh.size)]
     assert over_ranks == ["all-reduce"]
 
 
 def is_of_one_rank_each(groups, num_ranks):
-    """Whether HLO's `groups` are {{0},{1},...} or [num_ranks,1]<=[num_ranks]."""
+    """Whether HLO's `groups` are {{0},{1},...}, [num_ranks,1]<=[num_ranks], or those along the axis "one" of a mesh."""
+    if groups.startswith("mesh"):
+        return groups.endswith(" {'one'}")
     return re.fullmatch(r"\{(\{\d+\},?)+\}", groups) or groups == f"[{num_ranks},1]<=[{num_ranks}]"
 
 
