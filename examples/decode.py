@@ -78,8 +78,8 @@ def mismatches(options: argparse.Namespace) -> Iterator[str]:
     yield from model_mismatches(options, ranks=jax.device_count())
     if options.prompt >= options.length:
         yield f"--prompt {options.prompt} must be less than --length {options.length}"
-    if options.wire != "none" and options.hidden % 128:
-        yield f"--wire {options.wire} needs --hidden {options.hidden} to be a multiple of 128; use --wire none"
+    if options.wire != "none" and options.hidden % 16:
+        yield f"--wire {options.wire} needs --hidden {options.hidden} to be a multiple of 16; use --wire none"
     if options.checkpoint_dir and not Checkpoints.are_in(options.checkpoint_dir):
         yield (
             f"--checkpoint-dir {options.checkpoint_dir} holds no checkpoint; name a directory that "

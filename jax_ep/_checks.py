@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._constants import CHANNELS_PER_SCALE
-from jax_ep._wires import WIRES
+from jax_ep._wires import CHANNELS_PER_UNIT, WIRES
 
 DTYPES = ("bfloat16", "float16", "float32")  # of activations
 SETTINGS = {"E": "num_experts", "H": "hidden", "K": "top_k"}  # what a group fixes of an argument's shape
@@ -102,9 +101,9 @@ def num_rows(op: str, letter: str, size: int, max_tokens_per_rank: int, name: st
 def wire(op: str, value: Any, hidden: int) -> None:
     """`value` is a wire format, or None, that can carry rows of `hidden` channels."""
     choice(f"{op}: wire", value, (None, *WIRES))
-    if value is not None and hidden % CHANNELS_PER_SCALE:
+    if value is not None and hidden % CHANNELS_PER_UNIT:
         raise ValueError(
-            f"{op}: wire is {value!r}, which needs hidden to be a multiple of {CHANNELS_PER_SCALE}; the group's is "
+            f"{op}: wire is {value!r}, which needs hidden to be a multiple of {CHANNELS_PER_UNIT}; the group's is "
             f"{hidden}: use wire=None"
         )
 

@@ -17,7 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_ep import _checks, _compat, _token_layout, _wires
 from jax_ep._balance import Plan, home_slots
-from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep._dispatch_options import DispatchOptions
 from jax_ep._group import Group, check_usable
 from jax_ep._layouts import LayoutName
@@ -26,7 +25,7 @@ from jax_ep._types import DispatchCall, Dispatched, Route, route_of
 from jax_ep._wires import Wire
 
 QuantizedRows: TypeAlias = tuple[
-    Annotated[jax.Array, "float8_e4m3fn [T, H]"], Annotated[jax.Array, "float32 [T, H/128]"]
+    Annotated[jax.Array, "float8_e4m3fn [T, H]"], Annotated[jax.Array, "float32 [T, ceil(H/128)]"]
 ]
 
 
@@ -52,7 +51,7 @@ def dispatch(
     Differentiable in x and topk_weights, in reverse mode.
 
     Args:
-        x: [T, H] in group.dtype; or an already quantised pair (float8_e4m3fn [T, H], float32 scales [T, H/128]).
+        x: [T, H] in group.dtype; or an already quantised pair (float8_e4m3fn [T, H], float32 scales [T, ceil(H/128)]).
         topk_idx: [T, K] int32, global expert ids. An id outside [0, num_experts) means no expert: nothing is sent. If a
             token names an expert twice, the expert receives two rows.
         topk_weights: [T, K] float32, the router's weights; None means 1.
@@ -272,20 +271,20 @@ def _check_quantized(op: str, x: Any, wire: str | None, group: Group) -> int:
     if len(x) != 2:
         raise ValueError(
             f"{op}: x is a {type(x).__name__} of {len(x)}; it must be an array [T, H] or, if it is quantised, a pair "
-            "(float8_e4m3fn [T, H], scales [T, H/128])"
+            "(float8_e4m3fn [T, H], scales [T, ceil(H/128)])"
         )
     if wire is not None:
         raise ValueError(f"{op}: wire is {wire!r}, but x is already quantised; it must be None")
-    if group.hidden % CHANNELS_PER_SCALE:
+    if group.hidden % _wires.CHANNELS_PER_UNIT:
         raise ValueError(
-            f"{op}: x is quantised, which needs hidden to be a multiple of {CHANNELS_PER_SCALE}; the group's is "
+            f"{op}: x is quantised, which needs hidden to be a multiple of {_wires.CHANNELS_PER_UNIT}; the group's is "
             f"{group.hidden}: give x in {group.dtype}"
         )
     no_cast = f"for rows in {group.dtype}, give them alone, with wire='fp8'"
     _checks.array(op, "x[0]", x[0], {"T": None, "H": group.hidden}, _wires.FP8, no_cast)
     num_tokens = x[0].shape[0]
-    blocks = group.hidden // CHANNELS_PER_SCALE
-    _checks.array(op, "x[1]", x[1], {"T": num_tokens, "H/128": blocks}, jnp.float32)
+    num_scales = _wires.num_scales(group.hidden)
+    _checks.array(op, "x[1]", x[1], {"T": num_tokens, "ceil(H/128)": num_scales}, jnp.float32)
     return num_tokens
 
 

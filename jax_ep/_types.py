@@ -213,8 +213,8 @@ class Dispatched:
             do not describe the rows of x: use those of `expand`.
         weights: float32, one per row of x; 0 in rows that hold no token. In the layout "token", [capacity, K]; 0 for
             experts of other ranks.
-        scales: float32 [..., H/128], one per 128 channels of x, if rows arrive in fp8 and dequantize is False; else
-            None.
+        scales: float32 [..., ceil(H/128)], one per 128 channels of x, if rows arrive in fp8 and dequantize is False;
+            else None.
         num_dropped: [] int32, rows that this rank dropped because they did not fit. The number of all ranks is
             `jax.lax.psum(recv.num_dropped, axes)`, with all axes over which the tokens are split.
         route: opaque; `combine` and `dispatch_like` use it.
@@ -289,7 +289,7 @@ class Expanded:
         counts: [E_local] int32, rows of each local expert that hold a token.
         group_sizes: [E_local] int32, the counts, rounded up to a multiple of `alignment`.
         weights: [capacity] float32; 0 in rows that hold no token.
-        scales: float32 [capacity, H/128] if recv has scales; else None.
+        scales: float32 [capacity, ceil(H/128)] if recv has scales; else None.
         num_dropped: [] int32, rows that did not fit.
         row_of_pair: [N, K] int32, the row of each pair (row of recv, k); `capacity` for no row. `reduce` uses it.
         pair_of_row: [capacity] int32, n * K + k for the pair (n, k) of each row; N * K for no pair. `reduce` uses it.
@@ -359,7 +359,7 @@ class AllToAll:
         x: [R, M, H]. Block r contains the rows from rank r, sorted by local expert, starting at row 0. Rows beyond the
             sum of splits[r] are unspecified. In the group's dtype, or float8_e4m3fn when `scales` is set.
         splits: [R, E_local] int32, rows from each rank for each local expert.
-        scales: float32 [R, M, H/128] with an fp8 wire and dequantize=False; else None.
+        scales: float32 [R, M, ceil(H/128)] with an fp8 wire and dequantize=False; else None.
         group: the `Group`.
 
     Example:

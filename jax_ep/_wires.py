@@ -1,10 +1,10 @@
 """The formats in which rows cross the link. A new wire format is a new entry of `WIRES`.
 
 An fp8 wire carries float8_e4m3fn values and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
-activations, https://arxiv.org/abs/2412.19437, section 3.3). The CUDA backend casts bfloat16 in its kernels, and other
-dtypes with the functions of this file. Every backend makes the same bits, so nothing here may depend on how a compiler
-rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the
-rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
+activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the channels that are left. The CUDA
+backend casts bfloat16 in its kernels, and other dtypes with the functions of this file. Every backend makes the same
+bits, so nothing here may depend on how a compiler rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of
+float16, and skips the rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jax_ep._constants import CHANNELS_PER_SCALE, Cast
 
 Wire: TypeAlias = Literal["fp8", "fp8_pow2"]
 FP8 = jnp.float8_e4m3fn
+CHANNELS_PER_UNIT = 16  # a row travels in units of 16 bytes, and has only whole units
 
 _FP8_MAX = np.float32(448)
 _AMAX_FLOOR = np.float32(1e-4)  # keeps the scale of an all-zero block finite
@@ -31,12 +32,28 @@ _MANTISSA = np.uint32(0x7FFFFF)
 _ONE = np.uint32(0x800000)  # the leading one of a float32 mantissa, and one step of its exponent
 
 
+def num_scales(hidden: int) -> int:
+    """Returns the number of scales of a row of `hidden` channels."""
+    return -(-hidden // CHANNELS_PER_SCALE)
+
+
+def _in_blocks(x: jax.Array) -> jax.Array:
+    """Returns x [..., H] as [..., num_scales(H), 128], with zeros behind the last channel."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % CHANNELS_PER_SCALE)]
+    return jnp.pad(x, padding).reshape(*x.shape[:-1], num_scales(x.shape[-1]), CHANNELS_PER_SCALE)
+
+
+def _out_of_blocks(blocks: jax.Array, hidden: int) -> jax.Array:
+    """The inverse of `_in_blocks`."""
+    return blocks.reshape(*blocks.shape[:-2], -1)[..., :hidden]
+
+
 def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
-    """Casts x [..., H] to (float8_e4m3fn [..., H], float32 scales [..., H/128]) such that x ~= q * scale.
+    """Casts x [..., H] to (float8_e4m3fn [..., H], float32 scales [..., ceil(H/128)]) such that x ~= q * scale.
 
     A NaN or infinity makes its block of 128 channels NaN: every q is 0x7f and the scale is 0x7fc00000.
     """
-    blocks = lax.optimization_barrier(x).astype(jnp.float32).reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+    blocks = _in_blocks(lax.optimization_barrier(x).astype(jnp.float32))
     # As integers, the bits of |x| have the order of the values, and every NaN comes last. No platform drops a NaN here.
     largest = jnp.max(lax.bitcast_convert_type(blocks, jnp.uint32) & ~_SIGN, axis=-1)
     is_finite = largest < _INFINITY
@@ -44,13 +61,13 @@ def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
     scales, factor = WIRES[wire].scale(amax)
     q = lax.bitcast_convert_type(_round_to_fp8(blocks * factor[..., None]), jnp.uint8)
     q = lax.bitcast_convert_type(jnp.where(is_finite[..., None], q, _FP8_NAN), FP8)
-    return q.reshape(x.shape), jnp.where(is_finite, scales, np.float32(np.nan))
+    return _out_of_blocks(q, x.shape[-1]), jnp.where(is_finite, scales, np.float32(np.nan))
 
 
 def dequantize(q: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Inverts `quantize`: q * scale in float32, rounded once to `dtype`. Every NaN of the result has NumPy's bits."""
-    blocks = q.astype(jnp.float32).reshape(*scales.shape, CHANNELS_PER_SCALE)
-    return lax.optimization_barrier(_unify_nans((blocks * scales[..., None]).reshape(q.shape).astype(dtype)))
+    values = _out_of_blocks(_in_blocks(q.astype(jnp.float32)) * scales[..., None], q.shape[-1])
+    return lax.optimization_barrier(_unify_nans(values.astype(dtype)))
 
 
 @jax.custom_jvp

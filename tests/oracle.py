@@ -153,7 +153,7 @@ def arriving(x, wire, dequantize_to):
 
 
 def dispatch(x, topk_idx, topk_weights, *, wire=None, dequantize_to=None, **layout) -> Dispatched:
-    """x is [R, T, H] or already quantised, (x_fp8 [R, T, H], scales [R, T, H/128]); `layout` as for `route`."""
+    """x is [R, T, H] or already quantised, (x_fp8 [R, T, H], scales [R, T, ceil(H/128)]); `layout` as for `route`."""
     where = route(topk_idx, **layout)
     if topk_weights is None:
         topk_weights = np.ones(topk_idx.shape, np.float32)
@@ -239,9 +239,14 @@ def dispatch_tokens(
 def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
     """float8_e4m3fn of x [..., H] with one float32 scale per 128 channels, every step rounded to float32.
 
+    The last scale is that of the channels that are left.
+
     A block that holds a NaN or infinity becomes NaN: its bytes are 0x7f and its scale is NumPy's NaN.
     """
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+    hidden = x.shape[-1]
+    blocks = np.zeros((*x.shape[:-1], -(-hidden // CHANNELS_PER_SCALE) * CHANNELS_PER_SCALE), np.float32)
+    blocks[..., :hidden] = x
+    blocks = blocks.reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
     is_finite = np.isfinite(blocks).all(axis=-1)
     blocks = np.where(is_finite[..., None], blocks, np.float32(0))
     amax = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-4))
@@ -256,13 +261,15 @@ def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
     assert scaled.dtype == scale.dtype == np.float32
     x_fp8 = np.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)
     x_fp8.view(np.uint8)[~is_finite] = 0x7F
-    return x_fp8.reshape(x.shape), np.where(is_finite, scale, np.float32(np.nan))
+    return x_fp8.reshape(*x.shape[:-1], -1)[..., :hidden], np.where(is_finite, scale, np.float32(np.nan))
 
 
 def dequantize(x_fp8, scales, dtype) -> np.ndarray:
     """Every NaN of the result has the bits of NumPy's NaN of that dtype."""
     with np.errstate(invalid="ignore", over="ignore"):  # 0 * infinity; float16 overflows to infinity
-        values = (x_fp8.astype(np.float32) * np.repeat(scales, CHANNELS_PER_SCALE, axis=-1)).astype(dtype)
+        values = (
+            x_fp8.astype(np.float32) * np.repeat(scales, CHANNELS_PER_SCALE, axis=-1)[..., : x_fp8.shape[-1]]
+        ).astype(dtype)
     values[np.isnan(values)] = np.nan
     return values
 

@@ -106,7 +106,7 @@ def draw_layout(rng: np.random.Generator, shape: Shape, num_ranks: int) -> dict[
 
 
 def draw_wire(rng: np.random.Generator, shape: Shape) -> str | None:
-    return None if shape.hidden % oracle.CHANNELS_PER_SCALE else [None, "fp8", "fp8_pow2"][rng.integers(3)]
+    return None if shape.hidden % 16 else [None, "fp8", "fp8_pow2"][rng.integers(3)]
 
 
 def draw_inputs(rng: np.random.Generator, shape: Shape, num_ranks: int) -> Any:

@@ -396,7 +396,7 @@ def test_live_table(capsys):
         ("--experts=0", "--experts is 0; it must be at least 1"),
         ("--num-sms=auto,0", "--num-sms is 0; it must be 1 to 1024"),
         ("--hidden=128,100", "--hidden is 100; it must be a multiple of 8, 16 bytes in bfloat16"),
-        ("--hidden=64 --wire=none,fp8", "--hidden is 64; it must be a multiple of 128, with --wire=fp8"),
+        ("--hidden=72 --wire=none,fp8", "--hidden is 72; it must be a multiple of 16, with --wire=fp8"),
         ("--tokens=8,x", "argument --tokens: '8,x' is no list of whole numbers, such as 8,32"),
         ("--num-sms=all", "argument --num-sms: 'all' is no list of whole numbers or auto, such as 24,auto"),
         ("--json=nowhere/rows.json", "--json is nowhere/rows.json, in a directory that does not exist; make it first"),

@@ -86,15 +86,15 @@ def test_cuda_backend_needs_an_axis_of_at_most_32():
         assert _backends.choose("auto", mesh, "ep") == "collectives"
 
 
-def test_quantised_x_needs_blocks_of_128(make_group, mesh):
+def test_quantised_x_needs_whole_units(make_group, mesh):
     """The caller gave no wire, so that the message must not blame one."""
-    shape = dataclasses.replace(SMALL, hidden=192)
+    shape = dataclasses.replace(SMALL, hidden=72)
     group = make_group(mesh, shape)
     x, topk_idx, _ = make_inputs(shape, mesh.size)
     pair = x.astype(jnp.float8_e4m3fn), np.ones((*x.shape[:-1], 1), np.float32)
     with pytest.raises(ValueError, match="x is quantised") as raised:
         jax.eval_shape(spmd(lambda *pair: ep.dispatch(pair, topk_idx[0], group=group, layout="ragged"), mesh), *pair)
-    assert_names(raised.value, 192, 128)
+    assert_names(raised.value, 72, 16)
 
 
 def test_dequantize_takes_what_was_received():
@@ -268,15 +268,15 @@ def test_good_arguments_are_good(group, two_ranks):
 
 
 @pytest.mark.parametrize("op", [ep.dispatch, ep.all_to_all])
-def test_wire_needs_whole_blocks_of_channels(make_group, two_ranks, op):
-    group = make_group(two_ranks, SMALL, hidden=64)
+def test_wire_needs_whole_units(make_group, two_ranks, op):
+    group = make_group(two_ranks, SMALL, hidden=72)
 
     def bad_call(x, *others):
-        return op(**good_arguments(op, group, x[:, :64], *others), wire="fp8")
+        return op(**good_arguments(op, group, x[:, :72], *others), wire="fp8")
 
     with pytest.raises(ValueError, match="wire") as raised:
         trace(bad_call, two_ranks)
-    assert_names(raised.value, "hidden", 64, 128)
+    assert_names(raised.value, "hidden", 72, 16)
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])

@@ -168,7 +168,7 @@ def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processe
         ("train_moe.py", f"--out {__file__}", "is a file; name a directory"),
         ("decode.py", "--checkpoint-dir nowhere", "--checkpoint-dir nowhere holds no checkpoint"),
         ("decode.py", "--prompt 96", "--prompt 96 must be less than --length 96"),
-        ("decode.py", "--hidden 64", "--wire fp8 needs --hidden 64 to be a multiple of 128; use --wire none"),
+        ("decode.py", "--hidden 72", "--wire fp8 needs --hidden 72 to be a multiple of 16; use --wire none"),
         ("decode.py", "--backend cuda", "--backend cuda cannot be used here"),
     ],
 )

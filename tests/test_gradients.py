@@ -362,7 +362,7 @@ def by_turns(cases):
     return [(*case, layout) for case, layout in zip(cases, itertools.cycle(("ragged", "expert")), strict=False)]
 
 
-SHAPES_AND_WIRES = [(s, wire) for s in SHAPES for wire in (None, "fp8") if wire is None or s.hidden % 128 == 0]
+SHAPES_AND_WIRES = [(s, wire) for s in SHAPES for wire in (None, "fp8") if wire is None or s.hidden % 16 == 0]
 
 
 @pytest.mark.parametrize(("shape", "wire", "layout"), by_turns(SHAPES_AND_WIRES), ids=str)

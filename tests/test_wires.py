@@ -139,6 +139,30 @@ def test_wire_and_both_ways_to_dequantize(make_group, mesh, layout, wire, dtype)
     assert_combined(out, y, quantised.weights, quantised.route, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "wire", "dtype"),
+    [(16, "fp8", "bfloat16"), (528, "fp8_pow2", "bfloat16"), (2880, "fp8", "bfloat16"), (400, "fp8", "float32")],
+)
+def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wire, dtype):
+    """Half of the rows have their largest values there. With 528 channels, the last chunk of 512 bytes has one unit."""
+    shape = dataclasses.replace(SHAPE, hidden=hidden, dtype=dtype)
+    inputs = make_inputs(shape, mesh.size)
+    inputs.x[:, ::2, hidden // 128 * 128 :] *= 100
+    pair = oracle.quantize(inputs.x, wire)
+    assert pair[1].shape == (*inputs.x.shape[:-1], -(-hidden // 128))
+    results = dispatch_fp8(make_group, mesh, shape, wire, *inputs)
+    assert_fp8_dispatched(results, pair, inputs, shape)
+    group = make_group(mesh, shape)
+    sent = run_spmd(
+        lambda *pair: ep.dispatch(pair[:2], *pair[2:], group=group, layout="ragged", dequantize=False, zero_pad=True),
+        mesh,
+        *pair,
+        *inputs[1:],
+    )
+    assert_same_bits(sent.x, results[0].x)
+    assert_same_bits(sent.scales, results[0].scales)
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_wire_with_too_little_room(make_group, mesh, layout, wire):
     inputs = wide_range_inputs(SHAPE, mesh.size)

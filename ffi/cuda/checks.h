@@ -64,12 +64,12 @@ inline ffi::Error check_layout(const char* op, int64_t layout, int64_t capacity,
 // only, to fp8 and back. Rows that are fp8 already have scales.
 inline ffi::Error check_wire(const char* op, int64_t cast, bool dequantize, const Operand& x, const Operand& x_scales,
                              const Dims& rows, const Operand& out, const Operand& out_scales) {
-  const int64_t num_tokens = size(x, 0), channels = last_size(x), num_scales = channels / kChannelsPerScale;
+  const int64_t num_tokens = size(x, 0), channels = last_size(x), num_scales = divide_up(channels, kChannelsPerScale);
   const bool is_quantized = x.element_type() == ffi::F8E4M3FN, is_cast = cast != 0, is_fp8 = is_quantized || is_cast;
-  if (is_fp8 && channels % kChannelsPerScale != 0) {
+  if (is_fp8 && channels % kUnitBytes != 0) {
     return ffi::Error::InvalidArgument(std::string(op) + ": x has rows of " + std::to_string(channels) +
                                        " channels; rows that travel in fp8 must have a multiple of " +
-                                       std::to_string(kChannelsPerScale));
+                                       std::to_string(kUnitBytes));
   }
   const bool returns_fp8 = is_fp8 && !dequantize;
   const Types x_types = is_cast ? Types(ffi::BF16) : is_quantized ? Types(ffi::F8E4M3FN) : Types::floats();

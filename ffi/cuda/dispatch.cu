@@ -18,8 +18,9 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   using Dispatch = NodeForward<DispatchConfig<X, kCasts, kDelivery, kVariant>>;  // the last layer
   using Outgoing = typename Dispatch::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
-  const Dispatch dispatch = {
-      peers, args, plan, {peers, args, args.out, shared.state, num_worker_threads}, shared, scratch, payload_of(args)};
+  const auto payload = static_cast<int32_t>(args.payload_bytes(kCasts));
+  const Dispatch dispatch = {peers,  args,    plan,   {peers, args, args.out, shared.state, num_worker_threads},
+                             shared, scratch, payload};
   if (!dispatch.op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);

@@ -25,7 +25,7 @@ struct DispatchArgs : Call {
   const float* x_scales;  // [T, num_scales] if the rows of x are fp8 already, else null
   int64_t row_bytes;      // of x
   int32_t cast;           // Cast: how senders cast x
-  int32_t num_scales;     // of a row in transit; 0 if the row is not fp8
+  int32_t num_scales;     // of a row in transit: one per 128 channels, rounded up; 0 if the row is not fp8
   // The routing is one of these two: a new route, which this dispatch computes, or a known route, which an earlier
   // dispatch computed. (For all_to_all, Python computes known_send_index from the splits.)
   const int32_t* topk_idx;          // [T, K]: a new route
@@ -64,6 +64,9 @@ struct DispatchArgs : Call {
   const void* y;             // [num_rows, out_row_bytes] or null
   float* weights_cotangent;  // [num_rows] or null
 
+  // The payload bytes of a row in transit, without its scales. A cast makes one byte of two. `casts`: whether `cast` is
+  // not 0; a kernel knows it at compile time.
+  constexpr int64_t payload_bytes(bool casts) const { return casts ? row_bytes / 2 : row_bytes; }
   // True for a new route in the layout "token".
   constexpr bool has_token_rows() const { return recv_topk_idx != nullptr; }
   constexpr int64_t weights_per_row() const { return has_token_rows() ? top_k : 1; }

@@ -77,12 +77,6 @@ constexpr bool needs_rail_peers(const Peers& peers, const DispatchArgs& args) {
          !are_few(args.num_tokens);
 }
 
-// The payload bytes of a row in transit, without its scales.
-__device__ __forceinline__ int32_t payload_of(const DispatchArgs& args) {
-  return args.num_scales ? args.num_scales * static_cast<int32_t>(kChannelsPerScale)
-                         : static_cast<int32_t>(args.row_bytes);
-}
-
 // The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows of
 // bfloat16 to fp8.
 template <typename X_, bool kCasts_, Delivery kDelivery_, Variant kVariant_>

@@ -51,7 +51,7 @@ void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const Operand&
   args.x_scales = data<float>(x_scales);
   args.cast = static_cast<int32_t>(cast);
   const bool is_fp8 = args.x_scales != nullptr || args.cast != 0;
-  args.num_scales = is_fp8 ? static_cast<int32_t>(x.dimensions()[1] / kChannelsPerScale) : 0;
+  args.num_scales = is_fp8 ? static_cast<int32_t>(divide_up(x.dimensions()[1], kChannelsPerScale)) : 0;
 }
 
 DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x, Operand x_scales, Operand topk_idx,

@@ -18,7 +18,7 @@ from jax_ep import _compat, _layouts, _placement, _wires
 from jax_ep._backends import plain_replicate, targets
 from jax_ep._backends.native_group import AbstractGroup, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
-from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, Layout
+from jax_ep._constants import MAX_BALANCE_BLOCKS, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route, TokenSlots
@@ -170,7 +170,7 @@ class _CudaOperations(Backend):
         }
         results = targets.ALL_TO_ALL.result_types(
             operands,
-            {"C": group.slots_per_rank, "S": group.hidden // CHANNELS_PER_SCALE},
+            {"C": group.slots_per_rank, "S": _wires.num_scales(group.hidden)},
             {"out": _wires.FP8 if returns_fp8 else x.dtype},
             absent=[] if returns_fp8 else ["out_scales"],
         )
@@ -285,7 +285,7 @@ class _CudaOperations(Backend):
                 "C": group.slots_per_rank,
                 "P": call.num_tokens * (2 if self._has_network else 1),
                 "R": group.num_ranks,
-                "S": group.hidden // CHANNELS_PER_SCALE,
+                "S": _wires.num_scales(group.hidden),
             },
             {"out": _wires.FP8 if returns_fp8 else group.dtype},
             absent=absent,

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep import _native
-from jax_ep._constants import CHANNELS_PER_SCALE
+from jax_ep._wires import num_scales
 from jax_ep.bench.cases import Case
 
 _UNIT = 16  # bytes; the size of a row is a multiple of it
@@ -85,7 +85,7 @@ def dispatch_row_bytes(case: Case, header_unit: int = _UNIT) -> int:
     Over a network, a row is one message. It includes the arena's whole room for the header, a multiple of
     `header_unit`.
     """
-    fp8_bytes = case.hidden + 4 * (case.hidden // CHANNELS_PER_SCALE)
+    fp8_bytes = case.hidden + 4 * num_scales(case.hidden)
     payload = row_bytes(case) if case.wire is None else fp8_bytes
     return _round_up(payload, _UNIT) + _round_up(_HEADER_BYTES * case.top_k, header_unit)
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 import jax_ep as ep
 from jax_ep import _checks
-from jax_ep._constants import CHANNELS_PER_SCALE, MAX_TOP_K
+from jax_ep._constants import MAX_TOP_K
 from jax_ep._settings import MAX_SMS
+from jax_ep._wires import CHANNELS_PER_UNIT
 from jax_ep.bench.cases import Case
 
 
@@ -60,7 +61,7 @@ def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
     for hidden in given("hidden"):
         if hidden % (unit := 16 // itemsize):
             yield f"--hidden is {hidden}; it must be a multiple of {unit}, 16 bytes in {options.dtype}"
-        if given("wire") and hidden % (unit := CHANNELS_PER_SCALE):
+        if given("wire") and hidden % (unit := CHANNELS_PER_UNIT):
             yield f"--hidden is {hidden}; it must be a multiple of {unit}, with --wire={given('wire')[0]}"
     for backend in given("backend"):
         if backend != "auto" and not (status := ep.backends()[backend]).available:

@@ -19,7 +19,7 @@ using namespace jax_ep;
 namespace {
 
 // A row is more than two pieces of y in shared memory (combine.cu), and the last one is not whole.
-constexpr int32_t kHidden = 1152, kAlignment = 4;
+constexpr int32_t kHidden = 1104, kAlignment = 4;
 constexpr int64_t kRowBytes = kHidden * sizeof(float);
 constexpr int32_t kStreams = 4, kPending = 3;
 // Of every rank, as the program chooses them.
@@ -168,7 +168,7 @@ struct Rank {
   }
   DispatchArgs dispatch(int32_t cast) {
     DispatchArgs args = dispatch_args(OpKind::kDispatch);
-    args.cast = cast, args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
+    args.cast = cast, args.num_scales = cast ? divide_up(kHidden, kChannelsPerScale) : 0;
     args.delivery = cast ? Delivery::kDequantize : Delivery::kCopy;
     recv.is_bfloat16 = cast != 0;
     if (cast) args.x = x_bfloat16.device;
