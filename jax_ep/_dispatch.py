@@ -69,7 +69,7 @@ def dispatch(
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number. The
             other layouts pad no group. With "token", give alignment to `expand`.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
-            "fp8_pow2" does the same with scales that are powers of two.
+            "fp8_pow2" does the same with scales that are powers of two. Both need group.hidden to be a multiple of 16.
         dequantize: True converts fp8 rows, from an fp8 wire or from a quantised x, to group.dtype on arrival. With an
             fp8 wire, the gradient is then the one of wire=None: it ignores the rounding. A quantised x has no gradient.
             False keeps recv.x in fp8; recv.x must then be multiplied by recv.scales, and the call cannot be

@@ -45,13 +45,14 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 
 def _out_of_blocks(blocks: jax.Array, hidden: int) -> jax.Array:
     """The inverse of `_in_blocks`."""
-    return blocks.reshape(*blocks.shape[:-2], -1)[..., :hidden]
+    rows = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])  # no -1: there may be no rows
+    return rows[..., :hidden]
 
 
 def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
     """Casts x [..., H] to (float8_e4m3fn [..., H], float32 scales [..., ceil(H/128)]) such that x ~= q * scale.
 
-    A NaN or infinity makes its block of 128 channels NaN: every q is 0x7f and the scale is 0x7fc00000.
+    A NaN or infinity makes its whole block NaN: every q is 0x7f and the scale is 0x7fc00000.
     """
     blocks = _in_blocks(lax.optimization_barrier(x).astype(jnp.float32))
     # As integers, the bits of |x| have the order of the values, and every NaN comes last. No platform drops a NaN here.

@@ -94,10 +94,14 @@ def test_splits_that_do_not_fit(round_trip, any_mesh, splits_of_rank):
     assert_same_bits(back, oracle.all_to_all_back(y, splits))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"])
-def test_wire(make_group, mesh, wire, dtype):
-    shape = dataclasses.replace(SHAPE, dtype=dtype)
+WIRES_AND_SHAPES = [
+    (wire, dtype, SHAPE.hidden) for wire in ("fp8", "fp8_pow2") for dtype in ("bfloat16", "float16", "float32")
+]
+
+
+@pytest.mark.parametrize(("wire", "dtype", "hidden"), [*WIRES_AND_SHAPES, ("fp8", "bfloat16", 400)])
+def test_wire(make_group, mesh, wire, dtype, hidden):
+    shape = dataclasses.replace(SHAPE, dtype=dtype, hidden=hidden)
     group = make_group(mesh, shape)
     splits = random_splits(mesh.size, "uneven")
     x = make_inputs(shape, mesh.size).x

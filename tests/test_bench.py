@@ -276,6 +276,7 @@ def test_bytes_over_a_network(top_k, wire, expected):
         ("bfloat16", None, 7168, 8, 14336 + 128),
         ("bfloat16", "fp8", 7168, 8, 7168 + 224 + 128),
         ("float32", "fp8_pow2", 128, 1, 128 + 16 + 16),
+        ("bfloat16", "fp8", 2880, 8, 2880 + 96 + 128),  # 23 scales, rounded up to whole units of 16 bytes
     ],
 )
 def test_bytes_of_a_dispatched_row(dtype, wire, hidden, top_k, expected):

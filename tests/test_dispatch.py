@@ -194,7 +194,7 @@ def test_fewer_tokens_than_the_group_allows(make_group, mesh, layout, tokens):
     assert_dispatched(recv, oracle.dispatch(*first, num_experts=SMALL_F32.num_experts, layout=layout))
 
 
-@pytest.mark.parametrize("options", [{"capacity": 8}, {"alignment": 4}], ids=str)
+@pytest.mark.parametrize("options", [{"capacity": 8}, {"alignment": 4}, {"alignment": 4, "wire": "fp8"}], ids=str)
 def test_no_tokens_at_all(make_group, mesh, layout, options):
     inputs = make_inputs(SMALL_F32, mesh.size)
     group = make_group(mesh, SMALL_F32)

@@ -103,7 +103,7 @@ def test_dequantize_takes_what_was_received():
 
 
 def quantised(x):
-    return x.astype(jnp.float8_e4m3fn), jnp.ones((len(x), x.shape[-1] // 128), jnp.float32)
+    return x.astype(jnp.float8_e4m3fn), jnp.ones((len(x), -(-x.shape[-1] // 128)), jnp.float32)
 
 
 # What to change in a good call (a value, or a function of the good one), the error, and what its message mentions. The

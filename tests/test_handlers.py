@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from helpers import open_group, spmd, wait_for_all_devices
+from jax_ep import _wires
 from jax_ep._backends import targets
 from jax_ep._backends.cuda import balance_work_words
 from jax_ep._backends.targets import NONE, Result
-from jax_ep._constants import CHANNELS_PER_SCALE, Layout
+from jax_ep._constants import Layout
 from shapes import SMALL
 
 CAPACITY = 64
@@ -56,7 +57,7 @@ def buffers(group, declared, layout):
         "P": (num_tokens * (2 if group._impl._has_network else 1),),
         "K": (group.top_k,),
         "H": (group.hidden,),
-        "S": (group.hidden // CHANNELS_PER_SCALE,),
+        "S": (_wires.num_scales(group.hidden),),
         "R": (group.num_ranks,),
         "RC": (group.num_ranks * group.slots_per_rank,),
         "B": (group.replicas,),

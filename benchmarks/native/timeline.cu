@@ -66,7 +66,7 @@ struct Rank {
           *group_sizes = device_array<int32_t>(kExperts), *num_dropped = device_array<int32_t>(1);
   float *topk_weights = device_array<float>(tokens * kTopK), *weights = device_array<float>(capacity),
         *weights_cotangent = device_array<float>(capacity),
-        *scales = device_array<float>(capacity * (kHidden / kChannelsPerScale));
+        *scales = device_array<float>(capacity * divide_up(kHidden, kChannelsPerScale));
   uint8_t *x = device_array<uint8_t>(tokens * kRowBytes), *recv = device_array<uint8_t>(capacity * kRowBytes),
           *y = device_array<uint8_t>(capacity * kRowBytes), *out = device_array<uint8_t>(tokens * kRowBytes);
 
@@ -96,7 +96,7 @@ struct Rank {
     args.op = OpKind::kDispatch, args.hash = 1, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.x = x, args.row_bytes = kRowBytes, args.cast = cast;
-    args.num_scales = cast ? kHidden / kChannelsPerScale : 0;
+    args.num_scales = cast ? divide_up(kHidden, kChannelsPerScale) : 0;
     args.topk_idx = ids, args.topk_weights = topk_weights, args.send_index = send_index;
     args.layout = Layout::kRagged, args.capacity = args.num_rows = capacity, args.alignment = 1;
     args.out = recv, args.out_row_bytes = cast ? kHidden : kRowBytes, args.out_scales = cast ? scales : nullptr;

@@ -155,7 +155,7 @@ struct DispatchOperands {
     }
   }
 
-  // The unit of a chunk's four scales. Eight consecutive lanes pass the same scale.
+  // The unit of a chunk's four scales. The first of each eight consecutive lanes passes the scale of their block.
   __device__ uint4 scales_unit(float scale) const {
     const uint32_t bits = __float_as_uint(scale);
     return make_uint4(__shfl_sync(kAllLanes, bits, 0), __shfl_sync(kAllLanes, bits, 8),
@@ -173,6 +173,7 @@ struct DispatchOperands {
   }
 
   // Loads what this lane needs from x for its unit of a chunk. A lane without a unit loads nothing.
+  // Its units stay as the caller has set them: zero, for cast().
   __device__ void load_chunk(int32_t token, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
     if (!has_unit(chunk)) return;
     const auto* row = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(args.x) + token * args.row_bytes);
