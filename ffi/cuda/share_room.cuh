@@ -43,7 +43,6 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   const int32_t num_experts = peers.experts_per_rank;
   const Destinations destinations(scratch, peers.num_ranks, num_experts);
   const bool shares_buffer = !has_buffer_per_expert(args.layout);
-  const bool is_token_layout = args.layout == Layout::kToken;
   // Alignment and capacity fit in 32 bits (jax_ep/_dispatch_options.py). A GPU is slow in 64-bit divisions.
   const auto alignment = static_cast<uint32_t>(args.alignment);
   __syncwarp();  // the other lanes have written their destinations
@@ -78,7 +77,7 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
     if (!present) continue;
     const int32_t need = destinations.counts[expert], count = static_cast<int32_t>(room < need ? room : need);
     share_rows(destinations.first_position + expert, num_experts, peers.num_ranks, count,
-               is_token_layout ? 0 : (peers.rank * num_experts + expert) % peers.num_ranks);
+               args.has_token_rows() ? 0 : (peers.rank * num_experts + expert) % peers.num_ranks);
     destinations.group_sizes[expert] = shares_buffer ? static_cast<int32_t>(room) : count;
     dropped += need - count;
   }
