@@ -1,7 +1,7 @@
 """The formats in which rows cross the link. A new wire format is a new entry of `WIRES`.
 
 An fp8 wire carries float8_e4m3fn values and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
-activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the channels that are left. The CUDA
+activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the remaining channels. The CUDA
 backend casts bfloat16 in its kernels, and other dtypes with the functions of this file. Every backend makes the same
 bits, so nothing here may depend on how a compiler rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of
 float16, and skips the rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
@@ -21,7 +21,7 @@ from jax_ep._constants import CHANNELS_PER_SCALE, Cast
 
 Wire: TypeAlias = Literal["fp8", "fp8_pow2"]
 FP8 = jnp.float8_e4m3fn
-CHANNELS_PER_UNIT = 16  # a row travels in units of 16 bytes, and has only whole units
+CHANNELS_PER_UNIT = 16  # of an fp8 row: a row in transit has whole units of 16 bytes
 
 _FP8_MAX = np.float32(448)
 _AMAX_FLOOR = np.float32(1e-4)  # keeps the scale of an all-zero block finite
@@ -45,7 +45,9 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 
 def _out_of_blocks(blocks: jax.Array, hidden: int) -> jax.Array:
     """The inverse of `_in_blocks`."""
-    rows = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])  # no -1: there may be no rows
+    rows = blocks.reshape(
+        *blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1]
+    )  # with -1, reshape fails if there are no rows
     return rows[..., :hidden]
 
 

@@ -64,7 +64,7 @@ struct DispatchArgs : Call {
   const void* y;             // [num_rows, out_row_bytes] or null
   float* weights_cotangent;  // [num_rows] or null
 
-  // The payload bytes of a row in transit, without its scales. A cast makes one byte of two. `casts`: whether `cast` is
+  // The payload bytes of a row in transit, without its scales. A cast halves the payload. `casts`: whether `cast` is
   // not 0; a kernel knows it at compile time.
   constexpr int64_t payload_bytes(bool casts) const { return casts ? row_bytes / 2 : row_bytes; }
   // True for a new route in the layout "token".

@@ -155,7 +155,8 @@ struct DispatchOperands {
     }
   }
 
-  // The unit of a chunk's four scales. The first of each eight consecutive lanes passes the scale of their block.
+  // Packs the four scales of a chunk into a unit. Eight consecutive lanes share a block of 128 channels, and only the
+  // scale that the first of them passes is used. Whole warps call it.
   __device__ uint4 scales_unit(float scale) const {
     const uint32_t bits = __float_as_uint(scale);
     return make_uint4(__shfl_sync(kAllLanes, bits, 0), __shfl_sync(kAllLanes, bits, 8),
@@ -172,8 +173,8 @@ struct DispatchOperands {
     return units[0];
   }
 
-  // Loads what this lane needs from x for its unit of a chunk. A lane without a unit loads nothing.
-  // Its units stay as the caller has set them: zero, for cast().
+  // Loads the part of x that this lane needs for its unit of a chunk. If the lane has no unit in the chunk, `units` and
+  // `scale` stay as they are. The caller sets `units` to zero first, because block_amax() reads the units of all lanes.
   __device__ void load_chunk(int32_t token, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
     if (!has_unit(chunk)) return;
     const auto* row = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(args.x) + token * args.row_bytes);

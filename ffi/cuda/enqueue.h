@@ -153,7 +153,8 @@ inline int32_t num_sms(int64_t group, Phase phase, int32_t device_sms) {
 
 inline ffi::Error enqueue_dispatch(const char* op, cudaStream_t stream, const Member& member, int64_t group,
                                    ElementType type, const DispatchArgs& args, const Buffers& buffers = {}) {
-  // An fp8 row and its scales take no more room than the same channels in 16 bits.
+  // An fp8 row and its scales take no more room than the same channels in 16 bits. So check_fits() need not
+  // count the scales.
   const int64_t payload = args.payload_bytes(args.cast != 0);
   ffi::Error error = check_fits(op, member, args, payload);
   if (error.failure()) return error;

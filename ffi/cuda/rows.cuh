@@ -84,9 +84,10 @@ __device__ __forceinline__ Fp8Scale fp8_scale(float amax, Cast cast) {
 // (jax_ep/_backends/cuda.py casts rows of other types.)
 using ChannelsOfUnit = Vector<__nv_bfloat16>[2];
 
-// The largest |x| of a block of 128 channels, and at least 1e-4. Eight consecutive lanes share the block; a lane
-// without channels passes zeros. Whole warps call it. A block with a NaN gives NaN, which fmaxf would drop. So the bits
-// of |x| are compared as integers: they have the order of the values, then infinity, then NaN.
+// Returns the largest |x| of a block of 128 channels, but at least 1e-4. Eight consecutive lanes share a block. A lane
+// without channels passes zeros. Whole warps call it. If a channel is NaN, the result is NaN. fmaxf would drop the NaN,
+// so the function compares the bits of |x| as integers: numbers come in the order of their values, then infinity, then
+// NaN.
 __device__ __forceinline__ float block_amax(const ChannelsOfUnit& x) {
   uint32_t pairs = 0;  // the largest |x| of even and of odd channels: two of them share a word
 #pragma unroll
