@@ -72,6 +72,7 @@ struct LaunchPlan {
   int32_t log_send_warps,
       log_receive_warps;  // log2 of the warps in a warp group, which share a row; they may be in several blocks
   bool sums_own = false;  // combine: receivers sum the rows of this rank's own tokens; senders do not send them
+  bool senders_enter_first = false;  // if they can start (epoch.cuh)
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * block_warps(); }  // without an extra control warp
@@ -290,6 +291,10 @@ constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
 // of a route. The rows of more tokens go through rail peers.
 constexpr bool are_few(int64_t num_tokens) { return num_tokens <= 32; }
 
+// True if a launch is long enough that the order in which its blocks enter pays (epoch.cuh). With a limit on SMs, each
+// block can have a TPC of its own.
+constexpr bool pays_to_order_entries(int64_t num_tokens, int32_t num_sms) { return num_sms == 0 && num_tokens > 256; }
+
 constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
   if (num_sms > 0) return Variant::kThroughput;
   return are_few(num_tokens) ? Variant::kLowLatency : num_tokens <= 256 ? Variant::kBalanced : Variant::kThroughput;
@@ -317,13 +322,17 @@ inline constexpr Shape kLargeDecode = {Variant::kLowLatency, BlockWarps{8}, Send
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16},
                                       Send{WarpsPerRow::at_most(4, 1).more_for_few_rows(16, 1)},
                                       Receive{kReceiveWithMoreForFewRows}, ReceiverSixteenths{8}};
-// The same with more than two ranks, rows longer than 4 KB, and at least 512 rows. Receivers need several rounds, so
-// the rows should not all arrive at the end. Few blocks send the tokens one after another; they keep the link equally
-// busy.
+// The same with one or two experts per token: few warps per row, so that one round is enough for all rows.
+inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, kLargeBatch.send,
+                                      Receive{WarpsPerRow::exactly(1).more_for_few_rows(kAny, 1)},
+                                      ReceiverSixteenths{8}};
+// A large batch with more than two ranks, rows longer than 4 KB, and at least 512 rows. Receivers need several rounds,
+// so the rows should not all arrive at the end. Few blocks send the tokens one after another; they keep the link
+// equally busy.
 inline constexpr Shape kLargeBatchOfLongRows = {
     Variant::kBalanced,     BlockWarps{16},  Send{WarpsPerRow::exactly(16)}, Receive{kReceiveWithMoreForFewRows},
     ReceiverSixteenths{10}, Fewest::kSenders};
-// Training, or a prompt: more than 256 tokens. Also the backward pass of combine with more than 32 tokens.
+// Training, or a prompt: more than 256 tokens.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16},
                                       Send{WarpsPerRow::at_most(4, 2).more_for_few_rows(16, 2)},
                                       Receive{kReceiveWithMoreForFewRows}, ReceiverSixteenths{8}};
@@ -336,6 +345,15 @@ inline constexpr Shape kLongRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{1
 // The same with at least 2048 tokens. Two warps per received row are faster than four (measured).
 inline constexpr Shape kMostTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
                                                 Receive{WarpsPerRow::exactly(2)}, ReceiverSixteenths{11}};
+// The backward pass of combine with more than 32 tokens. Few blocks send, because receivers do most of the work: for
+// each expert of a token, they read y and write a row. Later, the senders receive, too (work stealing), and the blocks
+// share the padding.
+inline constexpr Shape kCombineBack = {Variant::kThroughput,
+                                       BlockWarps{16},
+                                       Send{WarpsPerRow::at_most(4, 2)},
+                                       Receive{WarpsPerRow::at_most(8, 2).more_for_few_rows(kAny, 1)},
+                                       ReceiverSixteenths{14},
+                                       Fewest::kSenders};
 // Any number of tokens, if the user limits the SMs, or in a split-phase call.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
                                   Send{WarpsPerRow::exactly(1).more_for_few_rows(kAny, 2)},
@@ -350,16 +368,17 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   const int64_t num_rows = num_tokens * num_ranks;
   const auto choose_shape = [=]() -> const Shape& {
     if (num_sms > 0) return kFewSms;
+    if (is_combine_back && !are_few(num_tokens)) return kCombineBack;
     switch (variant_for(num_tokens, num_sms)) {
       case Variant::kLowLatency:
         return num_tokens <= 2 || num_rows <= 16 ? kOneToken : num_tokens <= 16 ? kDecode : kLargeDecode;
       case Variant::kBalanced: {
-        if (is_combine_back) return kManyTokens;  // its blocks share the padding
+        if (top_k > 0 && top_k <= 2) return kFewExperts;
         const int64_t most_rows = num_tokens * std::min(top_k, num_ranks);
         return num_ranks > 2 && num_chunks > 8 && most_rows >= 512 ? kLargeBatchOfLongRows : kLargeBatch;
       }
       default:
-        if (num_ranks != 2 || is_combine_back) return kManyTokens;
+        if (num_ranks != 2) return kManyTokens;
         if (num_chunks <= 16) return kManyTokensOnTwoRanks;
         return num_tokens >= 2048 ? kMostTokensOnTwoRanks : kLongRowsOnTwoRanks;
     }
@@ -372,7 +391,9 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
       !is_low_latency(shape.variant)) {  // the warps of a warp group share data in the block's memory
     log_warps.receive = std::min(log_warps.receive, log2_ceil(shape.block_warps.number));
   }
-  return plan_launch(num_tokens, num_rows, shape, log_warps, sms);
+  LaunchPlan plan = plan_launch(num_tokens, num_rows, shape, log_warps, sms);
+  plan.senders_enter_first = pays_to_order_entries(num_tokens, num_sms);
+  return plan;
 }
 
 // Launch shapes of a combine. Senders sum the experts' rows for each token of another rank, and send the sum. Receivers
@@ -458,6 +479,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
                               shape.receive.warps.log_for(num_tokens, num_chunks, sms)};
   LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, log_warps, sms);
   plan.sums_own = sums_own;
+  plan.senders_enter_first = pays_to_order_entries(num_tokens, num_sms);
   return plan;
 }
 

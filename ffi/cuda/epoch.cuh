@@ -42,7 +42,8 @@ struct Epoch : Roles {
   // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
   // writes to peers. Such a block waits until all peers have read the former rows of the slot, and another block until
   // this rank has. kRoleByIndex: the block's role is its index (roles.cuh). A role from `num_senders` on is a
-  // receiver's, and may be given away: then state.role is kNoRole.
+  // receiver's, and may be given away: then state.role is kNoRole. Otherwise, the role is the block's ticket, and the
+  // first `num_senders` blocks enter first if they can (let_enter_first).
   template <bool kRoleByIndex = false, typename Sends>
   __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();
@@ -50,6 +51,8 @@ struct Epoch : Roles {
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
     if (lane_id() == 0) {
       publish();
+      const bool is_later = num_senders > 0 && static_cast<int32_t>(blockIdx.x) >= num_senders;
+      if (!kRoleByIndex && is_later) let_enter_first(state, num_senders);
       if (takes_epoch()) {
         enter_epoch();
       } else {
@@ -84,6 +87,20 @@ struct Epoch : Roles {
     state.call = &call;
     state.result = result;
     state.num_worker_threads = num_worker_threads;
+  }
+
+  // Waits until `num_blocks` blocks of the launch have entered, but not long: if they cannot start, this block must
+  // take one of their tickets. GPUs start blocks with consecutive indices on SMs of different TPCs. (A TPC is a pair of
+  // SMs.) So most senders share their TPC with a receiver, not with another sender: with many rows, this is faster.
+  __device__ __noinline__ static void let_enter_first(State& state, int32_t num_blocks) {
+    const auto op = operation_of<Epoch>(state);
+    const uint64_t asked = globaltimer_ns();
+    while (op.num_entered() < num_blocks && globaltimer_ns() - asked < kSoonNs) poll_pause();
+  }
+  // The number of blocks that have entered, until the last one of them opens the next epoch.
+  __device__ int32_t num_entered() const {
+    return static_cast<int32_t>(takes_epoch() ? EntryWord::unpack(load_relaxed(&own().entry)).num_entered
+                                              : load_relaxed(&call.pending->blocks_begun));
   }
 
   // True for a whole operation and for a start. A done uses the epoch of its start.

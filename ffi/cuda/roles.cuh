@@ -19,6 +19,9 @@ struct Roles : Waiting {
   __device__ static int32_t num_given(unsigned long long word) { return static_cast<int32_t>(word >> 32); }
   __device__ unsigned long long* begun() const { return &own().begun[state.epoch & 1]; }
 
+  // If blocks of a launch can start, they start sooner than this.
+  static constexpr uint64_t kSoonNs = 20'000;
+
   // Counts this sender as begun. If it is the last one, it learns how many roles it must take. One thread calls it,
   // while the block sends.
   __device__ __forceinline__ void begin_sending(int32_t num_senders) const {
@@ -30,7 +33,6 @@ struct Roles : Waiting {
   // Waits until all senders have begun, or gives the receiver's role away: then state.role is kNoRole. One thread calls
   // it.
   __device__ __noinline__ static void await_senders(State& state, int32_t num_senders) {
-    constexpr uint64_t kSoonNs = 20'000;
     const auto op = operation_of<Roles>(state);
     const uint64_t asked = globaltimer_ns();
     while (!state.failed) {

@@ -17,17 +17,18 @@
 
 namespace {
 
-// Thread blocks of each rank, few enough for all ranks to be on the GPU at once, and the kernels' variant; 0 for what
-// plan.h likes. And whether own rows may be summed where other ranks' sums come, and whether one warp has all of a row.
+// How a test changes the plans of plan.h.
 struct Blocks {
-  int32_t number;
-  Variant variant;
+  int32_t number;   // of thread blocks per rank, few enough that the blocks of all ranks fit on one GPU; 0: as planned
+  Variant variant;  // of the kernels, if the plan is changed
+  // sums_own: false if a combine must not sum own rows in its receivers. has_one_warp: one warp has a whole row.
   bool sums_own = true, has_one_warp = false;
 
   LaunchPlan adjust(LaunchPlan plan) const {
-    // plan.h gives no variant for few rows to an operation of more tokens, whose rows may go by node.
+    // The low-latency variant must not have more tokens than plan.h gives it: their rows may need rail peers.
     if (number == 0 && (!has_one_warp || !are_few(num_tokens))) return plan;
     plan.variant = variant;
+    plan.senders_enter_first = variant == Variant::kThroughput;  // plan.h does this only for more tokens
     plan.sums_own &= sums_own;
     if (has_one_warp) plan.log_send_warps = plan.log_receive_warps = 0;
     return plan;
