@@ -291,9 +291,11 @@ constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
 // of a route. The rows of more tokens go through rail peers.
 constexpr bool are_few(int64_t num_tokens) { return num_tokens <= 32; }
 
-// True if a launch is long enough that the order in which its blocks enter pays (epoch.cuh). With a limit on SMs, each
-// block can have a TPC of its own.
-constexpr bool pays_to_order_entries(int64_t num_tokens, int32_t num_sms) { return num_sms == 0 && num_tokens > 256; }
+// LaunchPlan::senders_enter_first. It makes no difference with two ranks, and costs more than it gains with few tokens.
+// With a limit on SMs, each block can have a TPC of its own.
+constexpr bool let_senders_enter_first(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
+  return num_sms == 0 && num_ranks > 2 && num_tokens > 256;
+}
 
 constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
   if (num_sms > 0) return Variant::kThroughput;
@@ -392,7 +394,7 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
     log_warps.receive = std::min(log_warps.receive, log2_ceil(shape.block_warps.number));
   }
   LaunchPlan plan = plan_launch(num_tokens, num_rows, shape, log_warps, sms);
-  plan.senders_enter_first = pays_to_order_entries(num_tokens, num_sms);
+  plan.senders_enter_first = let_senders_enter_first(num_tokens, num_ranks, num_sms);
   return plan;
 }
 
@@ -479,7 +481,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
                               shape.receive.warps.log_for(num_tokens, num_chunks, sms)};
   LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, log_warps, sms);
   plan.sums_own = sums_own;
-  plan.senders_enter_first = pays_to_order_entries(num_tokens, num_sms);
+  plan.senders_enter_first = let_senders_enter_first(num_tokens, num_ranks, num_sms);
   return plan;
 }
 

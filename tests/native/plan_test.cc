@@ -266,6 +266,18 @@ void test_turns_are_even() {
   EXPECT_EQ(turns(32, few.row_receivers(), 8, few.log_receive_warps), 1);
 }
 
+void test_senders_enter_first() {
+  for (const bool is_combine_back : {false, true}) {
+    EXPECT_EQ(plan_dispatch(257, 4, 8, 28, 0, is_combine_back).senders_enter_first, true);
+    EXPECT_EQ(plan_dispatch(256, 4, 8, 28, 0, is_combine_back).senders_enter_first, false);
+    EXPECT_EQ(plan_dispatch(4096, 2, 8, 28, 0, is_combine_back).senders_enter_first, false);
+    EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 24, is_combine_back).senders_enter_first, false);
+  }
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 0).senders_enter_first, true);  // kThroughput
+  EXPECT_EQ(plan_combine(512, 4, 8, 28, 0).senders_enter_first, true);   // kBalanced
+  EXPECT_EQ(plan_combine(4096, 2, 8, 28, 0).senders_enter_first, false);
+}
+
 // Where there is much to read, senders leave own rows to who receives; else all rows are sent at once.
 void test_own_rows_are_sent_where_that_is_little() {
   EXPECT_EQ(plan_combine(32, 4, 8, 28, 0).sums_own, false);
@@ -421,6 +433,7 @@ int main() {
   test_few_rows_go_straight();
   test_few_tokens_take_few_blocks();
   test_turns_are_even();
+  test_senders_enter_first();
   test_own_rows_are_sent_where_that_is_little();
   test_teams_of_rings_are_busy();
   test_rows_that_come_one_after_the_other();
