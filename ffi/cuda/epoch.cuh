@@ -54,7 +54,7 @@ struct Epoch : Roles {
       const bool is_later = num_senders > 0 && static_cast<int32_t>(blockIdx.x) >= num_senders;
       if (!kRoleByIndex && is_later) let_enter_first(state, num_senders);
       if (takes_epoch()) {
-        enter_epoch();
+        enter_epoch<kRoleByIndex>();
       } else {
         enter_started();
       }
@@ -108,6 +108,7 @@ struct Epoch : Roles {
 
   // Takes the next epoch; the atomic addition that returns it also counts the blocks that have entered. All loads are
   // issued before the first result is used.
+  template <bool kRoleByIndex>
   __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
     const int32_t axis_index = *call.axis_index;
@@ -128,6 +129,9 @@ struct Epoch : Roles {
       state.ticket = 0;
       return fail_overlap();
     }
+    // The block with role 0 notifies the peers. If it does not, no peer completes the operation.
+    const bool notifies = kRoleByIndex ? blockIdx.x == 0 : state.ticket == 0;
+    if (notifies && !state.failed) check_rank(axis_index);
     if (state.ticket != 0) return;
     // At the other index are the words of the former launch, and the next launch will use them. All blocks of the
     // former launch must have left. The words are reset for the next launch.
@@ -136,7 +140,6 @@ struct Epoch : Roles {
     store_relaxed(&own().num_left[~epoch & 1], 0);
     store_relaxed(&own().begun[~epoch & 1], 0ull);
     if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
-    if (!state.failed) check_rank(axis_index);
   }
 
   // Fails the operation: blocks of two launches are in operations of the group at the same time.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "exchange_emulated.h"
+#include "ffi/cuda/ptx.cuh"
 #include "ffi/emulator/machine.h"
 
 namespace {
@@ -124,6 +125,27 @@ void run_wrong_rank(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kWrongRank, wrong);
 }
 
+// The same in a low-latency dispatch. Its blocks have their indices as roles, so the block that notifies the peers need
+// not be the first one to enter. It must notice the failure itself: here, the words with which blocks tell one another
+// of a failure land late.
+void run_wrong_rank_of_few_tokens(uint64_t seed) {
+  const Settings former;
+  emulator::adversary.shuffles_blocks = emulator::adversary.shuffles_warps = emulator::adversary.delays_stores = true;
+  emulator::adversary.delays_launches = false;
+  emulator::adversary.resident_blocks = kAllBlocks;
+  emulator::adversary.stall_share = emulator::adversary.held_share = 0;
+  emulator::adversary.held_blocks_share = emulator::adversary.switch_share = 0.5;
+  emulator::set_num_sms(1);
+  num_tokens = 4, top_k = 2, experts_per_rank = 3;
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  for (int32_t round = 0; round < 4 && check::failures == 0; ++round) {
+    Session session(2, 0, {0, Variant::kLowLatency}, kTimeout, 0, num_tokens, {}, pick<int32_t>(random, {0, 1}));
+    session.randomize(random);
+    session.run_whole();
+    run_wrong_rank(session, random);
+  }
+}
+
 // Two launches of one group at the same time on each device: an error by name. Both launches are the same operation, so
 // that no rank can find its peer in another one. They differ in where their results are.
 void run_overlap(Session& session, std::mt19937& random) {
@@ -197,6 +219,45 @@ void run_host_fails(uint64_t seed) {
   EXPECT_EQ(seen.peer, static_cast<uint32_t>(1 - rank));
   EXPECT_EQ(seen.epoch, is_of_host ? 0u : 1u);
   EXPECT_EQ(seen.expected == why.expected && seen.seen == why.seen, is_of_host);
+}
+
+// Block 0 writes a word and leaves. Block 1 reads the word 50 microseconds later. Meanwhile, it writes another word:
+// if all blocks only waited, all stores would land at once.
+__global__ void read_late_kernel(uint32_t* word, uint32_t* num_left, uint32_t* seen, uint32_t* other) {
+  if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0) {
+    store_relaxed(word, 1u);
+    atomic_add_relaxed_gpu(num_left, 1u);
+    return;
+  }
+  while (load_relaxed(num_left) != 1) poll_pause();
+  constexpr uint64_t kLandedNs = 50'000;  // as in Epoch::await_others
+  const uint64_t left = globaltimer_ns();
+  while (globaltimer_ns() - left < kLandedNs) {
+    store_relaxed(other, 1u);
+    poll_pause();
+  }
+  store_relaxed(seen, load_relaxed(word));
+}
+
+// The stores of a block that has left are performed within 50 microseconds. Poisoned results rely on it: no block that
+// left without seeing the failure may overwrite them.
+void run_stores_of_block_that_left() {
+  const Settings former;
+  emulator::adversary.delays_stores = true;
+  emulator::adversary.delays_launches = false;
+  emulator::adversary.resident_blocks = kAllBlocks;
+  emulator::adversary.held_share = 1;
+  must(cudaSetDevice(0));
+  Array<uint32_t> words(4);
+  words.upload();
+  cudaStream_t stream;
+  must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  must(
+      launch(read_late_kernel, {2, 32, 0}, stream, words.device, words.device + 1, words.device + 2, words.device + 3));
+  must(cudaStreamSynchronize(stream));
+  EXPECT_EQ(words.download()[2], 1);
+  must(cudaStreamDestroy(stream));
 }
 
 // A start that is never done keeps its slot, which another operation then waits for.
