@@ -7,7 +7,7 @@ using namespace jax_ep;
 constexpr int32_t kDeviceSms = 132;
 constexpr EpGroupId kFirst = {1000, 0}, kSecond = {2000, 0}, kThird = {3000, 0};
 
-// A call on the stream that XLA has on the device, or on another one.
+// A call on XLA's stream of the device, or on another stream.
 NotedCall on(int32_t device, int32_t num_sms = kDeviceSms, bool on_other_stream = false) {
   static const char streams[8][2] = {};
   return {device, &streams[device][on_other_stream], num_sms, kDeviceSms, 0, false};
@@ -35,7 +35,7 @@ void test_one_order() {
   }
 }
 
-// Two calls are enough: the others may never come, if the host waits for the device.
+// The order is noticed after two calls. There may never be a third one, if the host waits for the device.
 void test_other_order_of_first_calls() {
   CallOrder order;
   order.open(kFirst, {0, 1});
@@ -55,7 +55,7 @@ void test_other_order_of_first_calls() {
   EXPECT_EQ(conflicts.at(0).is_one_stream, true);
 }
 
-// A device makes all its calls before the other one makes any.
+// One device makes all its calls before the other device makes any.
 void test_other_order_of_late_calls() {
   CallOrder order;
   order.open(kFirst, {0, 1});

@@ -1,4 +1,4 @@
-// As much of a test framework as is needed: EXPECT_EQ says where two values differ, exit_status() is for main().
+// A minimal test framework: EXPECT_EQ reports where two values differ, and main() returns exit_status().
 #pragma once
 
 #include <iostream>

@@ -4,7 +4,7 @@
 
 using namespace jax_ep;
 
-// The reason is there, and names each of `words`.
+// Checks that the reason contains each of `words`.
 void expect_names(const std::string& reason, const std::vector<std::string>& words) {
   for (const std::string& word : words) {
     if (reason.find(word) == std::string::npos) EXPECT_EQ(reason, "... " + word + " ...");

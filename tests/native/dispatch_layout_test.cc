@@ -20,7 +20,7 @@ struct Routed {
 Routed route(const std::vector<std::array<int32_t, 3>>& tokens) {
   const size_t num_flags = tokens.size() * 4;
   const auto in_rank = std::make_unique<bool[]>(num_flags);
-  // Whatever the results held before must not matter.
+  // The former values of the results must not matter.
   std::fill_n(in_rank.get(), num_flags, true);
   Routed routed{Counts(4, -1), Counts(2, -1), Counts(8, -1), {}};
   dispatch_layout_on_host({static_cast<int64_t>(tokens.size()), 3, 8, 4, 2, tokens.empty() ? nullptr : tokens[0].data(),

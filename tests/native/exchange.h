@@ -1,4 +1,4 @@
-// A group of 1 to 8 ranks, and launches on all of them: for exchange_test.cu, which runs them on a GPU, or emulated.
+// A group of 1 to 8 ranks, and launches on all of them. exchange_test.cu runs them on one GPU, or on emulated GPUs.
 #pragma once
 
 #include <algorithm>
@@ -59,7 +59,7 @@ class Session {
   ~Session() { close_group(); }
 
   int32_t num_ranks() const { return num_ranks_; }
-  // Whether a rank sees what another one has counted.
+  // Returns true if the two ranks are in one node. Then each sees the counters of the other.
   bool are_local(size_t rank, size_t other) const {
     return config_.network == nullptr || rank / config_.node_size == other / config_.node_size;
   }
@@ -67,7 +67,7 @@ class Session {
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
   int32_t num_slots() const { return group().members()[0].peers.layout.num_slots; }
-  // In place of the one that there was.
+  // Replaces the group by a new one.
   void open_group() {
     close_group();
     group_ = std::make_unique<Group>(config_);
@@ -82,7 +82,7 @@ class Session {
       if (r != missing_rank) whole_of(r, args, stream);
     }
   }
-  // On one rank only.
+  // The same on one rank only.
   template <typename Args>
   void whole_of(int32_t r, Args args, int32_t stream = 0) {
     must(body_of(group().members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
@@ -102,7 +102,7 @@ class Session {
     }
   }
 
-  // What is launched on the stream `then` from here on runs behind all that has been launched on `first`.
+  // Later launches on the stream `then` run after all earlier launches on the stream `first`.
   void order_streams(int32_t first, int32_t then) {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       must(cudaSetDevice(device_of(r)));
@@ -114,13 +114,13 @@ class Session {
     }
   }
 
-  // Other inputs on all ranks.
+  // Gives all ranks new random inputs.
   void randomize(std::mt19937& random) {
     for (auto& rank : ranks_) rank->randomize(random);
     wait();
   }
 
-  // Every operation once, and a check of its results.
+  // Runs each operation once and checks its results.
   void run_whole() {
     whole([&](Rank& rank) { return rank.dispatch(cast_); });
     whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
@@ -130,8 +130,8 @@ class Session {
     check_results();
   }
 
-  // Dispatch and combine as split-phase calls, with another operation between a start and its done, and two starts
-  // under way. (The other results are those of run_whole().)
+  // Runs dispatch and combine as split-phase calls: with another operation between a start and its done, and with two
+  // starts in flight. (Results of other operations are those of run_whole().)
   void run_split_phase() {
     for (auto& rank : ranks_) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));
     wait();  // the ranks' streams have no order with the stream that fills memory
@@ -147,7 +147,7 @@ class Session {
     check_results();
   }
 
-  // Rows of which parts look as if they had not arrived.
+  // Sends rows with units that look like the sentinel.
   void run_look_like_sentinels(std::mt19937& random) {
     for (auto& rank : ranks_) look_like_sentinels(rank->x.host, random), rank->x.upload();
     wait();

@@ -81,8 +81,8 @@ void choose_splits(std::vector<int32_t>& splits, Splits kind, std::mt19937& rand
   }
 }
 
-// The rows that `source` sends, as they must be at each rank and after their return. A row that is not sent is zero
-// where `zero_pad` says so; the call back makes it zero always.
+// Checks the rows that `source` sends, at each rank and after their return. With `zero_pad`, rows that are not sent are
+// zero. all_to_all_back always makes them zero.
 void check_source(const std::vector<std::unique_ptr<AllToAll>>& calls, int32_t source, bool zero_pad) {
   static const std::vector<float> zeros(kHidden);
   const AllToAll& from = *calls[source];
@@ -109,7 +109,7 @@ void check_source(const std::vector<std::unique_ptr<AllToAll>>& calls, int32_t s
   EXPECT_EQ(wrong_back, 0);
 }
 
-// Whether the counters have grown by those of one all_to_all and one all_to_all_back.
+// Checks that the counters have grown by one all_to_all and one all_to_all_back.
 void check_growth(const Session& session, const std::vector<RankStats>& before, const std::vector<RankStats>& after,
                   const std::vector<std::unique_ptr<AllToAll>>& calls) {
   for (size_t rank = 0; rank < calls.size(); ++rank) {
@@ -119,7 +119,7 @@ void check_growth(const Session& session, const std::vector<RankStats>& before, 
     for (size_t peer = 0; peer < calls.size(); ++peer) {
       if (!session.are_local(rank, peer)) continue;
       const PeerStats &was = before[rank].peers[peer], &is = after[rank].peers[peer];
-      // A row goes to the peer and comes back, so that both directions have the same number.
+      // Each row goes to the peer and comes back, so both directions have the same number of rows.
       const auto rows = static_cast<uint64_t>(calls[rank]->sizes.host[peer] + calls[peer]->sizes.host[rank]);
       EXPECT_EQ(is.sent.rows - was.sent.rows, rows);
       EXPECT_EQ(is.received.rows - was.received.rows, rows);
@@ -129,7 +129,7 @@ void check_growth(const Session& session, const std::vector<RankStats>& before, 
   }
 }
 
-// Rows go to their ranks and come back.
+// Sends rows to their ranks and back, and checks them.
 void run_all_to_all(Session& session, std::mt19937& random, Splits kind, bool zero_pad) {
   std::vector<std::unique_ptr<AllToAll>> calls;
   for (auto& rank : session.ranks()) {
@@ -140,7 +140,7 @@ void run_all_to_all(Session& session, std::mt19937& random, Splits kind, bool ze
     look_like_sentinels(call.x.host, random);
     choose_splits(call.splits.host, kind, random);
     call.upload();
-    // NaN: nothing reads a row that was not sent.
+    // NaN, because nothing may read a row that was not sent.
     must(cudaMemset(call.out.device, 0xff, call.out.host.size() * sizeof(float)));
     must(cudaMemset(call.back.device, 0xff, call.back.host.size() * sizeof(float)));
     must(cudaMemset(call.out_splits.device, 0xff, call.out_splits.host.size() * sizeof(int32_t)));

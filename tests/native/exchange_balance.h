@@ -1,5 +1,5 @@
-// Balanced placement between the ranks of a Session: what a plan promises. tests/test_balance.py compares plans with
-// those of an oracle.
+// Balanced placement between the ranks of a Session: the properties of a plan. (tests/test_balance.py compares plans
+// with an oracle.)
 #pragma once
 
 #include <algorithm>
@@ -60,8 +60,8 @@ struct Row {
   int32_t expert, to;  // the rank that computes it
 };
 
-// The rows of all ranks, in the order of source ranks, tokens, k. Each must be at its expert's home, or at a copy of
-// it.
+// Checks the rows of all ranks, in the order of source ranks, tokens and k. Each row must be at the home of its expert,
+// or at a copy of the expert.
 std::vector<Row> rows_of(const Plans& plans, int32_t home_experts, int32_t replicas) {
   const int32_t slots_per_rank = home_experts + replicas;
   const auto num_experts = static_cast<int32_t>(plans.size()) * home_experts;
@@ -90,7 +90,7 @@ std::vector<Row> rows_of(const Plans& plans, int32_t home_experts, int32_t repli
   return rows;
 }
 
-// In each rank's queue of rows, the rows that another rank takes follow one another.
+// Checks that in each rank's queue of rows, the rows that another rank takes are next to each other.
 void check_intervals(std::vector<Row> rows, const std::vector<int32_t>& needs, int32_t home_experts) {
   std::stable_sort(rows.begin(), rows.end(), [&](const Row& a, const Row& b) {
     const auto key = [&](const Row& row) {
@@ -137,7 +137,7 @@ void check_plans(const Plans& plans, int32_t home_experts, int32_t replicas, int
   check_intervals(rows, needs, home_experts);
 }
 
-// Ids of which a few experts get most rows.
+// Random ids with which a few experts get most rows.
 void choose_ids(std::vector<int32_t>& ids, int32_t num_experts, std::mt19937& random) {
   const uint32_t popular = random() % num_experts, share = random() % 5;
   for (int32_t& id : ids) {
@@ -146,7 +146,7 @@ void choose_ids(std::vector<int32_t>& ids, int32_t num_experts, std::mt19937& ra
   }
 }
 
-// Plans the ids that choose(rank) has put on the host. Runs the operation so often that slots are used again.
+// Runs the operation with the ids that choose(rank) has set on the host, often enough that slots are used again.
 template <typename Choose>
 Plans check_balance(Session& session, const BalanceCase& sizes, int32_t num_times, Choose choose) {
   Plans plans;
@@ -191,7 +191,7 @@ struct Experts {
   const float* at(const std::vector<float>& all, int32_t number) const { return &all[number * channels]; }
 };
 
-// Experts travel to the slots of the plans, and gradients travel back. Every bit is compared.
+// Copies experts to the slots of the plans, and gradients back. Compares every bit.
 void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans, std::mt19937& random) {
   const auto channels = pick<int64_t>(random, {4, 20, 1152, 5000, 40'000});
   const bool clears_slots = random() % 2;
@@ -262,7 +262,7 @@ Session session_of(const BalanceCase& sizes) {
   return Session(sizes.num_ranks, 0, blocks, 60.0, 0, num_tokens, {}, sizes.node_size, sizes.replicas);
 }
 
-// The seed chooses the sizes. Changes the sizes of every rank.
+// Runs balance with sizes that the seed chooses. Changes the global sizes.
 std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
   std::mt19937 random(static_cast<uint32_t>(seed * 7919));
   BalanceCase sizes = {std::min(pick<int32_t>(random, {1, 2, 2, 3, 4, 4, 8}), most_ranks),
@@ -297,7 +297,7 @@ std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
          std::to_string(top_k);
 }
 
-// With one slot per rank, moving rows would make the largest load larger: nobody moves.
+// With one slot per rank, moving rows would make the largest load larger. So no row moves.
 void run_balance_in_vain() {
   constexpr int32_t kNeeds[] = {4, 2, 0, 1, 2, 1, 2, 4, 4, 0, 1, 1, 0, 3, 0, 1,
                                 4, 2, 1, 2, 0, 0, 4, 1, 0, 0, 0, 0, 0, 3, 3, 3};

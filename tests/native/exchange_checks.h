@@ -1,4 +1,4 @@
-// What the results and the counters of operations must be.
+// Checks of the results and the counters of operations.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Whether |got - expected| is small against the values' size.
+// Fails if an element of `got` differs from the one in `expected` by more than `tolerance`.
 void expect_near(const std::vector<float>& got, const std::vector<float>& expected, float tolerance, const char* what) {
   float worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
@@ -26,7 +26,8 @@ void expect_near(const std::vector<float>& got, const std::vector<float>& expect
 
 bool same_bits(const float* a, const float* b) { return std::memcmp(a, b, kRowBytes) == 0; }
 
-// Whether every row arrived as it was sent, and came back so where it was alone.
+// Checks that each row has arrived with the bits that were sent. If a token has only one row, its bits must also have
+// come back.
 void check_bits(const std::vector<std::unique_ptr<Rank>>& ranks) {
   for (auto& rank : ranks) rank->send_index.download(), rank->recv_row.download(), rank->recv.download();
   for (size_t s = 0; s < ranks.size(); ++s) {
@@ -77,11 +78,11 @@ void check_rank(Rank& rank, float tolerance) {
   EXPECT_EQ(rank.num_dropped.download()[0], 0);
 }
 
-// How often each operation has run: in the order of OpKind.
+// The number of times that each operation has run, in the order of OpKind.
 using Times = std::vector<uint64_t>;
 const Times kOneEach = {1, 1, 1, 1, 1, 0, 0};  // no all_to_all
 
-// Whether the group's counters are those of so many operations.
+// Checks that the group's counters are those of `times` operations.
 void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& ranks, int32_t cast,
                  const Times& times = kOneEach) {
   const auto tokens_to = [&](size_t source, size_t target) {

@@ -36,7 +36,7 @@ void run_dispatch_layout(int32_t tokens, int32_t top_k, int32_t experts, int32_t
   must(cudaSetDevice(0));
   Array<int32_t> ids(size_t(tokens) * top_k), per_rank(ranks), per_node(nodes), per_expert(experts);
   Array<uint8_t> is_in_rank(size_t(tokens) * ranks);
-  // Some ids are of no expert, and some tokens name an expert twice.
+  // Some ids name no expert, and some tokens name an expert twice.
   for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
   ids.upload();
   const auto fill = [](auto& array) {  // What the results held before does not matter.

@@ -1,4 +1,4 @@
-// What the scenarios between emulated GPUs share: their limits, and settings of the emulator's adversary.
+// For all scenarios between emulated GPUs: limits, and settings of the emulator's adversary.
 #pragma once
 
 #include <random>
@@ -14,7 +14,7 @@ constexpr int32_t kMostBlocks = 12;  // of a launch here
 
 constexpr double kTimeout = 60.0;  // seconds
 
-// As many blocks of a device's as one scenario needs at once, if the seed limits them.
+// If the seed limits the number of resident blocks of a device, raises the limit to what one scenario needs.
 class ResidentBlocks {
  public:
   explicit ResidentBlocks(int needed) : former_(emulator::adversary.resident_blocks) {
@@ -26,10 +26,10 @@ class ResidentBlocks {
   int former_;
 };
 constexpr int kAllBlocks = 0;
-// The bodies of two split-phase calls, and a block of a whole operation: plan.h leaves SMs for as many.
+// Room for the bodies of two split-phase calls and one block of a whole operation. plan.h leaves enough SMs for these.
 constexpr int kBlocksOfSplitPhase = 2 * kMostBlocks + 1;
 
-// A setting of the emulator's adversary that one scenario needs, in place of the seed's choice.
+// Restores the adversary's settings at the end of a scenario that changes them.
 class Settings {
  public:
   Settings() : former_(emulator::adversary) {}
@@ -43,7 +43,7 @@ class Settings {
   emulator::Adversary former_;
 };
 
-// Launches a whole operation that needs no other results than those of run_whole().
+// Launches any operation that needs only results of run_whole().
 void launch_any(Session& session, std::mt19937& random) {
   const auto choice = random() % 3;
   if (choice == 0) {

@@ -1,4 +1,4 @@
-// Operations between emulated GPUs that fail: each failure has its record, and no result is handed out.
+// Operations between emulated GPUs that fail. Each failure must have a record, and all results must be poisoned.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,14 @@
 
 namespace {
 
-// Within which all ranks hear of a failure, in nanoseconds. (A block waits for others for a second at most.)
+// All ranks must learn of a failure within this time. (A block waits for others for at most one second.)
 constexpr uint64_t kSoonNs = 30'000'000'000;
 
 bool all_nan(const std::vector<float>& values) {
   return std::all_of(values.begin(), values.end(), [](float value) { return std::isnan(value); });
 }
 
-// An operation that is to fail. Its results are garbage before.
+// An operation that will fail. Before that, its results have arbitrary values.
 struct Failing {
   bool goes_back;
 
@@ -29,7 +29,7 @@ struct Failing {
       must(cudaMemset(rank->out.device, 1, rank->out.host.size() * sizeof(float)));
     }
   }
-  // adjust() gets a rank and its call.
+  // adjust(rank, args) changes the arguments of a rank's call.
   template <typename Adjust>
   void launch(Session& session, int32_t missing_rank, Adjust adjust) const {
     const auto adjusted = [&](Rank& rank, auto args) {
@@ -42,7 +42,7 @@ struct Failing {
       session.whole([&](Rank& rank) { return adjusted(rank, rank.dispatch(0)); }, missing_rank);
     }
   }
-  // No result is handed out.
+  // Checks that the results of a rank are poisoned.
   void check(Rank& rank) const {
     if (goes_back) {
       EXPECT_EQ(all_nan(rank.out.download()), true);
@@ -56,7 +56,7 @@ struct Failing {
   }
 };
 
-// A group that has failed, for this reason, fails all that follows, at once.
+// Checks that the group has failed for this reason, and that a later operation fails at once.
 void check_failed(Session& session, FailureReason reason, int32_t peer = -1) {
   const std::optional<FailureRecord> failure = session.group().failure();
   EXPECT_EQ(failure.has_value(), true);
@@ -70,7 +70,7 @@ void check_failed(Session& session, FailureReason reason, int32_t peer = -1) {
   for (auto& rank : session.ranks()) EXPECT_EQ(all_nan(rank->out.download()), true);
 }
 
-// A rank that never comes: all others say so, and none hands out a result.
+// One rank launches nothing. All others must time out and poison their results.
 void run_without_rank(Session& session, std::mt19937& random) {
   if (session.num_ranks() == 1) return;
   const auto missing = static_cast<int32_t>(random() % session.num_ranks());
@@ -83,14 +83,15 @@ void run_without_rank(Session& session, std::mt19937& random) {
   check_failed(session, FailureReason::kTimeout, missing);
 }
 
-// The ranks see the failure at once, and not when their time is up. As soon as the host sees a record, it is complete.
+// Checks that the ranks fail at once, and not when their time is up, and that a record is complete when the host sees
+// it.
 void run_until_failure(Session& session, const Failing& operation, FailureReason reason, int32_t peer) {
   const uint64_t begun = emulator::now_ns();
   std::optional<FailureRecord> first;
   while (!first && emulator::now_ns() - begun < kSoonNs) {
     emulator::run_for(200);
     first = session.group().failure();
-    // A rank that has heard of the failure may write its own record before the host sees the record that says why.
+    // A rank that has learned of the failure may write its own record before the host sees the record with the reason.
     if (first && static_cast<FailureReason>(first->reason) == FailureReason::kElsewhere) first.reset();
   }
   EXPECT_EQ(first.has_value(), true);
@@ -105,7 +106,7 @@ void run_until_failure(Session& session, const Failing& operation, FailureReason
   check_failed(session, reason, peer);
 }
 
-// Ranks in different operations: an error by name.
+// One rank is in another operation: a failure with its own name.
 void run_other_operation(Session& session, std::mt19937& random) {
   if (session.num_ranks() == 1) return;
   const Rank* const other = session.ranks()[random() % session.num_ranks()].get();
@@ -114,7 +115,7 @@ void run_other_operation(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kOtherOp, -1);
 }
 
-// A rank that the mesh has at another place.
+// A rank is at a wrong place of the mesh.
 void run_wrong_rank(Session& session, std::mt19937& random) {
   const auto wrong = static_cast<int32_t>(random() % session.num_ranks());
   Array<int32_t>& axis_index = session.ranks()[wrong]->axis_index;
@@ -125,9 +126,9 @@ void run_wrong_rank(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kWrongRank, wrong);
 }
 
-// The same in a low-latency dispatch. Its blocks have their indices as roles, so the block that notifies the peers need
-// not be the first one to enter. It must notice the failure itself: here, the words with which blocks tell one another
-// of a failure land late.
+// The same in a low-latency dispatch. There, a block's role is its index, so the block that notifies the peers need not
+// be the first one to enter. It must notice the failure itself. Here, blocks often enter at the same time, so no block
+// learns from another that the operation has failed.
 void run_wrong_rank_of_few_tokens(uint64_t seed) {
   const Settings former;
   emulator::adversary.shuffles_blocks = emulator::adversary.shuffles_warps = emulator::adversary.delays_stores = true;
@@ -146,8 +147,8 @@ void run_wrong_rank_of_few_tokens(uint64_t seed) {
   }
 }
 
-// Two launches of one group at the same time on each device: an error by name. Both launches are the same operation, so
-// that no rank can find its peer in another one. They differ in where their results are.
+// Two launches of one group overlap on each device: a failure with its own name. Both launches are the same operation,
+// so no rank finds its peer in another operation. They write to different buffers.
 void run_overlap(Session& session, std::mt19937& random) {
   if (session.num_ranks() == 1 || !session.are_local(0, session.num_ranks() - 1)) return;
   const auto missing = static_cast<int32_t>(random() % session.num_ranks());
@@ -163,8 +164,8 @@ void run_overlap(Session& session, std::mt19937& random) {
   check_failed(session, FailureReason::kOverlap);
 }
 
-// A peer that is late, and late again: the operation still ends within one time-out. The host plays the peer: it says
-// that rows come, which never do.
+// A peer notifies late, and then its rows never arrive. The operation must still end within one time-out. The host
+// takes the part of the peer: it writes the words that announce rows.
 void run_late_twice(int32_t cast, Blocks blocks) {
   constexpr double kShortTimeout = 10.0;
   Session session(2, cast, blocks, kShortTimeout);
@@ -187,8 +188,8 @@ void run_late_twice(int32_t cast, Blocks blocks) {
   session.wait();
 }
 
-// The host fails the group while a kernel writes its own failure record, or after that. The record that the host reads
-// is one of the two, and no mixture.
+// The host fails the group while a kernel writes its own failure record, or after that. The host must read one of the
+// two records, and never a mixture.
 void run_host_fails(uint64_t seed) {
   std::mt19937 random(static_cast<uint32_t>(seed));
   emulator::set_num_sms(2);
@@ -260,7 +261,7 @@ void run_stores_of_block_that_left() {
   must(cudaStreamDestroy(stream));
 }
 
-// A start that is never done keeps its slot, which another operation then waits for.
+// A start without a done keeps its slot, and a later operation waits for the slot.
 void run_never_done(Session& session) {
   session.start([&](Rank& rank) { return rank.dispatch_split(session.cast()); });
   for (int32_t i = 0; i < session.num_slots(); ++i) {

@@ -1,4 +1,4 @@
-// The kernel that tells the grouped GEMM where each group's rows are, compared with a plain loop.
+// The kernel that computes the arrays of the grouped GEMM, compared with a plain loop.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Where a group's rows begin, how many it has, and where the rows beyond it end.
+// The first row of a group, its number of rows, and the end of the rows behind it.
 struct RowsOfGroup {
   int64_t first, size, end;
 };

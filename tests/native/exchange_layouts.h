@@ -1,12 +1,13 @@
-// Both layouts, with room for all rows and with less: which rows the experts get, and which are dropped. A plain loop
-// over all tokens says what must be where.
+// The layouts "ragged" and "expert", with room for all rows and with less. A plain loop over all tokens computes which
+// rows each expert must get, and which are dropped.
 #pragma once
 
 #include "exchange.h"
 
 namespace {
 
-// What each keeps of `need` if there is room for so many: in turns of one each, so that no one needs a level.
+// Shares `room` rows: in each round, each one that needs more gets one row. (share_rows() computes the same with a
+// level.)
 std::vector<int32_t> shared_fairly(const std::vector<int32_t>& need, int64_t room, int32_t start) {
   const auto num = static_cast<int32_t>(need.size());
   std::vector<int32_t> kept(num);
@@ -20,7 +21,7 @@ std::vector<int32_t> shared_fairly(const std::vector<int32_t>& need, int64_t roo
   return kept;
 }
 
-// What the experts of one rank must hold.
+// The rows that the experts of one rank must have.
 struct Held {
   struct Row {
     int32_t source = -1, token, k;  // source: -1 where the row is padding
@@ -73,7 +74,7 @@ Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, Lay
   return held;
 }
 
-// What comes back to the tokens of all ranks: sums over the rows that were kept.
+// The results that must come back to the tokens: sums over the rows that were kept.
 struct Returned {
   std::vector<float> combined, summed, weights;
 
@@ -119,7 +120,7 @@ void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, 
   expect_near(rank.weights_cotangent.download(), products, 1e-3f, "combine (backward), weights");
 }
 
-// Every operation once. Results are garbage before.
+// Runs each operation once. Before that, the results have arbitrary values.
 void run_layout(Session& session) {
   for (auto& rank : session.ranks()) {
     for (Array<float>* result :
@@ -146,7 +147,7 @@ void run_layout(Session& session) {
   }
 }
 
-// `blocks` of each rank. The capacities leave room for most rows, for some, and for one.
+// The capacities leave room for most rows, for some rows, and for one row.
 void run_layouts(int32_t num_ranks, Blocks blocks, std::mt19937& random) {
   const int64_t expert_rows = int64_t{num_ranks} * num_tokens;
   for (Rows shape : {Rows{Layout::kExpert, expert_rows}, Rows{Layout::kExpert, 5}, Rows{Layout::kExpert, 1},

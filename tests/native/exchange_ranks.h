@@ -22,10 +22,10 @@ namespace {
 constexpr int32_t kHidden = 1104, kAlignment = 4;
 constexpr int64_t kRowBytes = kHidden * sizeof(float);
 constexpr int32_t kStreams = 4, kPending = 3;
-// Of every rank, as the program chooses them.
+// The same for all ranks. The tests change them.
 int32_t experts_per_rank = 3, num_tokens = 12, top_k = 4;
 
-// The ranks share GPU 0; an emulated rank has a device of its own.
+// All ranks share GPU 0. An emulated rank has its own device.
 #ifdef JAX_EP_EMULATOR
 constexpr bool kOneDevice = false;
 #else
@@ -44,7 +44,7 @@ void must(cudaError_t status) {
   std::exit(1);
 }
 
-// Waits for all that the ranks' devices have to do.
+// Waits for all work of the ranks' devices.
 void synchronize(int32_t num_ranks) {
   for (int32_t rank = 0; rank < num_ranks; ++rank) {
     must(cudaSetDevice(device_of(rank)));
@@ -102,7 +102,7 @@ void look_like_sentinels(std::vector<float>& rows, std::mt19937& random) {
   }
 }
 
-// How the rows of a rank's experts are laid out.
+// The layout of the rows of a rank's experts.
 struct Rows {
   Layout layout = Layout::kRagged;
   int64_t capacity = 0;  // of an expert, or of all in the ragged layout; 0: the ragged one that drops no row
@@ -226,7 +226,7 @@ struct Rank {
   }
 };
 
-// Some of what a start and its done must have in common.
+// Buffers that must be the same for a start and its done.
 Buffers buffers_of(const DispatchArgs& args) { return {args.x, args.out, args.pending}; }
 Buffers buffers_of(const CombineArgs& args) { return {args.y, args.out, args.pending}; }
 

@@ -1,4 +1,4 @@
-// A few operations of a group of its own, with settings that make it likely that one order of stores shows.
+// A few operations of a separate group. Their settings make it likely that a missing memory order causes a failure.
 #pragma once
 
 #include <random>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// The results that run_whole() has beside those of dispatch.
+// Runs all operations of run_whole() except dispatch, and checks the results.
 void run_way_back(Session& session) {
   session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
   session.whole([](Rank& rank) { return rank.combine_back(); });
@@ -18,7 +18,7 @@ void run_way_back(Session& session) {
   session.check_results();
 }
 
-// dispatch_like of other rows than x: of those in x_cotangent, to the place of the cotangent.
+// dispatch_like of x_cotangent, with results in `cotangent`.
 DispatchArgs dispatch_others(Rank& rank) {
   DispatchArgs args = rank.along_route(OpKind::kDispatchLike, rank.cotangent);
   args.x = rank.x_cotangent.device;
@@ -124,8 +124,9 @@ void run_words_in_order(Session& session, std::mt19937& random) {
   session.run_split_phase();
 }
 
-// Blocks of a done start in any order, and fewer of them run at a time than are receivers. The first ones to start are
-// the senders, whatever their indices: a receiver that runs in place of its rank's senders waits for them forever.
+// Blocks of a done start in any order, and fewer blocks run at a time than there are receivers. The blocks that start
+// first must be the senders, whatever their indices. Otherwise, receivers would wait forever for senders that cannot
+// start.
 void run_done_in_any_order(Session& session, std::mt19937& random) {
   const Settings former;
   emulator::adversary.shuffles_blocks = true;
@@ -139,7 +140,7 @@ void run_done_in_any_order(Session& session, std::mt19937& random) {
   run_way_back(session);
 }
 
-// A few operations of a group of its own, whose settings make it likely that one order shows.
+// Chooses one of the scenarios above, and runs it with a group of its own.
 std::string run_rare_orders(uint64_t seed) {
   std::mt19937 random(static_cast<uint32_t>(seed) * 2654435761u);
   const auto scenario = random() % 4;
@@ -155,7 +156,7 @@ std::string run_rare_orders(uint64_t seed) {
                                               {5, Variant::kBalanced},
                                               {6, Variant::kBalanced},
                                               {6, Variant::kThroughput}});
-  // So many that the arena has two slots, or four.
+  // The number of tokens decides whether the arena has two or four slots.
   const int32_t max_tokens = is_of_network ? num_tokens : 4000 / num_ranks;
   emulator::set_num_sms(pick<int32_t>(random, {2, 3, 6}));
   Session session(num_ranks, cast, blocks, kTimeout, 0, max_tokens, {}, node_size);

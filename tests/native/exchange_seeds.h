@@ -16,8 +16,8 @@
 
 namespace {
 
-// How many ranks are a node of a group over a network; 0 without one. Where nodes have several ranks, half of the
-// groups get so many tokens that rows go by node.
+// Returns the number of ranks per node, or 0 for a group without a network. If nodes have several ranks, half of the
+// groups get so many tokens that rows go through rail peers.
 int32_t pick_node_size(std::mt19937& random, int32_t num_ranks) {
   const std::vector<int32_t> sizes = num_ranks == 8   ? std::vector<int32_t>{0, 0, 2, 4}
                                      : num_ranks == 4 ? std::vector<int32_t>{0, 0, 1, 2, 2}
@@ -28,13 +28,13 @@ int32_t pick_node_size(std::mt19937& random, int32_t num_ranks) {
   return size;
 }
 
-// What the seed has chosen, for who looks for the reason of a failure.
+// Returns what the seed has chosen, for the report of a failure.
 std::string run_exchange(uint64_t seed) {
   std::mt19937 random(static_cast<uint32_t>(seed));
   const auto num_ranks = pick<int32_t>(random, {1, 1, 2, 2, 3, 4, 4, 8});
   const auto cast = pick<int32_t>(random, {0, 0, 1, 2});
   experts_per_rank = pick<int32_t>(random, {1, 3, 3, 40});
-  // With the last choice, each of a large block's warps counts the experts of one token.
+  // With the last choice, each warp of a large block counts the experts of one token.
   struct Tokens {
     int32_t number, top_k;
   };
@@ -49,13 +49,13 @@ std::string run_exchange(uint64_t seed) {
                                               {3, Variant::kBalanced, false},
                                               {3, Variant::kThroughput},
                                               {6, Variant::kThroughput}});
-  // Epochs that wrap, where epoch 0 is behind operations that have written every word that it waits for.
+  // Epochs that wrap around. Before epoch 0, operations have written all words for which epoch 0 waits.
   const bool has_wrapping_epochs = random() % 6 == 0;
   const uint32_t newest_epoch = has_wrapping_epochs ? -(7 + random() % 4) : 0;
-  // Not of the random numbers of the rest, which would be others then.
+  // A generator of its own, so that the other choices stay the same.
   std::mt19937 of_network(static_cast<uint32_t>(~seed));
   const int32_t node_size = pick_node_size(of_network, num_ranks);
-  // So many that the arena has two slots.
+  // With so many tokens, the arena has two slots.
   const bool has_two_slots = num_ranks <= 3 && random() % 3 == 0;
   const int32_t max_tokens = has_two_slots ? 4000 / num_ranks : num_tokens;
   const auto num_sms = pick<int32_t>(random, {1, 2, 3, 4, 6});

@@ -12,7 +12,7 @@
 
 namespace {
 
-// Only the cotangents of the router's weights go back.
+// Runs dispatch's backward pass only for the weights of the router.
 void run_weights_back(Session& session) {
   session.whole([](Rank& rank) {
     CombineArgs args = rank.dispatch_back();
@@ -22,8 +22,8 @@ void run_weights_back(Session& session) {
   session.check_results();
 }
 
-// Whole operations and split-phase calls, all launched before any is looked at. Several starts are under way at once,
-// in the slots that later operations then wait for.
+// Launches many whole operations and split-phase calls, and checks results only at the end. Several starts are in
+// flight at once, and later operations wait for their slots.
 void run_far_ahead(Session& session, std::mt19937& random) {
   struct Started {
     bool is_dispatch;
@@ -65,14 +65,15 @@ void run_far_ahead(Session& session, std::mt19937& random) {
     if (random() % start_share != 0 || !start(number)) launch_any(session, random);
     const auto behind_first = [&] { return under_way.empty() ? 0 : number - under_way.front().number; };
     while (behind_first() >= most_behind) done(0);
-    // Bodies run one after the other: one for whose slot another operation waits comes before that one's.
+    // Bodies run one after another. If an operation waits for the slot of a start, the done of that start must come
+    // first.
     if (!under_way.empty() && random() % 4 == 0) done(behind_first() >= num_slots ? 0 : random() % under_way.size());
   }
   while (!under_way.empty()) done(0);
   session.check_results();
 }
 
-// Launches of one group on several streams, in an order that events give them.
+// Launches operations of one group on several streams, which events order.
 void run_streams(Session& session) {
   for (int32_t i = 0; i < 3 * kStreams; ++i) {
     const int32_t stream = i % kStreams;
@@ -94,7 +95,7 @@ void run_streams(Session& session) {
   session.check_results();
 }
 
-// Dispatches with this capacity, and checks which rows are kept: their weights tell.
+// Dispatches with this capacity. Checks by the weights which rows are kept.
 void check_kept_rows(Session& session, Layout layout, int64_t capacity) {
   session.whole([&](Rank& rank) {
     DispatchArgs args = rank.dispatch(session.cast());
@@ -121,7 +122,7 @@ void check_kept_rows(Session& session, Layout layout, int64_t capacity) {
   }
 }
 
-// More rows than there is room for: the places of those that are dropped are empty for later operations, too.
+// Dispatches more rows than there is room for. The arena rows of dropped rows must also be empty for later operations.
 void run_dropped(Session& session, std::mt19937& random) {
   for (int32_t i = 0; i < 5; ++i) {
     session.whole([&](Rank& rank) {
@@ -158,7 +159,7 @@ void run_after_pause(Session& session) {
   session.check_results();
 }
 
-// A done with other buffers than its start is refused, and does no harm to the start.
+// A done with other buffers than its start must be refused. The start stays valid.
 void run_refused_done(Session& session) {
   const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(session.cast()); };
   session.start(dispatch);
@@ -178,7 +179,7 @@ void run_refused_done(Session& session) {
   session.check_results();
 }
 
-// Afterwards all results are those of run_whole().
+// After a scenario, all results are those of run_whole().
 void run_success(Session& session, std::mt19937& random, uint32_t scenario) {
   switch (scenario) {
     case 0: {

@@ -34,7 +34,7 @@ __global__ void count_differences(const uint32_t* a, const uint32_t* b, size_t w
   }
 }
 
-// A result, and what it must be every time.
+// A result, and the value that it must have each time.
 struct Repeated {
   uint32_t *result, *expected;
   size_t words;
@@ -56,7 +56,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
     if (round == 0) check_stats(session.group(), session.ranks(), cast);
     session.run_split_phase();
   }
-  // Again and again, the ranks as far apart as they get: always the same bits.
+  // Repeats all operations without synchronization of the ranks. The results must always have the same bits.
   auto& ranks = session.ranks();
   std::vector<std::vector<Repeated>> results;
   std::vector<std::unique_ptr<Array<int32_t>>> differences;
@@ -94,7 +94,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
   if (cast == 0) session.run_look_like_sentinels(random);
 }
 
-// What is no start and its done is refused, and does no harm to what is.
+// A done that does not belong to a start must be refused. Valid starts stay valid.
 void unlike_split_phase() {
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
@@ -133,7 +133,7 @@ void unlike_split_phase() {
   group.close();
 }
 
-// More blocks than the GPU holds at once: some leave before others enter.
+// A launch with more blocks than fit on the GPU at once: some leave before others enter.
 void more_blocks_than_fit() {
   constexpr int32_t kBlocks = 1000;
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
@@ -189,12 +189,14 @@ void run_exchanges(int32_t most_ranks, bool is_quick) {
   }
   unlike_split_phase();
   if (!is_quick) more_blocks_than_fit();
-  // A lane has two experts at a time, a warp 64, a block one for each thread.
+  // Numbers of experts at the limits of the loops over experts: a lane has two experts at a time, a warp 64, and a
+  // block one per thread.
   for (int32_t number : is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {
     experts_per_rank = number;
     for (Blocks blocks : {kAny, Blocks{5, Variant::kBalanced}}) exchange(std::min(most_ranks, 2), 0, blocks, 1);
   }
-  // Epoch 0 is that of each operation in turn, behind others that wrote what it waits for: it must wait as any other.
+  // Each operation has epoch 0 in one of the runs. Before it, other operations have written the words for which it
+  // waits. It must wait for new ones.
   for (uint32_t before : {10, 11, 12, 13, 14, 17, 18}) {
     for (Blocks blocks : {kAny, Blocks{5, Variant::kThroughput}})
       exchange(std::min(most_ranks, 2), 0, blocks, 1, -before);
@@ -202,7 +204,7 @@ void run_exchanges(int32_t most_ranks, bool is_quick) {
   std::cerr << "odd numbers of experts, epochs that wrap: " << check::failures << " failures\n";
 }
 
-// The other operations, and the other layouts: in each variant of the kernels.
+// Calls check() with each number of ranks, and with each variant of the kernels.
 template <typename Check>
 void for_ranks_and_variants(int32_t most_ranks, Check check) {
   const std::vector<Blocks> variants = {

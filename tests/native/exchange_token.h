@@ -1,5 +1,5 @@
-// The layout "token", with room for all rows and with less: which rows a rank gets, with their slots and weights, and
-// which weights come back. A plain loop over all tokens says what must be where.
+// The layout "token", with room for all rows and with less. A plain loop over all tokens computes which rows a rank
+// must get, their slots and weights, and which weights must come back.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace {
 
-// What one rank needs for the layout "token" beside the buffers of a `Rank`.
+// The buffers of one rank for the layout "token", in addition to those of a `Rank`.
 struct TokenBuffers {
   int64_t capacity;
   Array<int32_t> sent{size_t(num_tokens) * top_k};  // the first slot of each rank that a token names, once
@@ -48,7 +48,7 @@ struct TokenBuffers {
   }
 };
 
-// Checks what rank `index` got. Adds the weights of the pairs that it kept to `returned`, [rank][T, K].
+// Checks the results of rank `index`. Adds the weights of the pairs that it kept to `returned`, [rank][T, K].
 void check_token_rows(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, TokenBuffers& got,
                       std::vector<std::vector<float>>& returned) {
   Rank& rank = *ranks[index];
@@ -88,7 +88,7 @@ void check_token_rows(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t i
   expect_near(found, rows, rank.recv.is_bfloat16 ? 0.1f : 0, "dispatch, token rows");
 }
 
-// Afterwards all results are those of run_whole().
+// After it, all results are those of run_whole().
 void run_token_rows(Session& session, std::mt19937& random) {
   const int64_t most = int64_t{session.num_ranks()} * num_tokens;
   for (int64_t capacity : {most, std::max<int64_t>(1, most / 3)}) {

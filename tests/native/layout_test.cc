@@ -70,8 +70,8 @@ void test_expert_places() {
   EXPECT_EQ(place_group(Layout::kExpert, 64, 0, 0, int64_t{1} << 31, 1).first_row, int64_t{1} << 37);
 }
 
-// Shares rows among sources, one source after the other in turns of one row: a loop that needs no level. Those that are
-// left over go to the sources from `start` on, so the loop serves whole turns first.
+// Shares rows among sources: in each round, each source that needs more gets one row. The rows of the last, incomplete
+// round go to the sources from `start` on. (share_rows() computes the same with a level.)
 std::vector<int32_t> shared_by_turns(const std::vector<int32_t>& need, int32_t room, int32_t start) {
   const auto num = static_cast<int32_t>(need.size());
   std::vector<int32_t> kept(num);
@@ -110,7 +110,7 @@ void test_shared_rows() {
   EXPECT_EQ(first[2], kMaxInt32 - 4);
 }
 
-// Each rank but those of a node has one rail_peer there, and what it has is forwarded by that alone.
+// For each node, a rank of another node has one rail peer in it, and only this rail peer forwards its rows.
 void test_nodes() {
   for (int32_t num_ranks : {1, 2, 4, 6, 32}) {
     for (int32_t size = 1; size <= num_ranks; ++size) {
@@ -145,7 +145,7 @@ void test_nodes() {
   EXPECT_EQ(Nodes(2, 8, 5).source_of(1), 9);
 }
 
-// Atomics need their counters aligned, and no word that a peer writes may lie among them.
+// Atomic additions need aligned counters. No word that a peer writes may be between the counters.
 void test_counters() {
   constexpr size_t begin = offsetof(Control, counters), end = begin + sizeof(Counters);
   EXPECT_EQ(begin % 8, size_t{0});

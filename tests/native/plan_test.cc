@@ -20,8 +20,8 @@ LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, in
   return plan_combine(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms);
 }
 
-// Every warp of the row blocks has one place in one warp group, and every warp group that takes rows is complete.
-void expect_teams(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps, bool by_block) {
+// Each warp of the blocks that move rows is in one warp group, and each warp group has all its warps.
+void expect_whole_warp_groups(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps, bool by_block) {
   const int32_t num_groups = WarpGroup(plan, 0, num_blocks, 0, log_warps, by_block).num_groups;
   EXPECT_EQ(num_groups >= 1, true);
   std::vector<char> taken(static_cast<size_t>(num_groups) << log_warps);
@@ -54,8 +54,8 @@ void expect_sound(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
   for (int32_t i = 0; i < plan.row_senders(); ++i) EXPECT_EQ(senders.count(i), size_t{1});
   for (int32_t i = 0; i < plan.row_receivers(); ++i) EXPECT_EQ(receivers.count(i), size_t{1});
   for (bool by_block : {false, true}) {
-    expect_teams(plan, plan.row_senders(), plan.log_send_warps, by_block);
-    expect_teams(plan, plan.row_receivers(), plan.log_receive_warps, by_block);
+    expect_whole_warp_groups(plan, plan.row_senders(), plan.log_send_warps, by_block);
+    expect_whole_warp_groups(plan, plan.row_receivers(), plan.log_receive_warps, by_block);
   }
 }
 
@@ -94,7 +94,7 @@ void test_plans_of_one_block() {
   EXPECT_EQ(few_tokens.is_possible(Phase::kDone), false);
 }
 
-// On the few SMs of an emulated device, for every number of ranks and experts per token.
+// With few SMs, as emulated devices have, for each number of ranks and of experts per token.
 void test_plans_on_few_sms() {
   for (int32_t device_sms : {1, 2, 4}) {
     for (int64_t tokens = 1; tokens <= 4096; tokens += 1 + tokens / 2) {
@@ -113,7 +113,7 @@ void test_plans_on_few_sms() {
   }
 }
 
-// A launch never takes more SMs than the device has, whatever the user asks for.
+// A launch never takes more SMs than the device has, even if the user asks for more.
 void test_num_sms_is_at_most_the_devices() {
   EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 1000, 78, false).num_blocks, 78);
   EXPECT_EQ(plan_combine(4096, 4, 8, 28, 1000, 78).num_blocks, 78);
@@ -132,7 +132,7 @@ void test_sms_beside_others() {
   EXPECT_EQ(usable_sms_beside_others(3, 1), 1);
 }
 
-// The plans for 132 SMs, on which every choice in plan.h was measured. Whoever changes a plan measures it again.
+// The plans for 132 SMs. All choices in plan.h were measured with so many SMs. If you change a plan, measure again.
 std::vector<int32_t> numbers(const LaunchPlan& plan) {
   return {static_cast<int32_t>(plan.variant),
           plan.num_senders,
@@ -142,33 +142,33 @@ std::vector<int32_t> numbers(const LaunchPlan& plan) {
           plan.log_receive_warps};
 }
 void test_plans_on_132_sms() {
-  constexpr int32_t kIsLowLatency = 0, kBalanced = 1, kMany = 2;  // enum Variant
+  constexpr int32_t kLowLatency = 0, kBalanced = 1, kThroughput = 2;  // enum Variant
   const struct {
     int32_t tokens, ranks, top_k, chunks, num_sms;
     bool is_combine_back;
     std::vector<int32_t> expected;
   } dispatches[] = {
-      {1, 4, 8, 28, 0, false, {kIsLowLatency, 3, 20, 3, 4, 5}},
-      {8, 2, 8, 28, 0, false, {kIsLowLatency, 17, 82, 3, 4, 5}},
-      {8, 4, 8, 28, 0, false, {kIsLowLatency, 17, 82, 3, 4, 4}},
-      {32, 4, 8, 14, 0, false, {kIsLowLatency, 33, 162, 3, 3, 3}},
-      {32, 8, 8, 28, 0, true, {kIsLowLatency, 33, 264, 3, 3, 3}},
+      {1, 4, 8, 28, 0, false, {kLowLatency, 3, 20, 3, 4, 5}},
+      {8, 2, 8, 28, 0, false, {kLowLatency, 17, 82, 3, 4, 5}},
+      {8, 4, 8, 28, 0, false, {kLowLatency, 17, 82, 3, 4, 4}},
+      {32, 4, 8, 14, 0, false, {kLowLatency, 33, 162, 3, 3, 3}},
+      {32, 8, 8, 28, 0, true, {kLowLatency, 33, 264, 3, 3, 3}},
       {64, 2, 8, 14, 0, false, {kBalanced, 65, 130, 4, 4, 3}},
       {128, 4, 8, 4, 0, false, {kBalanced, 33, 98, 4, 2, 1}},
       {128, 4, 8, 14, 0, false, {kBalanced, 44, 132, 4, 4, 2}},
       {128, 4, 1, 14, 0, false, {kBalanced, 65, 130, 4, 3, 1}},
-      {128, 8, 8, 28, 0, true, {kMany, 17, 132, 4, 2, 3}},
+      {128, 8, 8, 28, 0, true, {kThroughput, 17, 132, 4, 2, 3}},
       {256, 8, 8, 28, 0, false, {kBalanced, 44, 132, 4, 4, 2}},
-      {512, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 2}},
-      {4096, 2, 8, 14, 0, false, {kMany, 52, 132, 4, 2, 2}},
-      {4096, 2, 8, 28, 0, false, {kMany, 45, 132, 4, 2, 1}},
-      {4096, 4, 8, 28, 0, false, {kMany, 67, 132, 4, 2, 2}},
-      {4096, 32, 8, 14, 0, true, {kMany, 17, 132, 4, 2, 3}},
-      {32, 4, 8, 28, 24, false, {kMany, 9, 18, 4, 2, 0}},
-      {128, 4, 8, 28, 24, false, {kMany, 9, 24, 4, 0, 0}},
-      {4096, 8, 8, 28, 24, true, {kMany, 12, 24, 4, 0, 0}},
-      {4096, 4, 8, 28, 2, false, {kMany, 1, 2, 4, 0, 0}},
-      {4096, 4, 8, 28, 1, false, {kMany, 1, 1, 4, 0, 0}},
+      {512, 2, 8, 28, 0, false, {kThroughput, 45, 132, 4, 2, 2}},
+      {4096, 2, 8, 14, 0, false, {kThroughput, 52, 132, 4, 2, 2}},
+      {4096, 2, 8, 28, 0, false, {kThroughput, 45, 132, 4, 2, 1}},
+      {4096, 4, 8, 28, 0, false, {kThroughput, 67, 132, 4, 2, 2}},
+      {4096, 32, 8, 14, 0, true, {kThroughput, 17, 132, 4, 2, 3}},
+      {32, 4, 8, 28, 24, false, {kThroughput, 9, 18, 4, 2, 0}},
+      {128, 4, 8, 28, 24, false, {kThroughput, 9, 24, 4, 0, 0}},
+      {4096, 8, 8, 28, 24, true, {kThroughput, 12, 24, 4, 0, 0}},
+      {4096, 4, 8, 28, 2, false, {kThroughput, 1, 2, 4, 0, 0}},
+      {4096, 4, 8, 28, 1, false, {kThroughput, 1, 1, 4, 0, 0}},
   };
   for (const auto& call : dispatches) {
     const LaunchPlan plan =
@@ -180,10 +180,10 @@ void test_plans_on_132_sms() {
     bool sums_own;
     std::vector<int32_t> expected;
   } combines[] = {
-      {1, 4, 8, 28, 0, false, {kIsLowLatency, 17, 26, 2, 4, 5}},
-      {8, 4, 8, 28, 0, false, {kIsLowLatency, 65, 98, 3, 4, 5}},
-      {32, 4, 8, 28, 0, false, {kIsLowLatency, 135, 264, 3, 4, 5}},
-      {32, 8, 0, 14, 0, false, {kIsLowLatency, 199, 264, 3, 3, 4}},
+      {1, 4, 8, 28, 0, false, {kLowLatency, 17, 26, 2, 4, 5}},
+      {8, 4, 8, 28, 0, false, {kLowLatency, 65, 98, 3, 4, 5}},
+      {32, 4, 8, 28, 0, false, {kLowLatency, 135, 264, 3, 4, 5}},
+      {32, 8, 0, 14, 0, false, {kLowLatency, 199, 264, 3, 3, 4}},
       {64, 2, 8, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
       {128, 1, 8, 28, 0, true, {kBalanced, 45, 132, 4, 4, 5}},
       {128, 2, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
@@ -192,16 +192,16 @@ void test_plans_on_132_sms() {
       {128, 4, 8, 28, 0, true, {kBalanced, 45, 132, 4, 4, 5}},
       {128, 4, 16, 28, 0, true, {kBalanced, 67, 132, 4, 4, 5}},
       {128, 8, 0, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
-      {512, 4, 8, 4, 0, true, {kMany, 97, 130, 4, 0, 0}},
-      {1024, 2, 8, 28, 0, true, {kMany, 65, 130, 4, 0, 0}},
+      {512, 4, 8, 4, 0, true, {kThroughput, 97, 130, 4, 0, 0}},
+      {1024, 2, 8, 28, 0, true, {kThroughput, 65, 130, 4, 0, 0}},
       {1024, 4, 8, 28, 0, true, {kBalanced, 67, 132, 4, 4, 5}},
-      {4096, 2, 8, 28, 0, true, {kMany, 45, 132, 4, 0, 0}},
-      {4096, 4, 8, 28, 0, true, {kMany, 67, 132, 4, 0, 0}},
-      {4096, 32, 8, 28, 0, true, {kMany, 67, 132, 4, 0, 0}},
-      {32, 2, 8, 28, 24, true, {kMany, 15, 24, 4, 3, 3}},
-      {4096, 4, 8, 28, 24, true, {kMany, 12, 24, 4, 0, 0}},
-      {4096, 4, 8, 28, 2, true, {kMany, 1, 2, 4, 0, 0}},
-      {4096, 4, 8, 28, 1, true, {kMany, 1, 1, 4, 0, 0}},
+      {4096, 2, 8, 28, 0, true, {kThroughput, 45, 132, 4, 0, 0}},
+      {4096, 4, 8, 28, 0, true, {kThroughput, 67, 132, 4, 0, 0}},
+      {4096, 32, 8, 28, 0, true, {kThroughput, 67, 132, 4, 0, 0}},
+      {32, 2, 8, 28, 24, true, {kThroughput, 15, 24, 4, 3, 3}},
+      {4096, 4, 8, 28, 24, true, {kThroughput, 12, 24, 4, 0, 0}},
+      {4096, 4, 8, 28, 2, true, {kThroughput, 1, 2, 4, 0, 0}},
+      {4096, 4, 8, 28, 1, true, {kThroughput, 1, 1, 4, 0, 0}},
   };
   for (const auto& call : combines) {
     const LaunchPlan plan = plan_combine(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms);
@@ -210,8 +210,8 @@ void test_plans_on_132_sms() {
   }
 }
 
-// By node: every block has its part, those that pass rows on lie between the others, and warp groups are of one block.
-void test_blocks_that_pass_on() {
+// With rail peers, the blocks between the senders and the receivers forward rows. A warp group is in one block.
+void test_blocks_that_forward() {
   for (int64_t tokens : {33, 128, 4096}) {
     for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132}) {
       for (const LaunchPlan& best :
@@ -224,46 +224,48 @@ void test_blocks_that_pass_on() {
         EXPECT_EQ(plan.num_blocks, best.num_blocks == 2 ? 1 : best.num_blocks);
         EXPECT_EQ(plan.forwards(0), plan.num_blocks == 1);
         EXPECT_EQ(std::max(plan.log_send_warps, plan.log_receive_warps) <= plan.log_block_warps, true);
-        expect_teams(plan, plan.num_forwarders(), plan.log_receive_warps, false);
-        expect_teams(plan, plan.row_receivers(), plan.log_receive_warps, false);
+        expect_whole_warp_groups(plan, plan.num_forwarders(), plan.log_receive_warps, false);
+        expect_whole_warp_groups(plan, plan.row_receivers(), plan.log_receive_warps, false);
       }
     }
   }
 }
 
-// All operations of a route go by node, or none, whatever the variant of their kernels.
-void test_few_rows_go_straight() {
+// Rows of few tokens go directly to their ranks, and rows of more tokens through rail peers. All operations of a route
+// must agree, so the low-latency variant must be that of few tokens, and of no others.
+void test_few_rows_go_directly() {
   for (int64_t tokens = 1; tokens <= 64; ++tokens) {
     EXPECT_EQ(is_low_latency(variant_for(tokens, 0)), are_few(tokens));
   }
 }
 
 void test_few_tokens_take_few_blocks() {
-  // In blocks of 8 warps. Announce, a token by 16 warps; small results, a row from each rank, 32 warps each.
+  // Blocks of 8 warps: one notifies the peers, two send the token with 16 warps, one writes the small results, and four
+  // per rank receive a row with 32 warps.
   EXPECT_EQ(plan_dispatch(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
-  EXPECT_EQ(plan_dispatch(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // no chunk waits for another
+  EXPECT_EQ(plan_dispatch(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // a warp per chunk
   EXPECT_EQ(plan_dispatch(8, 4, 8, 28, 0, false).log_receive_warps, 4);
   EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 0, false).num_blocks, kDeviceSms);
   EXPECT_EQ(plan_combine(4096, 4, 8, 28, 24).num_blocks, 24);
 }
 
-// No warp group has a row more than most of the others, where there are few for each.
-void test_turns_are_even() {
-  const auto turns = [](int64_t rows, int32_t blocks, int32_t block_warps, int32_t log_warps) {
+// With few rounds, no warp group has one round more than most others.
+void test_rounds_are_even() {
+  const auto rounds = [](int64_t rows, int32_t blocks, int32_t block_warps, int32_t log_warps) {
     return divide_up(rows, blocks * block_warps >> log_warps);
   };
   for (int32_t ranks : {2, 4}) {
     const LaunchPlan dispatch = plan_dispatch(128, ranks, 8, 14, 0, false),
                      combine = plan_combine(128, ranks, 8, 28, 0);
-    EXPECT_EQ(turns(128, dispatch.row_senders(), 16, dispatch.log_send_warps), ranks == 2 ? 1 : 3);
-    EXPECT_EQ(turns(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
-    EXPECT_EQ(turns(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 1 : 3);
-    EXPECT_EQ(turns((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 1 : 9);
+    EXPECT_EQ(rounds(128, dispatch.row_senders(), 16, dispatch.log_send_warps), ranks == 2 ? 1 : 3);
+    EXPECT_EQ(rounds(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
+    EXPECT_EQ(rounds(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 1 : 3);
+    EXPECT_EQ(rounds((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 1 : 9);
   }
-  EXPECT_EQ(turns(3 * 128, plan_combine(128, 4, 16, 28, 0).row_senders(), 16, 4), 6);  // each row is a sum of more
+  EXPECT_EQ(rounds(3 * 128, plan_combine(128, 4, 16, 28, 0).row_senders(), 16, 4), 6);  // 16 experts per token
   const LaunchPlan few = plan_combine(32, 4, 8, 28, 0);
-  EXPECT_EQ(turns(4 * 32, few.row_senders(), 8, few.log_send_warps), 2);
-  EXPECT_EQ(turns(32, few.row_receivers(), 8, few.log_receive_warps), 1);
+  EXPECT_EQ(rounds(4 * 32, few.row_senders(), 8, few.log_send_warps), 2);
+  EXPECT_EQ(rounds(32, few.row_receivers(), 8, few.log_receive_warps), 1);
 }
 
 void test_senders_enter_first() {
@@ -278,8 +280,8 @@ void test_senders_enter_first() {
   EXPECT_EQ(plan_combine(4096, 2, 8, 28, 0).senders_enter_first, false);
 }
 
-// Where there is much to read, senders leave own rows to who receives; else all rows are sent at once.
-void test_own_rows_are_sent_where_that_is_little() {
+// If a combine reads much, its receivers sum the rows of own tokens. Otherwise its senders sum all rows.
+void test_who_sums_own_rows() {
   EXPECT_EQ(plan_combine(32, 4, 8, 28, 0).sums_own, false);
   EXPECT_EQ(plan_combine(128, 4, 8, 28, 0).sums_own, true);
   EXPECT_EQ(plan_combine(128, 4, 8, 16, 0).sums_own, false);
@@ -289,31 +291,32 @@ void test_own_rows_are_sent_where_that_is_little() {
   for (int64_t tokens : {32, 128, 4096}) EXPECT_EQ(plan_combine(tokens, 4, 0, 28, 0).sums_own, false);  // not summed
 }
 
-// Where y comes ahead, a warp that sums takes four chunks at once: a warp group has a warp for each part of four that a
-// row has, as a power of two, or one for all of a row, if there are many rows.
-void test_teams_of_rings_are_busy() {
+// If y is prefetched, a warp sums a part of a row at once, which is four chunks. With many rows, a row has one warp.
+// Otherwise it has a warp per part, rounded up to a power of two.
+void test_warps_per_prefetched_row() {
   EXPECT_EQ(plan_combine(32, 2, 8, 8, 32).log_send_warps, 1);
   EXPECT_EQ(plan_combine(32, 2, 8, 28, 24).log_send_warps, 3);  // seven parts
   EXPECT_EQ(plan_combine(128, 2, 8, 28, 24).log_send_warps, 3);
   EXPECT_EQ(plan_combine(512, 2, 8, 28, 24).log_send_warps, 0);
   EXPECT_EQ(plan_combine(512, 2, 8, 28, 0).log_send_warps, 3);
-  EXPECT_EQ(plan_combine(1024, 2, 8, 28, 0).log_send_warps, 0);  // one turn of all warps
+  EXPECT_EQ(plan_combine(1024, 2, 8, 28, 0).log_send_warps, 0);  // one round of all warps
 }
 
-// Many rows for an expert's rank, and long ones: the first tokens are sent before the others, and what no sender needs
-// receives.
-void test_rows_that_come_one_after_the_other() {
-  const LaunchPlan usual = plan_dispatch(128, 4, 8, 14, 0, false), thin = plan_dispatch(128, 4, 1, 14, 0, false);
-  EXPECT_EQ(usual.log_send_warps, 4);
-  EXPECT_EQ(usual.num_senders, 1 + 43);  // three turns
-  EXPECT_EQ(usual.num_blocks, kDeviceSms);
-  EXPECT_EQ(thin.log_send_warps, 3);
+// With many long rows per receiving rank, few blocks send the tokens one after another, and all other blocks receive
+// (kLargeBatchOfLongRows).
+void test_few_blocks_send_long_rows() {
+  const LaunchPlan many_rows = plan_dispatch(128, 4, 8, 14, 0, false),
+                   few_rows = plan_dispatch(128, 4, 1, 14, 0, false);
+  EXPECT_EQ(many_rows.log_send_warps, 4);
+  EXPECT_EQ(many_rows.num_senders, 1 + 43);  // three rounds
+  EXPECT_EQ(many_rows.num_blocks, kDeviceSms);
+  EXPECT_EQ(few_rows.log_send_warps, 3);
   EXPECT_EQ(plan_dispatch(128, 4, 8, 8, 0, false).log_send_warps, 3);
   EXPECT_EQ(plan_dispatch(128, 2, 8, 14, 0, false).log_send_warps, 3);
 }
 
-// Of more than two ranks, up to 1024 tokens; of two, if they are little.
-void test_long_teams_sum_rows_of_many_ranks() {
+// A combine is balanced with more than two ranks and at most 1024 tokens, or if it reads little.
+void test_balanced_combines() {
   EXPECT_EQ(plan_combine(1024, 4, 8, 28, 0).variant == Variant::kBalanced, true);
   EXPECT_EQ(plan_combine(2048, 4, 8, 28, 0).variant == Variant::kThroughput, true);
   EXPECT_EQ(plan_combine(128, 2, 8, 28, 0).variant == Variant::kThroughput, true);
@@ -321,11 +324,11 @@ void test_long_teams_sum_rows_of_many_ranks() {
   EXPECT_EQ(plan_combine(512, 4, 8, 4, 0).variant == Variant::kThroughput, true);  // short rows
 }
 
-// Of two ranks, each sends half of all rows, if own ones stay: of many rows, most blocks receive.
+// With two ranks, a token goes to one other rank at most. So with many rows, most blocks receive.
 void test_two_ranks_send_little() {
   const LaunchPlan dispatch = plan_dispatch(4096, 2, 8, 28, 0, false);
   EXPECT_EQ(dispatch.num_senders, 45);
-  EXPECT_EQ(dispatch.log_receive_warps, 1);  // many long rows
+  EXPECT_EQ(dispatch.log_receive_warps, 1);  // at least 2048 tokens, rows longer than 8 KB
   EXPECT_EQ(plan_dispatch(1024, 2, 8, 28, 0, false).log_receive_warps, 2);
   EXPECT_EQ(plan_dispatch(4096, 2, 8, 14, 0, false).log_receive_warps, 2);
   EXPECT_EQ(plan_dispatch(4096, 2, 8, 14, 0, false).num_senders, 52);
@@ -336,15 +339,17 @@ void test_two_ranks_send_little() {
   EXPECT_EQ(plan_combine(4096, 4, 8, 28, 24).num_senders, 12);
 }
 
-// Where a token has a row or two, all come back in one turn.
-void test_thin_rows_take_small_teams() {
+// With one or two experts per token, one round is enough for all rows.
+void test_few_experts_take_one_round() {
   const LaunchPlan plan = plan_combine(128, 4, 1, 28, 0);
   EXPECT_EQ(plan.log_send_warps, 2);
   EXPECT_EQ(plan.row_receivers() * 16 >> plan.log_receive_warps, 128);
+  const LaunchPlan dispatch = plan_dispatch(128, 4, 1, 14, 0, false);
+  EXPECT_EQ(dispatch.row_receivers() * 16 >> dispatch.log_receive_warps, 4 * 128);
 }
 
-// Of each rank's possible rows the first ones are there; no block has more than one more of them than another.
-void test_first_rows_are_of_all_blocks() {
+// The rows that exist are the first of each rank's possible rows. All blocks get equally many of them, or one more.
+void test_first_rows_are_spread_over_blocks() {
   const LaunchPlan plan = plan_combine(128, 4, 1, 28, 0);
   const int32_t num_blocks = plan.row_senders(), num_rows = 3 * 32;
   int32_t fewest = num_rows, most = 0;
@@ -360,8 +365,8 @@ void test_first_rows_are_of_all_blocks() {
   EXPECT_EQ(WarpGroup::of_senders(plan, 1, 0, true).index + 1, WarpGroup::of_senders(plan, 1, 4, true).index);
 }
 
-// Rows of 4 chunks keep as many warps busy as rows of 16.
-void test_small_rows_take_small_teams() {
+// Rows of 4 chunks have fewer warps each than rows of 14.
+void test_short_rows_have_few_warps() {
   EXPECT_EQ(plan_dispatch(128, 4, 8, 4, 0, false).log_send_warps, 2);
   EXPECT_EQ(plan_dispatch(128, 4, 8, 4, 0, false).num_senders, 1 + 128 / 4);
   EXPECT_EQ(plan_dispatch(64, 2, 8, 14, 0, false).log_receive_warps, 3);
@@ -408,7 +413,7 @@ void test_balance() {
   EXPECT_EQ(kMaxBalancedExperts, 4096);  // Group's docstring says so
 }
 
-// The ends of a transfer have as many tracks, whatever devices they are.
+// Both ranks of a transfer must have the same number of tracks, even if their GPUs differ.
 void test_replicate() {
   for (int32_t max_tokens : {1, 3, 4, 100, 4096, 100'000}) {
     const CopyPlan plan = plan_replicate(max_tokens, false, 0, 132);
@@ -429,19 +434,19 @@ int main() {
   test_num_sms_is_at_most_the_devices();
   test_sms_beside_others();
   test_plans_on_132_sms();
-  test_blocks_that_pass_on();
-  test_few_rows_go_straight();
+  test_blocks_that_forward();
+  test_few_rows_go_directly();
   test_few_tokens_take_few_blocks();
-  test_turns_are_even();
+  test_rounds_are_even();
   test_senders_enter_first();
-  test_own_rows_are_sent_where_that_is_little();
-  test_teams_of_rings_are_busy();
-  test_rows_that_come_one_after_the_other();
-  test_long_teams_sum_rows_of_many_ranks();
+  test_who_sums_own_rows();
+  test_warps_per_prefetched_row();
+  test_few_blocks_send_long_rows();
+  test_balanced_combines();
   test_two_ranks_send_little();
-  test_thin_rows_take_small_teams();
-  test_first_rows_are_of_all_blocks();
-  test_small_rows_take_small_teams();
+  test_few_experts_take_one_round();
+  test_first_rows_are_spread_over_blocks();
+  test_short_rows_have_few_warps();
   test_arena();
   test_divisor();
   test_balance();
