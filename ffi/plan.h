@@ -72,7 +72,7 @@ struct LaunchPlan {
   int32_t log_send_warps,
       log_receive_warps;  // log2 of the warps in a warp group, which share a row; they may be in several blocks
   bool sums_own = false;  // combine: receivers sum the rows of this rank's own tokens; senders do not send them
-  bool senders_enter_first = false;  // if they can start (epoch.cuh)
+  bool senders_enter_first = false;  // the other blocks wait for them for a short time (Epoch::await_entries)
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * block_warps(); }  // without an extra control warp
@@ -291,8 +291,8 @@ constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
 // of a route. The rows of more tokens go through rail peers.
 constexpr bool are_few(int64_t num_tokens) { return num_tokens <= 32; }
 
-// LaunchPlan::senders_enter_first. It makes no difference with two ranks, and costs more than it gains with few tokens.
-// With a limit on SMs, each block can have a TPC of its own.
+// LaunchPlan::senders_enter_first. With two ranks or few tokens, this was not faster (docs/experiments.md, "Which SMs
+// send"). It has not been measured with a limit on SMs.
 constexpr bool let_senders_enter_first(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
   return num_sms == 0 && num_ranks > 2 && num_tokens > 256;
 }
@@ -324,7 +324,8 @@ inline constexpr Shape kLargeDecode = {Variant::kLowLatency, BlockWarps{8}, Send
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16},
                                       Send{WarpsPerRow::at_most(4, 1).more_for_few_rows(16, 1)},
                                       Receive{kReceiveWithMoreForFewRows}, ReceiverSixteenths{8}};
-// The same with one or two experts per token: few warps per row, so that one round is enough for all rows.
+// The same with one or two experts per token. A row has only as many warps as allow one round for all rows, if
+// possible.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, kLargeBatch.send,
                                       Receive{WarpsPerRow::exactly(1).more_for_few_rows(kAny, 1)},
                                       ReceiverSixteenths{8}};
@@ -348,8 +349,8 @@ inline constexpr Shape kLongRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{1
 inline constexpr Shape kMostTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
                                                 Receive{WarpsPerRow::exactly(2)}, ReceiverSixteenths{11}};
 // The backward pass of combine with more than 32 tokens. Few blocks send, because receivers do most of the work: for
-// each expert of a token, they read y and write a row. Later, the senders receive, too (work stealing), and the blocks
-// share the padding.
+// each expert of a token, they read y and write a row. All receivers share the padding. A sender that has sent all its
+// tokens steals rows.
 inline constexpr Shape kCombineBack = {Variant::kThroughput,
                                        BlockWarps{16},
                                        Send{WarpsPerRow::at_most(4, 2)},

@@ -176,6 +176,7 @@ def test_results_tell_with_which_settings_each_step_ran(tmp_path):
     for part in ("tests-1", "tests-2", "tests-3"):
         assert steps[part]["filter"] == "-k 'a or b=c'"
     assert steps["bench-7-grad"]["filter"] == "--tokens 128"
+    assert gpu_report.filter_of("native-run", {"PYTEST_ARGS": "-m gpu"}) == ""
     assert not former.exists()
 
 

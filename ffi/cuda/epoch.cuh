@@ -41,9 +41,10 @@ struct Epoch : Roles {
 
   // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
   // writes to peers. Such a block waits until all peers have read the former rows of the slot, and another block until
-  // this rank has. kRoleByIndex: the block's role is its index (roles.cuh). A role from `num_senders` on is a
-  // receiver's, and may be given away: then state.role is kNoRole. Otherwise, the role is the block's ticket, and the
-  // first `num_senders` blocks enter first if they can (let_enter_first).
+  // this rank has. With kRoleByIndex, the block's role is its index (roles.cuh). A role from `num_senders` on is a
+  // receiver's, and may be given away: then state.role is kNoRole. Without kRoleByIndex, the role is the block's
+  // ticket. If `num_senders` is positive, blocks with an index from `num_senders` on first wait for so many entries
+  // (await_entries).
   template <bool kRoleByIndex = false, typename Sends>
   __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();
@@ -52,7 +53,7 @@ struct Epoch : Roles {
     if (lane_id() == 0) {
       publish();
       const bool is_later = num_senders > 0 && static_cast<int32_t>(blockIdx.x) >= num_senders;
-      if (!kRoleByIndex && is_later) let_enter_first(state, num_senders);
+      if (!kRoleByIndex && is_later) await_entries(state, num_senders);
       if (takes_epoch()) {
         enter_epoch<kRoleByIndex>();
       } else {
@@ -89,15 +90,16 @@ struct Epoch : Roles {
     state.num_worker_threads = num_worker_threads;
   }
 
-  // Waits until `num_blocks` blocks of the launch have entered, but not long: if they cannot start, this block must
-  // take one of their tickets. GPUs start blocks with consecutive indices on SMs of different TPCs. (A TPC is a pair of
-  // SMs.) So most senders share their TPC with a receiver, not with another sender: with many rows, this is faster.
-  __device__ __noinline__ static void let_enter_first(State& state, int32_t num_blocks) {
+  // Waits until `num_blocks` blocks of the launch have entered, for at most kBlocksEnterNs: if other blocks cannot
+  // start, this block must take one of the first tickets. GPUs start blocks with consecutive indices on SMs of
+  // different TPCs. (A TPC is a pair of SMs.) So most senders share their TPC with a receiver, and not with another
+  // sender. With many rows, this is faster.
+  __device__ __noinline__ static void await_entries(State& state, int32_t num_blocks) {
     const auto op = operation_of<Epoch>(state);
-    const uint64_t asked = globaltimer_ns();
-    while (op.num_entered() < num_blocks && globaltimer_ns() - asked < kSoonNs) poll_pause();
+    const uint64_t begun = globaltimer_ns();
+    while (op.num_entered() < num_blocks && globaltimer_ns() - begun < kBlocksEnterNs) poll_pause();
   }
-  // The number of blocks that have entered, until the last one of them opens the next epoch.
+  // The number of blocks that have entered. Valid only until this block has entered: when all have, the count is reset.
   __device__ int32_t num_entered() const {
     return static_cast<int32_t>(takes_epoch() ? EntryWord::unpack(load_relaxed(&own().entry)).num_entered
                                               : load_relaxed(&call.pending->blocks_begun));
@@ -129,7 +131,8 @@ struct Epoch : Roles {
       state.ticket = 0;
       return fail_overlap();
     }
-    // The block with role 0 notifies the peers. If it does not, no peer completes the operation.
+    // The block with role 0 checks the rank, because it notifies the peers. Without its notification, no peer completes
+    // the operation.
     const bool notifies = kRoleByIndex ? blockIdx.x == 0 : state.ticket == 0;
     if (notifies && !state.failed) check_rank(axis_index);
     if (state.ticket != 0) return;
@@ -260,9 +263,9 @@ struct Epoch : Roles {
     const uint32_t* left = is_done ? &own().done_left[state.slot] : &own().num_left[state.epoch & 1];
     // The other blocks leave soon, because they see the failure, too. But if blocks of another launch have entered, the
     // count never becomes complete, so the wait is bounded.
-    constexpr uint64_t kSoonNs = 1'000'000'000;
+    constexpr uint64_t kOthersLeaveNs = 1'000'000'000;
     const uint64_t begun = globaltimer_ns();
-    while (load_acquire_gpu(left) != gridDim.x - 1 && globaltimer_ns() - begun < kSoonNs) {
+    while (load_acquire_gpu(left) != gridDim.x - 1 && globaltimer_ns() - begun < kOthersLeaveNs) {
       poll_pause();
     }
     // A block that left without seeing the failure has not waited for its stores. They are performed within

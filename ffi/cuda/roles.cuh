@@ -19,8 +19,8 @@ struct Roles : Waiting {
   __device__ static int32_t num_given(unsigned long long word) { return static_cast<int32_t>(word >> 32); }
   __device__ unsigned long long* begun() const { return &own().begun[state.epoch & 1]; }
 
-  // If blocks of a launch can start, they start sooner than this.
-  static constexpr uint64_t kSoonNs = 20'000;
+  // Blocks that have not entered after this time may have no free SM.
+  static constexpr uint64_t kBlocksEnterNs = 20'000;
 
   // Counts this sender as begun. If it is the last one, it learns how many roles it must take. One thread calls it,
   // while the block sends.
@@ -39,7 +39,7 @@ struct Roles : Waiting {
       const unsigned long long word = load_relaxed(op.begun());
       if (num_begun(word) == num_senders) return;
       poll_pause();
-      if (globaltimer_ns() - asked < kSoonNs) continue;
+      if (globaltimer_ns() - asked < kBlocksEnterNs) continue;
       if (atomic_cas_relaxed_gpu(op.begun(), word, word + kOneGiven) != word) continue;
       // The line above counts the role as given away, and the next line records it. Nothing may wait or return between
       // them: next_given_role() waits for the record without a time-out.

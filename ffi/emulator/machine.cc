@@ -212,15 +212,15 @@ void sync_warp() {
   current->stores_ordered = std::max(current->stores_ordered, current->warp->num_stores);
 }
 
-static void begin(Stall& stall) {
+static void start(Stall& stall) {
   stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestStallNs);
-  scheduler().let_stores_land(current->warp->block->stores);
+  scheduler().settle_stores_soon(current->warp->block->stores);
 }
 
 // Counts down. Whether the stall begins here.
 static bool begins(Stall& stall, uint64_t& left) {
   if (left == 0 || --left > 0) return false;
-  begin(stall);
+  start(stall);
   return true;
 }
 
@@ -267,7 +267,7 @@ void may_switch() {
 // stops in between until the other one's update has been used. A stall at any access seldom begins just there.
 void may_stall_before_writing_back() {
   if (!adversary.random.happens(adversary.stall_share)) return;
-  begin(current->warp->stall);
+  start(current->warp->stall);
   switch_away(true);
 }
 

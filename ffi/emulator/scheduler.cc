@@ -12,9 +12,9 @@ namespace emulator {
 constexpr uint64_t kTurnNs = 10;
 constexpr double kHeldSettleShare = 0.0003;  // of the turns, at which some held stores settle
 constexpr uint32_t kLogLongestNs = 22;       // of what delays a launch
-// The stores of a block that has left, or stands still, land within this time. (Epoch::await_others waits a little
-// longer.)
-constexpr uint64_t kStoresLandNs = 40'000;
+// When a block has left, or it or one of its warps stalls, its stores settle within this time. (Epoch::await_others
+// waits a little longer.)
+constexpr uint64_t kStoresSettleNs = 40'000;
 constexpr int kSlowSkips = 40;
 constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestSkipNs = 60'000'000'000;
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132
@@ -170,7 +170,7 @@ void Scheduler::end_block(Block* block) {
   if (!block->bulk_copies.empty()) stop("a block ends before its bulk copies have landed");
   Launch& launch = *block->launch;
   launch.stores.push_back(block->stores);
-  let_stores_land(block->stores);
+  settle_stores_soon(block->stores);
   block->sm->threads_left += static_cast<int>(launch.block_threads);
   block->sm->shared_left += static_cast<int64_t>(launch.shared_bytes) + kStaticSharedBytes;
   --block->device->resident_blocks;
@@ -194,13 +194,13 @@ void Scheduler::free_ended_blocks() {
   ended_.clear();
 }
 
-void Scheduler::let_stores_land(const std::shared_ptr<BlockStores>& stores) {
-  if (adversary.delays_stores) landing_.emplace_back(now_ns_ + kStoresLandNs, stores);
+void Scheduler::settle_stores_soon(const std::shared_ptr<BlockStores>& stores) {
+  if (adversary.delays_stores) due_stores_.emplace_back(now_ns_ + kStoresSettleNs, stores);
 }
 
-void Scheduler::land_stores() {
-  for (; !landing_.empty() && landing_.front().first <= now_ns_; landing_.pop_front()) {
-    settle_all(*landing_.front().second);
+void Scheduler::settle_due_stores() {
+  for (; !due_stores_.empty() && due_stores_.front().first <= now_ns_; due_stores_.pop_front()) {
+    settle_all(*due_stores_.front().second);
   }
 }
 
@@ -260,7 +260,7 @@ bool Scheduler::end_stalls(bool at_once) {
 bool Scheduler::step() {
   free_ended_blocks();
   now_ns_ += kTurnNs;
-  land_stores();
+  settle_due_stores();
   ++turn_;
   const uint64_t before = progress_;
   if (streams_may_advance_ || turn_ % 64 == 0) advance_streams();

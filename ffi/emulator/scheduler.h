@@ -71,8 +71,8 @@ class Scheduler {
   void add_polling(Warp* warp) { polling_.push_back(warp); }
   void add_copying(Block* block) { copying_.push_back(block); }
   void end_block(Block* block);
-  // The block has left or stands still, so its stores land soon.
-  void let_stores_land(const std::shared_ptr<BlockStores>& stores);
+  // A block has left, or it or one of its warps stalls: its stores settle soon.
+  void settle_stores_soon(const std::shared_ptr<BlockStores>& stores);
   // Something has happened that others may wait for.
   void note_progress() {
     turns_without_progress_ = 0;
@@ -90,7 +90,7 @@ class Scheduler {
   Sm* find_sm(Device& device, const Launch& launch);
   void start_block(Device& device, Sm& sm, Launch& launch, uint32_t index);
   void free_ended_blocks();
-  void land_stores();
+  void settle_due_stores();
   uint64_t end_of_delay() const;
   bool land_some(double share);
   void run(std::deque<Warp*>& from);
@@ -101,8 +101,8 @@ class Scheduler {
   std::vector<std::unique_ptr<Device>> devices_;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::deque<Warp*> ready_, polling_;
-  std::vector<std::pair<Warp*, std::deque<Warp*>*>> stalled_;              // and where they are to go
-  std::deque<std::pair<uint64_t, std::shared_ptr<BlockStores>>> landing_;  // at the latest when
+  std::vector<std::pair<Warp*, std::deque<Warp*>*>> stalled_;                 // and where they are to go
+  std::deque<std::pair<uint64_t, std::shared_ptr<BlockStores>>> due_stores_;  // deadlines, and the stores of blocks
   std::vector<Block*> blocks_, copying_, ended_;  // on a device; with copies in flight; to be freed
   size_t turns_without_progress_ = 0;
   uint64_t progress_ = 0, progress_at_skip_ = 0;

@@ -17,18 +17,18 @@
 
 namespace {
 
-// How a test changes the plans of plan.h.
+// The changes that a test makes to the plans of plan.h.
 struct Blocks {
-  int32_t number;   // of thread blocks per rank, few enough that the blocks of all ranks fit on one GPU; 0: as planned
-  Variant variant;  // of the kernels, if the plan is changed
-  // sums_own: false if a combine must not sum own rows in its receivers. has_one_warp: one warp has a whole row.
+  int32_t number;   // the SMs per rank, so few that the blocks of all ranks fit on one GPU; 0 changes nothing
+  Variant variant;  // the kernels' variant, if `number` is positive or has_one_warp is true
+  // If sums_own is false, the senders of a combine also sum the rows of own tokens. has_one_warp: a row has one warp.
   bool sums_own = true, has_one_warp = false;
 
   LaunchPlan adjust(LaunchPlan plan) const {
     // The low-latency variant must not have more tokens than plan.h gives it: their rows may need rail peers.
     if (number == 0 && (!has_one_warp || !are_few(num_tokens))) return plan;
     plan.variant = variant;
-    plan.senders_enter_first = variant == Variant::kThroughput;  // plan.h does this only for more tokens
+    plan.senders_enter_first = variant == Variant::kThroughput;  // in plan.h, only with more tokens than here
     plan.sums_own &= sums_own;
     if (has_one_warp) plan.log_send_warps = plan.log_receive_warps = 0;
     return plan;

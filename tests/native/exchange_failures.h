@@ -115,7 +115,7 @@ void run_other_operation(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kOtherOp, -1);
 }
 
-// A rank is at a wrong place of the mesh.
+// A rank has a wrong position in the mesh.
 void run_wrong_rank(Session& session, std::mt19937& random) {
   const auto wrong = static_cast<int32_t>(random() % session.num_ranks());
   Array<int32_t>& axis_index = session.ranks()[wrong]->axis_index;
@@ -126,9 +126,9 @@ void run_wrong_rank(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kWrongRank, wrong);
 }
 
-// The same in a low-latency dispatch. There, a block's role is its index, so the block that notifies the peers need not
-// be the first one to enter. It must notice the failure itself. Here, blocks often enter at the same time, so no block
-// learns from another that the operation has failed.
+// A wrong position in a low-latency dispatch. There, a block's role is its index. Block 0 notifies the peers, and may
+// not be the first block to enter. So it must check the rank itself. Here, blocks often enter at the same time, so
+// block 0 does not learn of the failure from another block.
 void run_wrong_rank_of_few_tokens(uint64_t seed) {
   const Settings former;
   emulator::adversary.shuffles_blocks = emulator::adversary.shuffles_warps = emulator::adversary.delays_stores = true;
@@ -222,8 +222,8 @@ void run_host_fails(uint64_t seed) {
   EXPECT_EQ(seen.expected == why.expected && seen.seen == why.seen, is_of_host);
 }
 
-// Block 0 writes a word and leaves. Block 1 reads the word 50 microseconds later. Meanwhile, it writes another word:
-// if all blocks only waited, all stores would land at once.
+// Block 0 writes a word and leaves. Block 1 reads the word 50 microseconds later. Meanwhile, it writes another word: if
+// it only polled, nothing else could run, and the emulator would settle all stores at once.
 __global__ void read_late_kernel(uint32_t* word, uint32_t* num_left, uint32_t* seen, uint32_t* other) {
   if (threadIdx.x != 0) return;
   if (blockIdx.x == 0) {
@@ -233,8 +233,8 @@ __global__ void read_late_kernel(uint32_t* word, uint32_t* num_left, uint32_t* s
   }
   while (load_relaxed(num_left) != 1) poll_pause();
   constexpr uint64_t kLandedNs = 50'000;  // as in Epoch::await_others
-  const uint64_t left = globaltimer_ns();
-  while (globaltimer_ns() - left < kLandedNs) {
+  const uint64_t begun = globaltimer_ns();
+  while (globaltimer_ns() - begun < kLandedNs) {
     store_relaxed(other, 1u);
     poll_pause();
   }
