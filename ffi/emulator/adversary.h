@@ -17,7 +17,7 @@ class Random {
     return x ^ x >> 31;
   }
   uint32_t below(uint32_t n) { return static_cast<uint32_t>((next() >> 32) * n >> 32); }
-  // Small numbers are as likely as large ones: 1 to 2 ** bits, all powers of two alike.
+  // Returns a number from 2 to 2 ** bits. Each interval from 2 ** k + 1 to 2 ** (k + 1) has the same probability.
   uint64_t log_uniform(uint32_t bits) {
     const uint64_t power = uint64_t{1} << below(bits);
     return power + below(static_cast<uint32_t>(power)) + 1;
@@ -36,12 +36,12 @@ struct Adversary {
   bool shuffles_blocks = false;  // the blocks of a launch start in any order
   bool delays_launches = false;  // ranks are late, and so is the end of a launch
   int resident_blocks = 0;       // a device holds no more at a time; 0: as many as its SMs hold
-  double late_share = 0.3;     // of the launches, with delays_launches: those that begin late, and those that end late
-  double stall_share = 0;      // of the blocks: those that stop once for a while, as a whole or with one warp
-  double settle_share = 0.05;  // of the pending stores and bulk copies, at each turn of the scheduler
-  double held_share = 0;       // of the stores: those that become visible as late as they may
-  double held_blocks_share = 0;  // of the blocks: those with only such stores
-  double switch_share = 0.05;    // of the accesses to memory
+  double late_share = 0.3;     // with delays_launches: the fraction of launches that begin, and of those that end, late
+  double stall_share = 0;      // the fraction of blocks that stop once, as a whole or with one warp
+  double settle_share = 0.05;  // the fraction of pending stores and bulk copies that complete at each step
+  double held_share = 0;       // the fraction of stores that stay pending as long as possible
+  double held_blocks_share = 0;  // the fraction of blocks whose stores are all held
+  double switch_share = 0.05;    // with shuffles_warps: the fraction of accesses at which a thread is preempted
   Random random;
 };
 

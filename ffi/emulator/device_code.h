@@ -6,7 +6,7 @@
 
 namespace emulator {
 
-// A number that is looked up when it is read.
+// A variable such as threadIdx.x: each read computes its value for the running thread.
 template <typename Read>
 struct Coordinate {
   operator uint32_t() const { return Read()(); }

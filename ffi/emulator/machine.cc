@@ -30,7 +30,7 @@ void make_ready(Thread& thread) {
   enqueue(*thread.warp);
 }
 
-// The lane that runs next, behind the one that ran last; an adversary takes any.
+// Returns the next ready lane after `last`, in round-robin order. With shuffles_warps, returns any ready lane.
 int next_lane(uint32_t ready, int last) {
   if (adversary.shuffles_warps) {
     for (int skip = static_cast<int>(adversary.random.below(__builtin_popcount(ready))); skip > 0; --skip) {
@@ -42,7 +42,8 @@ int next_lane(uint32_t ready, int last) {
   return __builtin_ctz(behind ? behind : ready);
 }
 
-// Runs another fiber, until this one is made ready and chosen again: of the same warp, or else the scheduler's.
+// Switches to another ready fiber of the warp. If there is none, or with `to_scheduler`, switches to the scheduler.
+// Returns when this fiber runs again.
 void switch_away(bool to_scheduler = false) {
   Thread* const self = current;
   Warp& warp = *self->warp;
@@ -70,7 +71,7 @@ std::string place() {
 }
 
 void complete(Barrier& barrier) {
-  // What any of the warps has done comes before what any of them does next.
+  // All earlier stores of the participating warps happen before all their later accesses.
   if (adversary.delays_stores) {
     std::vector<uint32_t> ordered(barrier.warps.front()->ordered.size());
     for (const Warp* warp : barrier.warps) {
@@ -120,7 +121,7 @@ void stop(const std::string& why) {
   std::abort();
 }
 
-// Of the block at an access to memory, or of one of its warps, there or behind a barrier.
+// Plans one stall: the whole block stops at an access to memory, or one warp stops at an access or after a barrier.
 static void plan_stall(Block& block) {
   constexpr uint32_t kLogMostAccesses = 12, kLogMostBarriers = 4;
   Warp& warp = block.warps[adversary.random.below(static_cast<uint32_t>(block.warps.size()))];
@@ -217,7 +218,7 @@ static void start(Stall& stall) {
   scheduler().settle_stores_soon(current->warp->block->stores);
 }
 
-// Counts down. Whether the stall begins here.
+// Decrements `left`. If it reaches 0, starts the stall and returns true.
 static bool begins(Stall& stall, uint64_t& left) {
   if (left == 0 || --left > 0) return false;
   start(stall);
@@ -254,7 +255,7 @@ void poll_pause() {
   switch_away();
 }
 
-void may_switch() {
+void maybe_preempt() {
   scheduler().note_access();
   Stall &of_warp = current->warp->stall, &of_block = current->warp->block->stall;
   if (begins(of_warp, of_warp.accesses_left) || begins(of_block, of_block.accesses_left)) switch_away(true);

@@ -31,7 +31,7 @@ struct Thread {
   void* stack = nullptr;
   void* stack_pointer = nullptr;
   uint32_t collectives = 0;     // warp collectives that this thread has called
-  uint32_t stores_ordered = 0;  // stores of the warp's other lanes below this number come before what follows here
+  uint32_t stores_ordered = 0;  // those of other lanes with a smaller number happen before what follows
   bool barrier_result = false;
   std::vector<std::function<void()>> copies;  // cp.async: of the group that is not committed yet
   std::vector<std::vector<std::function<void()>>> copy_groups;
@@ -40,7 +40,7 @@ struct Thread {
   std::shared_ptr<Release> fence;                       // what a fence has ordered before later stores
 };
 
-// When a block or a warp does nothing for a while, as an adversary has it.
+// A pause of a block or a warp, chosen by the adversary.
 struct Stall {
   uint64_t accesses_left = 0, barriers_left = 0;  // until it begins; 0: never
   uint64_t until_ns = 0;
@@ -57,7 +57,8 @@ struct Warp {
   int arrived[2] = {};
   uint64_t values[2][kWarpLanes];
   uint64_t reduced[2];
-  // Weak memory: stores of this warp so far, and those of each warp of the block that come before what follows here.
+  // For weak_memory.cc. num_stores: the stores of this warp so far. ordered: by warp of the block, the stores with a
+  // smaller number happen before this warp's next access.
   uint32_t num_stores = 0;
   std::vector<uint32_t> ordered;
   Stall stall;
@@ -95,7 +96,7 @@ struct Block {
   std::vector<std::pair<const void*, void*>> shared_variables;  // by the tag of the place in the code
   std::vector<BulkCopy> bulk_copies;
   std::shared_ptr<BlockStores> stores;
-  bool holds_stores = false;  // all of them, as an adversary has it
+  bool holds_stores = false;  // the adversary holds all of them
   Stall stall;
 };
 
@@ -139,15 +140,16 @@ T reduce(unsigned mask, T value, Combine combine) {
 unsigned match_any(unsigned mask, uint64_t value);
 void sync_warp();
 
-// A named barrier of `num_threads`. One that does not wait only counts. Returns whether `predicate` held for any.
+// bar.sync for `num_threads` threads, or bar.arrive if `waits` is false. With `waits`, returns true if `predicate` was
+// true in any thread.
 bool barrier(int id, int num_threads, bool waits, bool predicate = false);
 
 // Called in each turn of a loop that polls: other threads run before the next look.
 void poll_pause();
 
 // Between two accesses to memory that others see, an adversary may let others run.
-void may_switch();
-// Before a thread writes a word that it read last.
+void maybe_preempt();
+// A store calls this if its address is the last word that the thread has loaded. The adversary may stall the warp here.
 void may_stall_before_writing_back();
 
 uint64_t now_ns();  // virtual time
@@ -174,7 +176,7 @@ struct Launch {
   size_t shared_bytes = 0;
   uint32_t cluster = 1;  // blocks that start together
   std::function<void()> kernel;
-  uint64_t not_before_ns = 0, no_end_before_ns = 0;  // as an adversary has it
+  uint64_t not_before_ns = 0, no_end_before_ns = 0;  // delays chosen by the adversary
   std::vector<uint32_t> order;                       // in which blocks start
   uint32_t num_started = 0, num_ended = 0;
   std::vector<std::shared_ptr<BlockStores>> stores;  // of blocks that have ended

@@ -141,7 +141,7 @@ CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*
   return CUDA_SUCCESS;
 }
 
-// A handle is a file descriptor and one.
+// A handle is a file descriptor plus 1, so that it is never 0.
 CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
                      unsigned long long) {
   if (bytes > kMemoryBytes) return CUDA_ERROR_OUT_OF_MEMORY;

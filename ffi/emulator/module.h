@@ -1,4 +1,4 @@
-// What Python tells the emulator: functions of the module jax_ep._emulated besides those of jax_ep._cuda.
+// Python functions that control the emulator. Only the module jax_ep._emulated has them.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -36,7 +36,7 @@ struct Put {
   const uint8_t* from;
   std::vector<uint32_t> pieces;  // first bytes of the data's pieces that have not arrived
   Word word;                     // at the receiver
-  bool is_held;                  // only deliver_held() delivers it
+  bool is_held;                  // deliver_some() skips it
 };
 
 // Never destroyed: fibers may run while the process ends.
@@ -162,7 +162,7 @@ uint8_t* symmetric_address(const void* address, int pe) {
 }
 
 void put(void* to, const void* from, uint32_t bytes, const Word& signal, int pe) {
-  may_switch();
+  maybe_preempt();
   if (bytes % kPieceBytes != 0) stop("a put of bytes that are not a multiple of 8");
   find(from, device_here());
   Put put = {};
@@ -175,7 +175,7 @@ void put(void* to, const void* from, uint32_t bytes, const Word& signal, int pe)
 }
 
 void put_word(const Word& word, int pe) {
-  may_switch();
+  maybe_preempt();
   Put put = {};
   put.word = word_of_receiver(pe, word);
   put.release = current->fence;
@@ -183,7 +183,7 @@ void put_word(const Word& word, int pe) {
 }
 
 void fence_puts() {
-  may_switch();
+  maybe_preempt();
   ++num_fences[device_here()];
 }
 

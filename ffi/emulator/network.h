@@ -10,8 +10,8 @@
 
 namespace emulator {
 
-// Zeros on this device. The next allocations of as many bytes on other devices belong to the same symmetric memory.
-// Null if there is no room.
+// Allocates zeroed memory on this device. The next allocation of the same size on each other device belongs to the same
+// symmetric memory. Returns null if there is no room.
 uint8_t* allocate_symmetric(int64_t bytes);
 // Delivers all puts that are in flight first.
 void free_symmetric(uint8_t* memory);
@@ -35,9 +35,11 @@ void fence_puts();
 // --- what the scheduler calls --------------------------------------------------------------------------------------
 
 bool has_puts();  // in flight
-// Delivers a part of about `share` of the puts that are not held. Returns whether there was one.
+// Picks about `share` of the puts, and delivers a part of each picked put that is not held and may arrive. Returns true
+// if it delivered something.
 bool deliver_some(double share);
-// Delivers parts of about half of all puts, also of those that are held. Returns whether there was one.
+// For about half of all puts, held or not: delivers all data that has not arrived, or else the signal. Returns true if
+// a put was in flight.
 bool deliver_held();
 
 }  // namespace emulator

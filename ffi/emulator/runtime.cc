@@ -59,9 +59,9 @@ void run_for_ever() {
     } else if (std::chrono::duration<double>(Clock::now() - host().newest_work).count() > host().patience_seconds ||
                scheduler().has_late_launch()) {
       scheduler().skip_time();
-    } else {  // for the host, and what waits for a short while only goes on
+    } else {  // gives the host time to launch more work; time advances slowly, so that short waits end
       host().changed.wait_for(lock, std::chrono::milliseconds(1));
-      scheduler().let_time_pass(kNsPerWait);
+      scheduler().advance_time(kNsPerWait);
     }
   }
 }
@@ -120,7 +120,7 @@ void run_for(uint64_t ns) {
   const Lock lock;
   for (const uint64_t end = scheduler().now_ns() + ns; scheduler().now_ns() < end;) {
     constexpr uint64_t kStepNs = 20'000'000;
-    if (!scheduler().step()) scheduler().let_time_pass(std::min(kStepNs, end - scheduler().now_ns()));
+    if (!scheduler().step()) scheduler().advance_time(std::min(kStepNs, end - scheduler().now_ns()));
   }
 }
 
@@ -363,7 +363,7 @@ CUresult cuGetErrorString(CUresult status, const char** text) {
   return CUDA_SUCCESS;
 }
 
-// A context is a device's ordinal and one, as null is none.
+// A context is the device's ordinal plus 1, because null means no context.
 CUresult cuCtxGetCurrent(CUcontext* context) {
   *context = reinterpret_cast<CUcontext>(static_cast<intptr_t>(ordinal_here) + 1);
   return CUDA_SUCCESS;

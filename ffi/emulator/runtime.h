@@ -8,7 +8,7 @@
 
 namespace emulator {
 
-// Keeps fibers from running while a thread of the host changes what is theirs.
+// Locks the emulator. While a host thread holds the lock, no fiber runs.
 class Lock {
  public:
   Lock();
@@ -21,16 +21,16 @@ class Lock {
 // Notes the error for cudaGetLastError, and returns it.
 cudaError_t failed(cudaError_t status);
 
-// How many SMs each device has, if it runs no kernel, and those that are made from here on: few, so that plans are
-// small.
+// Sets the number of SMs of new devices, and of devices that run no kernel now. Few SMs keep launches small.
 void set_num_sms(int num_sms);
 
-// What may go wrong from here on; adversary.h says what a seed decides.
+// Replaces the adversary. Derives its settings from `seed`, and overrides them by `settings` (adversary.h).
 void set_adversary(uint64_t seed, const std::string& settings = "");
 
-// Fibers run when the host waits (cudaDeviceSynchronize and the like): the same seed gives the same run. Or, after this
-// call, on a thread of their own, as a program of XLA's needs it. Virtual time then advances past a wait only when all
-// fibers have waited, and nothing has been launched, for `patience_seconds`.
+// Starts a thread that runs all fibers, as programs under XLA need it. Without this call, fibers run only inside the
+// host's waits, such as cudaDeviceSynchronize(), and the same process gives the same run again. With it, time jumps
+// past a wait only if all fibers wait and the host has launched nothing for `patience_seconds`, or to the end of a
+// delay that the adversary has chosen.
 void run_in_background();
 // Runs fibers, where the host does, until so much virtual time has passed.
 void run_for(uint64_t ns);

@@ -9,9 +9,9 @@
 
 namespace emulator {
 
-constexpr uint64_t kTurnNs = 10;
-constexpr double kHeldSettleShare = 0.0003;  // of the turns, at which some held stores settle
-constexpr uint32_t kLogLongestNs = 22;       // of what delays a launch
+constexpr uint64_t kNsPerStep = 10;
+constexpr double kHeldSettleShare = 0.0003;  // the fraction of the steps at which settle_held() runs
+constexpr uint32_t kLogLongestNs = 22;       // the longest delay of a launch
 // When a block has left, or it or one of its warps stalls, its stores settle within this time. (Epoch::await_others
 // waits a little longer.)
 constexpr uint64_t kStoresSettleNs = 40'000;
@@ -78,7 +78,7 @@ void Scheduler::begin_launch(Launch& launch) {
   launch.not_before_ns = now_ns_ + lateness();
 }
 
-// Of the beginning or the end of a launch, in nanoseconds.
+// Returns a random delay of the begin or the end of a launch, in nanoseconds.
 uint64_t Scheduler::lateness() {
   if (!adversary.delays_launches || !adversary.random.happens(adversary.late_share)) return 0;
   return adversary.random.log_uniform(kLogLongestNs);
@@ -97,7 +97,7 @@ void Scheduler::advance_streams() {
                  streams_.end());
 }
 
-// Whether the stream's first work is done, and is gone.
+// Advances the first work of the stream. Returns true if it is complete, and was removed.
 bool Scheduler::advance(Stream& stream) {
   if (stream.work.empty()) return false;
   Work& work = stream.work.front();
@@ -181,7 +181,7 @@ void Scheduler::end_block(Block* block) {
   ended_.push_back(block);
 }
 
-// Not while their last thread still runs on its stack.
+// A block is not freed when it ends, because its last thread still runs on its stack then.
 void Scheduler::free_ended_blocks() {
   for (Block* block : ended_) {
     const auto is_here = [=](const Warp* warp) { return warp->block == block; };
@@ -243,7 +243,8 @@ void Scheduler::run(std::deque<Warp*>& from) {
   run_warp(*warp);
 }
 
-// Warps whose block's stall is over go on; `at_once`: time passes until there is one. Whether there is.
+// Queues the warps whose stall, and whose block's stall, is over. With `at_once`, first advances time to the end of the
+// earliest stall. Returns true if it queued a warp.
 bool Scheduler::end_stalls(bool at_once) {
   if (stalled_.empty()) return false;
   const auto end_of = [](const auto& stalled) { return end_of_stall(*stalled.first); };
@@ -259,11 +260,11 @@ bool Scheduler::end_stalls(bool at_once) {
 
 bool Scheduler::step() {
   free_ended_blocks();
-  now_ns_ += kTurnNs;
+  now_ns_ += kNsPerStep;
   settle_due_stores();
-  ++turn_;
+  ++num_steps_;
   const uint64_t before = progress_;
-  if (streams_may_advance_ || turn_ % 64 == 0) advance_streams();
+  if (streams_may_advance_ || num_steps_ % 64 == 0) advance_streams();
   if (!copying_.empty()) land_some(adversary.settle_share);
   if (!stalled_.empty()) end_stalls(false);
   if (adversary.delays_stores) {
@@ -274,10 +275,10 @@ bool Scheduler::step() {
       if (adversary.random.happens(kHeldSettleShare)) deliver_held();
     }
   }
-  const bool polls = adversary.shuffles_warps ? adversary.random.happens(0.2) : turn_ % 8 == 0;
-  // A thread that polls may lose the processor while it looks: it is ready then, too, and gets nowhere.
+  const bool polls = adversary.shuffles_warps ? adversary.random.happens(0.2) : num_steps_ % 8 == 0;
+  // A polling thread may be preempted between two loads. Then it is in ready_, although it makes no progress.
   const size_t patience = ready_.empty() ? 2 * polling_.size() + 2 : 64 * (ready_.size() + polling_.size()) + 2000;
-  if (ready_.size() + polling_.size() > 0 && ++turns_without_progress_ <= patience) {
+  if (ready_.size() + polling_.size() > 0 && ++steps_without_progress_ <= patience) {
     run(ready_.empty() || (polls && !polling_.empty()) ? polling_ : ready_);
     return true;
   }
@@ -344,15 +345,15 @@ std::string Scheduler::report() const {
 
 void Scheduler::skip_time() {
   const uint64_t next = end_of_delay();
-  turns_without_progress_ = 0;
+  steps_without_progress_ = 0;
   if (next != UINT64_MAX) {
     now_ns_ = next;
     streams_may_advance_ = true;
     return;
   }
   if (ready_.empty() && polling_.empty()) stop("deadlock: nothing can go on" + report());
-  // At first time passes slowly: what polls looks at some words only now and then (Operation::wait_for). From then on,
-  // each skip is twice as long as the last one, until something happens.
+  // Time advances slowly at first, because wait_for() reads some words only at every 64th poll. After kSlowSkips skips,
+  // each skip is twice as long as the one before, until a thread makes progress.
   if (progress_ != progress_at_skip_) num_skips_ = 0;
   progress_at_skip_ = progress_;
   if (num_skips_ < kSlowSkips) skip_ns_ = kFirstSkipNs;

@@ -15,7 +15,7 @@ namespace emulator {
 inline constexpr size_t kSharedBytes = size_t{227} << 10;  // of a block, and of an SM
 inline constexpr int kThreadsPerSm = 2048;
 
-// machine.cc's part in it.
+// Defined in machine.cc.
 void start_threads(Block& block);
 void free_threads(Block& block);
 void run_warp(Warp& warp);
@@ -24,7 +24,7 @@ void land(Block& block, size_t copy);
 struct Sm {
   int threads_left = kThreadsPerSm;
   int64_t shared_left = kSharedBytes;
-  uint64_t taken_until_ns = 0;  // by something else, as an adversary has it
+  uint64_t taken_until_ns = 0;  // the adversary lets other work occupy the SM until then
 };
 
 struct Device {
@@ -36,9 +36,9 @@ struct Device {
 
 // What a stream runs, one after the other.
 struct Work {
-  std::unique_ptr<Launch> launch;         // a kernel,
-  std::function<void()> call;             // or a call of the host's,
-  std::shared_ptr<bool> waits_for, sets;  // or a wait for an event, or its record
+  std::unique_ptr<Launch> launch;         // a kernel, or null
+  std::function<void()> call;             // a host function, or null
+  std::shared_ptr<bool> waits_for, sets;  // the event that this work waits for, and the event that it records
 };
 struct Stream {
   Device* device = nullptr;
@@ -56,13 +56,15 @@ class Scheduler {
   void add_work(Stream& stream, Work work);
   void set_num_sms(int num_sms);
 
-  // Runs a warp or starts something. False if nothing can be done until the host does something, or time passes.
+  // Performs one step: runs a warp, starts blocks, or settles stores. Returns false if nothing can happen until the
+  // host acts or time advances.
   bool step();
-  void let_time_pass(uint64_t ns) {
+  void advance_time(uint64_t ns) {
     now_ns_ += ns;
-    turns_without_progress_ = 0;
+    steps_without_progress_ = 0;
   }
-  // Lets the time pass: to when a launch that is late begins, or by a part of a time-out.
+  // Advances virtual time when all fibers wait: to the end of the next delay that the adversary has chosen (a launch
+  // begins or ends, or an SM is free), or else by an interval, which grows while nothing happens.
   void skip_time();
   bool is_idle(int ordinal = -1) const;  // no stream has work: of one device, or of all
   bool has_late_launch() const;          // one that an adversary holds back
@@ -73,9 +75,9 @@ class Scheduler {
   void end_block(Block* block);
   // A block has left, or it or one of its warps stalls: its stores settle soon.
   void settle_stores_soon(const std::shared_ptr<BlockStores>& stores);
-  // Something has happened that others may wait for.
+  // Records an event that a waiting thread may wait for, such as a store.
   void note_progress() {
-    turns_without_progress_ = 0;
+    steps_without_progress_ = 0;
     ++progress_;
   }
   void note_access() { now_ns_ += 2; }
@@ -101,12 +103,12 @@ class Scheduler {
   std::vector<std::unique_ptr<Device>> devices_;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::deque<Warp*> ready_, polling_;
-  std::vector<std::pair<Warp*, std::deque<Warp*>*>> stalled_;                 // and where they are to go
+  std::vector<std::pair<Warp*, std::deque<Warp*>*>> stalled_;  // warps, and the queue to which each returns
   std::deque<std::pair<uint64_t, std::shared_ptr<BlockStores>>> due_stores_;  // deadlines, and the stores of blocks
-  std::vector<Block*> blocks_, copying_, ended_;  // on a device; with copies in flight; to be freed
-  size_t turns_without_progress_ = 0;
+  std::vector<Block*> blocks_, copying_, ended_;  // resident; with bulk copies in flight; ended, to be freed
+  size_t steps_without_progress_ = 0;
   uint64_t progress_ = 0, progress_at_skip_ = 0;
-  uint32_t turn_ = 0;
+  uint32_t num_steps_ = 0;
   uint64_t now_ns_ = 1'000'000, skip_ns_ = 0;
   int num_skips_ = 0;  // since something has happened
   bool streams_may_advance_ = false;

@@ -19,7 +19,7 @@ struct PendingStore {
   std::shared_ptr<BlockStores> block;
   int warp, lane;
   uint32_t number;  // among the stores of the warp
-  bool is_held;     // settles when it must, and not by chance
+  bool is_held;     // only a rule of the memory model, a deadline or settle_held() settles it
   std::shared_ptr<Release> release;
   size_t index_in_all, index_in_block;  // of the lists of pending stores
 
@@ -97,14 +97,14 @@ bool covers(const Release& release, const PendingStore& store) {
   if (store.warp != release.warp) {
     return static_cast<size_t>(store.warp) < release.ordered.size() && store.number < release.ordered[store.warp];
   }
-  return store.lane == release.lane ? store.number < release.own_warp : store.number < release.ordered[store.warp];
+  return store.lane == release.lane ? store.number < release.own_lane : store.number < release.ordered[store.warp];
 }
 
-bool orders_before(Order order) { return order == Order::kRelease || order == Order::kAcquireRelease; }
-bool orders_behind(Order order) { return order == Order::kAcquire || order == Order::kAcquireRelease; }
+bool is_release(Order order) { return order == Order::kRelease || order == Order::kAcquireRelease; }
+bool is_acquire(Order order) { return order == Order::kAcquire || order == Order::kAcquireRelease; }
 
 // What the running thread attaches to a store of this order.
-std::shared_ptr<Release> release_of(Order order) { return orders_before(order) ? release_here() : current->fence; }
+std::shared_ptr<Release> release_of(Order order) { return is_release(order) ? release_here() : current->fence; }
 
 void acquire(Granule& at) {
   const std::vector<std::shared_ptr<Release>> releases = std::move(at.releases);
@@ -140,7 +140,7 @@ std::shared_ptr<Release> release_here() {
   release->block = warp.block->stores;
   release->warp = warp.number;
   release->lane = current->lane;
-  release->own_warp = warp.num_stores;
+  release->own_lane = warp.num_stores;
   release->ordered = warp.ordered;
   release->ordered[warp.number] = current->stores_ordered;
   return release;
@@ -161,7 +161,7 @@ void Release::settle() const {
 }
 
 void store_bytes(void* p, const void* value, uint32_t bytes, Order order) {
-  may_switch();
+  maybe_preempt();
   if (current->word_read_last == p) may_stall_before_writing_back();
   scheduler().note_progress();
   if (!adversary.delays_stores && all_is_settled()) {
@@ -183,7 +183,7 @@ void store_bytes(void* p, const void* value, uint32_t bytes, Order order) {
 }
 
 void load_bytes(const void* p, void* value, uint32_t bytes, Order order) {
-  may_switch();
+  maybe_preempt();
   current->word_read_last = bytes < kGranuleBytes ? p : nullptr;
   Granule* at = find_granule(p);
   if (at == nullptr) {
@@ -208,7 +208,7 @@ void load_bytes(const void* p, void* value, uint32_t bytes, Order order) {
     if (store->block.get() == own) std::memcpy(seen + store->first, store->value, store->bytes);
   }
   std::memcpy(value, seen + (reinterpret_cast<uintptr_t>(p) - granule), bytes);
-  if (orders_behind(order)) {
+  if (is_acquire(order)) {
     acquire(*at);
   } else {
     for (const auto& release : at->releases) current->seen_releases.push_back(release);
@@ -222,7 +222,7 @@ void write_settled(void* p, const void* value, uint32_t bytes, const std::shared
 }
 
 void begin_atomic(void* p, uint32_t bytes, Order order) {
-  may_switch();
+  maybe_preempt();
   Granule* at = find_granule(p);
   if (at == nullptr) return;
   const auto first = static_cast<uint8_t>(reinterpret_cast<uintptr_t>(p) - granule_of(p));
@@ -233,7 +233,7 @@ void begin_atomic(void* p, uint32_t bytes, Order order) {
     if (found == at->stores.end()) break;
     settle(*found);
   }
-  if (orders_behind(order)) acquire(*at);
+  if (is_acquire(order)) acquire(*at);
   forget_if_empty(granule_of(p));
 }
 
@@ -249,7 +249,7 @@ void acquire(const void* p) {
 }
 
 void fence() {
-  may_switch();
+  maybe_preempt();
   if (!adversary.delays_stores) return;
   for (const auto& release : current->seen_releases) release->settle();
   current->seen_releases.clear();

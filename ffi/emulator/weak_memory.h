@@ -1,10 +1,10 @@
-// Memory that blocks, ranks and hosts share. A store stays pending, visible to its own block only, until it settles.
-// Stores settle in any order, but those of a block to one address in their order. Loads are not reordered: PTX allows
-// more.
+// Memory that blocks, ranks and the host share. A store is pending at first: only its own block sees it. It settles
+// when it becomes visible to all threads (PTX: is performed). Stores settle in any order, but a block's stores to one
+// address settle in program order. Loads are not reordered, although PTX allows it.
 //
-// A release names the stores that come before it: the thread's own, and those that its thread has synchronized with
-// through its warp and the block's barriers. Who reads the released value with an acquire makes them all settle.
-// Read-modify-writes settle at once. Without an adversary stores settle at once, too.
+// A release covers the thread's own earlier stores, and the stores that the thread has synchronized with through its
+// warp and the block's barriers. An acquire that reads the released value settles all covered stores.
+// Read-modify-writes settle at once. Without an adversary, all stores settle at once.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,9 @@ struct BlockStores {
 struct Release {
   std::shared_ptr<BlockStores> block;
   int warp = 0, lane = 0;
-  uint32_t own_warp = 0;          // stores of the thread's warp below this number
-  std::vector<uint32_t> ordered;  // the same of each warp of the block
+  uint32_t own_lane = 0;  // covers the stores of this lane whose number in the warp is smaller
+  // By warp: covers its stores with a smaller number. For the own warp: those of the other lanes.
+  std::vector<uint32_t> ordered;
   void settle() const;
   bool is_settled() const;
 };
@@ -33,11 +34,11 @@ enum class Order { kRelaxed, kAcquire, kRelease, kAcquireRelease };
 
 void store_bytes(void* p, const void* value, uint32_t bytes, Order order);
 void load_bytes(const void* p, void* value, uint32_t bytes, Order order);
-// Settles what is pending at p, for a read-modify-write there; begin_atomic() and end_atomic() enclose it.
+// begin_atomic() and end_atomic() enclose a read-modify-write. begin_atomic() settles the pending stores at p.
 void begin_atomic(void* p, uint32_t bytes, Order order);
 void end_atomic(void* p, Order order, bool changed);
 void fence();
-// What a load of the host's acquires.
+// Makes the host acquire: settles the stores that the value at p releases.
 void acquire(const void* p);
 
 template <typename T>
@@ -62,13 +63,16 @@ T atomic(T* p, Next next, Order order = Order::kRelaxed) {
   return before;
 }
 
-// What the running thread's stores until now, and those it has synchronized with, are to a release.
+// Returns the release that the running thread would perform now. It covers the thread's earlier stores, and the stores
+// that the thread has synchronized with.
 std::shared_ptr<Release> release_here();
 // Stores what has come over a network. The store is visible at once, and carries `release` if there is one.
 void write_settled(void* p, const void* value, uint32_t bytes, const std::shared_ptr<Release>& release);
 
-// For the scheduler. settle_some: about `share` of the pending stores that are not held; returns whether there was one.
-// settle_held: some that are held, once nothing else can run. settle_all: all of a block.
+// The scheduler calls these. settle_some() picks about `share` of the pending stores, and settles the picked stores
+// that are not held. It returns true if it settled a store. settle_held() settles about a quarter of all pending
+// stores, held or not. The scheduler calls it rarely, by chance, and when nothing else can run. It returns true if a
+// store was pending. settle_all() settles all stores of a block.
 bool settle_some(double share);
 bool settle_held();
 void settle_all(BlockStores& block);

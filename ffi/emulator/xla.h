@@ -10,15 +10,15 @@
 
 namespace jax_ep {
 
-// In place of the stream that XLA has for a GPU.
+// A handler argument: the emulated device's stream. It replaces XLA's GPU stream.
 struct CallStream {};
 
 }  // namespace jax_ep
 
 namespace emulator {
 
-// A handler that enqueues a call on a device's stream, and tells XLA when the stream has come to its end. It does not
-// wait, for XLA may have fewer threads than there are devices.
+// Wraps a handler. The handler enqueues a call on a device's stream. XLA learns that the call is done when all work
+// that is in the stream now has run. The handler does not wait, because XLA may have fewer threads than devices.
 template <typename Handler>
 auto on_stream(Handler handler) {
   return [handler](cudaStream_t stream, auto&&... args) -> xla::ffi::Future {

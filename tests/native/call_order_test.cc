@@ -83,7 +83,7 @@ void test_room_for_both() {
   EXPECT_EQ(num_conflicts(1, 1, false) > 0, true);  // one behind the other, whatever is free
 }
 
-void test_lines_that_share_devices() {
+void test_ep_groups_that_share_devices() {
   CallOrder order;
   order.open(kFirst, {0, 1, 2});
   order.open(kSecond, {1, 2, 3});
@@ -97,7 +97,7 @@ void test_lines_that_share_devices() {
   EXPECT_EQ(order.note(kFirst, on(1)).size(), size_t{1});
 }
 
-void test_what_is_left_out() {
+void test_ignored_calls() {
   CallOrder order;
   order.open(kFirst, {0, 1});
   EXPECT_EQ(conflicts_of_two_orders(order), size_t{0});  // the second EP group is not open
@@ -125,7 +125,7 @@ int main() {
   test_other_order_of_first_calls();
   test_other_order_of_late_calls();
   test_room_for_both();
-  test_lines_that_share_devices();
-  test_what_is_left_out();
+  test_ep_groups_that_share_devices();
+  test_ignored_calls();
   return check::exit_status();
 }

@@ -18,7 +18,7 @@
 namespace {
 
 // The changes that a test makes to the plans of plan.h.
-struct Blocks {
+struct PlanOverrides {
   int32_t number;   // the SMs per rank, so few that the blocks of all ranks fit on one GPU; 0 changes nothing
   Variant variant;  // the kernels' variant, if `number` is positive or has_one_warp is true
   // If sums_own is false, the senders of a combine also sum the rows of own tokens. has_one_warp: a row has one warp.
@@ -38,8 +38,9 @@ struct Blocks {
 // The ranks of a group, and launches on all of them.
 class Session {
  public:
-  Session(int32_t num_ranks, int32_t cast, Blocks blocks, double timeout_seconds = 60.0, uint32_t newest_epoch = 0,
-          int32_t max_tokens = num_tokens, Rows shape = {}, int32_t node_size = 0, int32_t replicas = 0)
+  Session(int32_t num_ranks, int32_t cast, PlanOverrides blocks, double timeout_seconds = 60.0,
+          uint32_t newest_epoch = 0, int32_t max_tokens = num_tokens, Rows shape = {}, int32_t node_size = 0,
+          int32_t replicas = 0)
       : num_ranks_(num_ranks),
         cast_(cast),
         blocks_(blocks),
@@ -123,7 +124,7 @@ class Session {
   // Runs each operation once and checks its results.
   void run_whole() {
     whole([&](Rank& rank) { return rank.dispatch(cast_); });
-    whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    whole([&](Rank& rank) { return rank.dispatch_with_route(OpKind::kDispatchLike, rank.like); });
     whole([&](Rank& rank) { return rank.combine_back(); });
     whole([&](Rank& rank) { return rank.combine(); });
     whole([&](Rank& rank) { return rank.dispatch_back(); });
@@ -138,7 +139,7 @@ class Session {
     const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(cast_); };
     const auto combine = [&](Rank& rank) { return rank.combine_split(); };
     start(dispatch);
-    whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    whole([&](Rank& rank) { return rank.dispatch_with_route(OpKind::kDispatchLike, rank.like); });
     done(dispatch);
     start(combine);
     start(dispatch);
@@ -243,7 +244,7 @@ class Session {
   }
 
   const int32_t num_ranks_, cast_;
-  const Blocks blocks_;
+  const PlanOverrides blocks_;
   GroupConfig config_;
   std::unique_ptr<Group> group_;
   std::vector<std::unique_ptr<Rank>> ranks_;

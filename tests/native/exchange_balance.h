@@ -137,7 +137,7 @@ void check_plans(const Plans& plans, int32_t home_experts, int32_t replicas, int
   check_intervals(rows, needs, home_experts);
 }
 
-// Random ids with which a few experts get most rows.
+// Chooses random ids. A random share of the ids, from none to all, names two popular experts.
 void choose_ids(std::vector<int32_t>& ids, int32_t num_experts, std::mt19937& random) {
   const uint32_t popular = random() % num_experts, share = random() % 5;
   for (int32_t& id : ids) {
@@ -258,7 +258,7 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
 
 Session session_of(const BalanceCase& sizes) {
   experts_per_rank = sizes.home_experts + sizes.replicas;
-  const Blocks blocks = kOneDevice ? Blocks{5, Variant::kBalanced} : Blocks{};
+  const PlanOverrides blocks = kOneDevice ? PlanOverrides{5, Variant::kBalanced} : PlanOverrides{};
   return Session(sizes.num_ranks, 0, blocks, 60.0, 0, num_tokens, {}, sizes.node_size, sizes.replicas);
 }
 
@@ -297,8 +297,9 @@ std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
          std::to_string(top_k);
 }
 
-// With one slot per rank, moving rows would make the largest load larger. So no row moves.
-void run_balance_in_vain() {
+// With one slot per rank, moving rows could increase the largest load. Checks that no load exceeds the largest load
+// without balance.
+void run_balance_without_gain() {
   constexpr int32_t kNeeds[] = {4, 2, 0, 1, 2, 1, 2, 4, 4, 0, 1, 1, 0, 3, 0, 1,
                                 4, 2, 1, 2, 0, 0, 4, 1, 0, 0, 0, 0, 0, 3, 3, 3};
   std::vector<int32_t> ids;

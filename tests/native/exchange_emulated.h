@@ -25,7 +25,7 @@ class ResidentBlocks {
  private:
   int former_;
 };
-constexpr int kAllBlocks = 0;
+constexpr int kNoBlockLimit = 0;
 // Room for the bodies of two split-phase calls and one block of a whole operation. plan.h leaves enough SMs for these.
 constexpr int kBlocksOfSplitPhase = 2 * kMostBlocks + 1;
 
@@ -49,7 +49,7 @@ void launch_any(Session& session, std::mt19937& random) {
   if (choice == 0) {
     session.whole([](Rank& rank) { return rank.dispatch_back(); });
   } else if (choice == 1) {
-    session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    session.whole([](Rank& rank) { return rank.dispatch_with_route(OpKind::kDispatchLike, rank.like); });
   } else {
     session.whole([](Rank& rank) { return rank.combine_back(); });
   }

@@ -106,7 +106,7 @@ void run_until_failure(Session& session, const Failing& operation, FailureReason
   check_failed(session, reason, peer);
 }
 
-// One rank is in another operation: a failure with its own name.
+// One rank calls another operation. The group must fail with kOtherOp.
 void run_other_operation(Session& session, std::mt19937& random) {
   if (session.num_ranks() == 1) return;
   const Rank* const other = session.ranks()[random() % session.num_ranks()].get();
@@ -115,7 +115,7 @@ void run_other_operation(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kOtherOp, -1);
 }
 
-// A rank has a wrong position in the mesh.
+// One rank has a wrong position in the mesh. The group must fail with kWrongRank.
 void run_wrong_rank(Session& session, std::mt19937& random) {
   const auto wrong = static_cast<int32_t>(random() % session.num_ranks());
   Array<int32_t>& axis_index = session.ranks()[wrong]->axis_index;
@@ -133,7 +133,7 @@ void run_wrong_rank_of_few_tokens(uint64_t seed) {
   const Settings former;
   emulator::adversary.shuffles_blocks = emulator::adversary.shuffles_warps = emulator::adversary.delays_stores = true;
   emulator::adversary.delays_launches = false;
-  emulator::adversary.resident_blocks = kAllBlocks;
+  emulator::adversary.resident_blocks = kNoBlockLimit;
   emulator::adversary.stall_share = emulator::adversary.held_share = 0;
   emulator::adversary.held_blocks_share = emulator::adversary.switch_share = 0.5;
   emulator::set_num_sms(1);
@@ -147,8 +147,8 @@ void run_wrong_rank_of_few_tokens(uint64_t seed) {
   }
 }
 
-// Two launches of one group overlap on each device: a failure with its own name. Both launches are the same operation,
-// so no rank finds its peer in another operation. They write to different buffers.
+// Two launches of one group overlap on each device. The group must fail with kOverlap. Both launches are the same
+// operation, so no rank finds its peer in another operation. They write to different buffers.
 void run_overlap(Session& session, std::mt19937& random) {
   if (session.num_ranks() == 1 || !session.are_local(0, session.num_ranks() - 1)) return;
   const auto missing = static_cast<int32_t>(random() % session.num_ranks());
@@ -156,7 +156,7 @@ void run_overlap(Session& session, std::mt19937& random) {
   emulator::set_num_sms(2 * kMostBlocks);  // room for both launches
   for (int32_t stream = 0; stream < 2; ++stream) {
     const auto launch = [=](Rank& rank) {
-      return rank.along_route(OpKind::kDispatchLike, stream == 0 ? rank.like : rank.recv);
+      return rank.dispatch_with_route(OpKind::kDispatchLike, stream == 0 ? rank.like : rank.recv);
     };
     session.whole(launch, missing, stream);  // waits for the missing rank
   }
@@ -164,9 +164,9 @@ void run_overlap(Session& session, std::mt19937& random) {
   check_failed(session, FailureReason::kOverlap);
 }
 
-// A peer notifies late, and then its rows never arrive. The operation must still end within one time-out. The host
-// takes the part of the peer: it writes the words that announce rows.
-void run_late_twice(int32_t cast, Blocks blocks) {
+// A peer notifies late, and then its rows never arrive. The operation has one time-out for both waits together. The
+// host acts as the peer: it writes the words by which a peer notifies.
+void run_late_twice(int32_t cast, PlanOverrides blocks) {
   constexpr double kShortTimeout = 10.0;
   Session session(2, cast, blocks, kShortTimeout);
   std::mt19937 random(0);
@@ -247,7 +247,7 @@ void run_stores_of_block_that_left() {
   const Settings former;
   emulator::adversary.delays_stores = true;
   emulator::adversary.delays_launches = false;
-  emulator::adversary.resident_blocks = kAllBlocks;
+  emulator::adversary.resident_blocks = kNoBlockLimit;
   emulator::adversary.held_share = 1;
   must(cudaSetDevice(0));
   Array<uint32_t> words(4);
@@ -271,12 +271,12 @@ void run_never_done(Session& session) {
   check_failed(session, FailureReason::kSlotTaken);
 }
 
-void run_failure(Session& session, std::mt19937& random, Blocks blocks, uint32_t scenario) {
+void run_failure(Session& session, std::mt19937& random, PlanOverrides blocks, uint32_t scenario) {
   switch (scenario) {
     case 0:
       return run_without_rank(session, random);
     case 1: {
-      const ResidentBlocks enough(kAllBlocks);  // of both launches
+      const ResidentBlocks enough(kNoBlockLimit);  // of both launches
       return run_overlap(session, random);
     }
     case 2:

@@ -8,7 +8,7 @@ namespace {
 
 // Shares `room` rows: in each round, each one that needs more gets one row. (share_rows() computes the same with a
 // level.)
-std::vector<int32_t> shared_fairly(const std::vector<int32_t>& need, int64_t room, int32_t start) {
+std::vector<int32_t> share_round_robin(const std::vector<int32_t>& need, int64_t room, int32_t start) {
   const auto num = static_cast<int32_t>(need.size());
   std::vector<int32_t> kept(num);
   for (bool served = true; room > 0 && served;) {
@@ -22,7 +22,7 @@ std::vector<int32_t> shared_fairly(const std::vector<int32_t>& need, int64_t roo
 }
 
 // The rows that the experts of one rank must have.
-struct Held {
+struct ExpectedRows {
   struct Row {
     int32_t source = -1, token, k;  // source: -1 where the row is padding
   };
@@ -31,12 +31,13 @@ struct Held {
   int32_t num_dropped = 0;
 };
 
-Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, Layout layout, int64_t capacity) {
-  Held held;
+ExpectedRows expected_rows_of(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, Layout layout,
+                              int64_t capacity) {
+  ExpectedRows held;
   const bool is_ragged = layout == Layout::kRagged;
   held.rows.resize(is_ragged ? capacity : experts_per_rank * capacity);
   const auto num_ranks = static_cast<int32_t>(ranks.size());
-  std::vector<std::vector<std::vector<Held::Row>>> all(experts_per_rank);  // by expert and source
+  std::vector<std::vector<std::vector<ExpectedRows::Row>>> all(experts_per_rank);  // by expert and source
   std::vector<std::vector<int32_t>> needs(experts_per_rank);
   std::vector<int32_t> totals, tiles;
   for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
@@ -55,12 +56,12 @@ Held held_by(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, Lay
     totals.push_back(total);
     tiles.push_back((total + kAlignment - 1) / kAlignment);
   }
-  if (is_ragged) tiles = shared_fairly(tiles, capacity / kAlignment, 0);
+  if (is_ragged) tiles = share_round_robin(tiles, capacity / kAlignment, 0);
   int64_t first = 0;
   for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
     const int64_t room = is_ragged ? tiles[expert] * kAlignment : capacity;
     const auto count = static_cast<int32_t>(std::min<int64_t>(totals[expert], room));
-    const auto kept = shared_fairly(needs[expert], count, (index * experts_per_rank + expert) % num_ranks);
+    const auto kept = share_round_robin(needs[expert], count, (index * experts_per_rank + expert) % num_ranks);
     if (!is_ragged) first = expert * capacity;
     auto row = held.rows.begin() + first;
     for (int32_t source = 0; source < num_ranks; ++source) {
@@ -81,10 +82,10 @@ struct Returned {
   Returned() : combined(num_tokens * kHidden), summed(num_tokens * kHidden), weights(num_tokens * top_k) {}
 };
 
-void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, std::vector<Returned>& returned) {
+void check_rows(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, std::vector<Returned>& returned) {
   static const std::vector<float> zeros(kHidden);
   Rank& rank = *ranks[index];
-  const Held held = held_by(ranks, index, rank.shape.layout, rank.capacity);
+  const ExpectedRows held = expected_rows_of(ranks, index, rank.shape.layout, rank.capacity);
   EXPECT_EQ(rank.counts.download(), held.counts);
   EXPECT_EQ(rank.group_sizes.download(), held.group_sizes);
   EXPECT_EQ(rank.num_dropped.download()[0], held.num_dropped);
@@ -92,7 +93,7 @@ void check_held(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, 
   std::vector<float> weights(rank.num_rows), products(rank.num_rows), weighted(kHidden);
   int32_t wrong_rows = 0, wrong_like = 0, wrong_cotangents = 0;
   for (int64_t i = 0; i < rank.num_rows; ++i) {
-    const Held::Row row = held.rows[i];
+    const ExpectedRows::Row row = held.rows[i];
     const float* x = zeros.data();
     if (row.source >= 0) {
       Rank& source = *ranks[row.source];
@@ -131,14 +132,14 @@ void run_layout(Session& session) {
   }
   session.wait();
   session.whole([](Rank& rank) { return rank.dispatch(0); });
-  session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+  session.whole([](Rank& rank) { return rank.dispatch_with_route(OpKind::kDispatchLike, rank.like); });
   session.whole([](Rank& rank) { return rank.combine_back(); });
   session.whole([](Rank& rank) { return rank.combine(); });
   session.whole([](Rank& rank) { return rank.dispatch_back(); });
   session.wait();
   session.expect_no_failure();
   std::vector<Returned> returned(session.num_ranks());
-  for (int32_t r = 0; r < session.num_ranks(); ++r) check_held(session.ranks(), r, returned);
+  for (int32_t r = 0; r < session.num_ranks(); ++r) check_rows(session.ranks(), r, returned);
   for (int32_t r = 0; r < session.num_ranks(); ++r) {
     Rank& rank = *session.ranks()[r];
     expect_near(rank.out.download(), returned[r].combined, 1e-5f, "combine");
@@ -148,7 +149,7 @@ void run_layout(Session& session) {
 }
 
 // The capacities leave room for most rows, for some rows, and for one row.
-void run_layouts(int32_t num_ranks, Blocks blocks, std::mt19937& random) {
+void run_layouts(int32_t num_ranks, PlanOverrides blocks, std::mt19937& random) {
   const int64_t expert_rows = int64_t{num_ranks} * num_tokens;
   for (Rows shape : {Rows{Layout::kExpert, expert_rows}, Rows{Layout::kExpert, 5}, Rows{Layout::kExpert, 1},
                      Rows{Layout::kRagged, 0}, Rows{Layout::kRagged, 2 * kAlignment}}) {

@@ -88,7 +88,7 @@ struct Activations : Array<float> {
   }
 };
 
-// Makes some units look like ones that have not arrived, and like their escapes (ll_units.cuh).
+// Overwrites some units with the sentinel, the escape, or a value close to it (ll_units.cuh).
 void look_like_sentinels(std::vector<float>& rows, std::mt19937& random) {
   uint8_t bytes[kUnitBytes];
   std::memset(bytes, kSentinelByte, sizeof(bytes));
@@ -105,7 +105,7 @@ void look_like_sentinels(std::vector<float>& rows, std::mt19937& random) {
 // The layout of the rows of a rank's experts.
 struct Rows {
   Layout layout = Layout::kRagged;
-  int64_t capacity = 0;  // of an expert, or of all in the ragged layout; 0: the ragged one that drops no row
+  int64_t capacity = 0;  // rows per expert, or per rank in the ragged layout; 0, only ragged: no row is dropped
 };
 
 // The buffers of one rank.
@@ -118,7 +118,7 @@ struct Rank {
   int64_t num_rows = shape.layout == Layout::kExpert ? experts_per_rank * capacity : capacity;
   cudaStream_t streams[kStreams];
   Array<int32_t> axis_index{1}, ids{size_t(num_tokens) * top_k},
-      send_index{size_t(2) * num_tokens * ranks},  // half of it without a network
+      send_index{size_t(2) * num_tokens * ranks},  // without a network, only the first half is used
       recv_row{size_t(ranks) * num_tokens * top_k}, num_recv_per_rank{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<PendingCall> pending_dispatches{kPending}, pending_combines{kPending};
@@ -184,7 +184,7 @@ struct Rank {
     args.phase = Phase::kDone, args.pending = pending_dispatches.device + pending;
     return args;
   }
-  DispatchArgs along_route(OpKind op, Array<float>& result) {
+  DispatchArgs dispatch_with_route(OpKind op, Array<float>& result) {
     DispatchArgs args = dispatch_args(op);
     args.known_send_index = send_index.device, args.known_recv_row = recv_row.device,
     args.known_num_recv_per_rank = num_recv_per_rank.device;
@@ -192,7 +192,7 @@ struct Rank {
     return args;
   }
   DispatchArgs combine_back() {
-    DispatchArgs args = along_route(OpKind::kCombineBack, cotangent);
+    DispatchArgs args = dispatch_with_route(OpKind::kCombineBack, cotangent);
     args.delivery = Delivery::kCombineBack;
     args.row_weights = weights.device, args.y = y.device, args.weights_cotangent = weights_cotangent.device;
     return args;

@@ -10,8 +10,8 @@
 namespace {
 
 // Runs all operations of run_whole() except dispatch, and checks the results.
-void run_way_back(Session& session) {
-  session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+void run_all_but_dispatch(Session& session) {
+  session.whole([](Rank& rank) { return rank.dispatch_with_route(OpKind::kDispatchLike, rank.like); });
   session.whole([](Rank& rank) { return rank.combine_back(); });
   session.whole([](Rank& rank) { return rank.combine(); });
   session.whole([](Rank& rank) { return rank.dispatch_back(); });
@@ -19,12 +19,12 @@ void run_way_back(Session& session) {
 }
 
 // dispatch_like of x_cotangent, with results in `cotangent`.
-DispatchArgs dispatch_others(Rank& rank) {
-  DispatchArgs args = rank.along_route(OpKind::kDispatchLike, rank.cotangent);
+DispatchArgs dispatch_x_cotangent(Rank& rank) {
+  DispatchArgs args = rank.dispatch_with_route(OpKind::kDispatchLike, rank.cotangent);
   args.x = rank.x_cotangent.device;
   return args;
 }
-void check_others(Session& session) {
+void check_dispatched_x_cotangent(Session& session) {
   session.wait();
   session.expect_no_failure();
   for (auto& rank : session.ranks()) rank->send_index.download(), rank->recv_row.download(), rank->cotangent.download();
@@ -46,11 +46,11 @@ void check_others(Session& session) {
   }
 }
 
-// A done hands its slot to an operation that already waits for the slot, on all ranks. The operation that is launched
-// num_slots operations behind the start, and before the done, is that operation.
+// The operation num_slots after a start needs the start's slot. It is launched before the done, so it waits for the
+// slot. The done frees the slot while that operation waits, on all ranks.
 //
 // The blocks of the done restore the sentinels in the units that they read. If a block's stores of sentinels are not
-// ordered before the words that tell "finished", the next operation of the slot can begin while they are pending:
+// ordered before the stores to `finished`, the next operation of the slot can begin while they are pending:
 //  - A peer writes new rows to the slot, and the pending stores then overwrite the rows. A receiver waits for the rows
 //    forever. The stores may be those of the last block (release of `finished`; the fence before it, over a network),
 //    or those of the other blocks (`atomic_add_acq_rel_gpu`).
@@ -61,7 +61,7 @@ void run_slots_handed_over(Session& session, std::mt19937& random) {
   const Settings former;
   emulator::Adversary& adversary = emulator::adversary;
   adversary.delays_stores = adversary.delays_launches = true;
-  adversary.resident_blocks = kAllBlocks;
+  adversary.resident_blocks = kNoBlockLimit;
   adversary.late_share = 0.8;
   adversary.settle_share = pick(random, std::vector{0.05, 0.3});
   adversary.held_share = pick(random, std::vector{0.003, 0.02});
@@ -70,7 +70,7 @@ void run_slots_handed_over(Session& session, std::mt19937& random) {
   const int32_t num_slots = session.num_slots();
   const auto launch_one = [&] {
     if (random() % 2) {
-      session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+      session.whole([](Rank& rank) { return rank.dispatch_with_route(OpKind::kDispatchLike, rank.like); });
     } else {
       session.whole([](Rank& rank) { return rank.combine(); });
     }
@@ -83,12 +83,12 @@ void run_slots_handed_over(Session& session, std::mt19937& random) {
   for (int32_t round = 0; round < 3 && check::failures == 0; ++round) {
     session.start(dispatch);
     for (int32_t i = 1; i < num_slots; ++i) launch_one();
-    session.whole(dispatch_others);
+    session.whole(dispatch_x_cotangent);
     session.done(dispatch);
     for (auto left = random() % (2 * num_slots); left > 0; --left) launch_one();
-    check_others(session);
+    check_dispatched_x_cotangent(session);
   }
-  run_way_back(session);
+  run_all_but_dispatch(session);
 }
 
 // Over a network, the word "finished" of an operation must arrive before the word of the next operation of the same
@@ -103,7 +103,7 @@ void run_words_in_order(Session& session, std::mt19937& random) {
   emulator::Adversary& adversary = emulator::adversary;
   adversary.delays_stores = true;
   adversary.delays_launches = false;
-  adversary.resident_blocks = kAllBlocks;
+  adversary.resident_blocks = kNoBlockLimit;
   adversary.stall_share = adversary.held_share = adversary.held_blocks_share = 0;
   adversary.settle_share = 0.3;
   const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(session.cast()); };
@@ -118,15 +118,15 @@ void run_words_in_order(Session& session, std::mt19937& random) {
   adversary.held_blocks_share = 0;
   session.done(combine);
   session.done(dispatch);
-  run_way_back(session);
+  run_all_but_dispatch(session);
   constexpr uint64_t kAllArriveNs = 1'000'000;
   emulator::run_for(kAllArriveNs);
   session.run_split_phase();
 }
 
-// Blocks of a done start in any order, and fewer blocks run at a time than there are receivers. The blocks that start
-// first must be the senders, whatever their indices. Otherwise, receivers would wait forever for senders that cannot
-// start.
+// PlanOverrides of a done start in any order, and fewer blocks run at a time than there are receivers. The blocks that
+// start first must be the senders, whatever their indices. Otherwise, receivers would wait forever for senders that
+// cannot start.
 void run_done_in_any_order(Session& session, std::mt19937& random) {
   const Settings former;
   emulator::adversary.shuffles_blocks = true;
@@ -137,7 +137,7 @@ void run_done_in_any_order(Session& session, std::mt19937& random) {
   session.done(dispatch);
   session.start(combine);
   session.done(combine);
-  run_way_back(session);
+  run_all_but_dispatch(session);
 }
 
 // Chooses one of the scenarios above, and runs it with a group of its own.
@@ -151,11 +151,11 @@ std::string run_rare_orders(uint64_t seed) {
   const auto cast = pick<int32_t>(random, {0, 0, 1});
   experts_per_rank = pick<int32_t>(random, {1, 3});
   num_tokens = pick<int32_t>(random, {2, 4, 8}), top_k = pick<int32_t>(random, {1, 2});
-  const Blocks blocks = pick<Blocks>(random, {{0, Variant::kLowLatency},
-                                              {2, Variant::kBalanced},
-                                              {5, Variant::kBalanced},
-                                              {6, Variant::kBalanced},
-                                              {6, Variant::kThroughput}});
+  const PlanOverrides blocks = pick<PlanOverrides>(random, {{0, Variant::kLowLatency},
+                                                            {2, Variant::kBalanced},
+                                                            {5, Variant::kBalanced},
+                                                            {6, Variant::kBalanced},
+                                                            {6, Variant::kThroughput}});
   // The number of tokens decides whether the arena has two or four slots.
   const int32_t max_tokens = is_of_network ? num_tokens : 4000 / num_ranks;
   emulator::set_num_sms(pick<int32_t>(random, {2, 3, 6}));

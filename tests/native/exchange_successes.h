@@ -80,7 +80,8 @@ void run_streams(Session& session) {
     session.order_streams((stream + kStreams - 1) % kStreams, stream);
     switch (stream) {
       case 0:
-        session.whole([](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); }, -1, stream);
+        session.whole([](Rank& rank) { return rank.dispatch_with_route(OpKind::kDispatchLike, rank.like); }, -1,
+                      stream);
         break;
       case 1:
         session.whole([](Rank& rank) { return rank.combine(); }, -1, stream);
@@ -108,13 +109,13 @@ void check_kept_rows(Session& session, Layout layout, int64_t capacity) {
   session.expect_no_failure();
   for (int32_t r = 0; r < session.num_ranks(); ++r) {
     Rank& rank = *session.ranks()[r];
-    const Held held = held_by(session.ranks(), r, layout, capacity);
+    const ExpectedRows held = expected_rows_of(session.ranks(), r, layout, capacity);
     EXPECT_EQ(rank.counts.download(), held.counts);
     EXPECT_EQ(rank.group_sizes.download(), held.group_sizes);
     EXPECT_EQ(rank.num_dropped.download()[0], held.num_dropped);
     rank.weights.download();
     for (size_t i = 0; i < held.rows.size(); ++i) {
-      const Held::Row row = held.rows[i];
+      const ExpectedRows::Row row = held.rows[i];
       const float weight =
           row.source < 0 ? 0 : session.ranks()[row.source]->topk_weights.host[row.token * top_k + row.k];
       EXPECT_EQ(rank.weights.host[i], weight);

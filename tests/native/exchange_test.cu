@@ -1,7 +1,7 @@
 // Runs the CUDA backend's operations between 1 to 8 ranks that share ONE GPU, each on a stream of its own. Meant for
 // compute-sanitizer as much as for its own checks; several epochs, so that slots are used again.
 //
-//   exchange_test [MOST_RANKS [quick | all [PART]]]
+//   exchange_test [MAX_RANKS [(quick | all) [PART]]]
 //
 // runs all parts, or one: "exchange", "all_to_all", "layouts", "balance", "dispatch_layout", "group_arrays". "quick" is
 // for the sanitizers, under which a kernel takes long. On emulated GPUs,
@@ -47,7 +47,7 @@ struct Repeated {
   }
 };
 
-void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, uint32_t newest_epoch = 0) {
+void exchange(int32_t num_ranks, int32_t cast, PlanOverrides blocks, int32_t repeats, uint32_t newest_epoch = 0) {
   Session session(num_ranks, cast, blocks, 60.0, newest_epoch);
   std::mt19937 random(num_ranks);
   for (int32_t round = 0; round < 3; ++round) {
@@ -74,7 +74,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
       }
     }
     session.whole([&](Rank& rank) { return rank.dispatch(cast); });
-    session.whole([&](Rank& rank) { return rank.along_route(OpKind::kDispatchLike, rank.like); });
+    session.whole([&](Rank& rank) { return rank.dispatch_with_route(OpKind::kDispatchLike, rank.like); });
     session.whole([&](Rank& rank) { return rank.combine(); });
     session.whole([&](Rank& rank) { return rank.combine_back(); });
     session.whole([&](Rank& rank) { return rank.dispatch_back(); });
@@ -95,7 +95,7 @@ void exchange(int32_t num_ranks, int32_t cast, Blocks blocks, int32_t repeats, u
 }
 
 // A done that does not belong to a start must be refused. Valid starts stay valid.
-void unlike_split_phase() {
+void run_unmatched_done() {
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Member& member = group.members()[0];
   const LaunchPlan plan = plan_dispatch(num_tokens, 1, top_k, num_chunks(kRowBytes),
@@ -129,7 +129,7 @@ void unlike_split_phase() {
   must(cudaDeviceSynchronize());
   EXPECT_EQ(group.failure().has_value(), false);
   start();
-  start();  // where the first one's epoch was: its done does not come
+  start();  // neither start has a done: close() must accept that
   group.close();
 }
 
@@ -159,46 +159,47 @@ void more_blocks_than_fit() {
   EXPECT_EQ(group.failure().has_value(), false);
 }
 
-const Blocks kAny = {0, Variant::kLowLatency};
-const Blocks kLongRows = {0, Variant::kLowLatency, true, true};
+const PlanOverrides kAny = {0, Variant::kLowLatency};
+const PlanOverrides kLongRows = {0, Variant::kLowLatency, true, true};
 
 void run_exchanges(int32_t most_ranks, bool is_quick) {
-  const std::vector<Blocks> quick = {kAny,
-                                     kLongRows,
-                                     {1, Variant::kThroughput},
-                                     {5, Variant::kBalanced},
-                                     {5, Variant::kBalanced, false},
-                                     {5, Variant::kThroughput}};
-  const std::vector<Blocks> all = {kAny,
-                                   kLongRows,
-                                   {1, Variant::kBalanced},
-                                   {2, Variant::kThroughput},
-                                   {5, Variant::kThroughput},
-                                   {5, Variant::kBalanced},
-                                   {5, Variant::kBalanced, false},
-                                   {8, Variant::kBalanced},
-                                   {8, Variant::kThroughput}};
+  const std::vector<PlanOverrides> quick = {kAny,
+                                            kLongRows,
+                                            {1, Variant::kThroughput},
+                                            {5, Variant::kBalanced},
+                                            {5, Variant::kBalanced, false},
+                                            {5, Variant::kThroughput}};
+  const std::vector<PlanOverrides> all = {kAny,
+                                          kLongRows,
+                                          {1, Variant::kBalanced},
+                                          {2, Variant::kThroughput},
+                                          {5, Variant::kThroughput},
+                                          {5, Variant::kBalanced},
+                                          {5, Variant::kBalanced, false},
+                                          {8, Variant::kBalanced},
+                                          {8, Variant::kThroughput}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
     for (int32_t cast = 0; cast <= 2; ++cast) {
-      for (Blocks blocks : is_quick ? quick : all) {
+      for (PlanOverrides blocks : is_quick ? quick : all) {
         if (blocks.number == 0 && num_ranks > 2) continue;
         exchange(num_ranks, cast, blocks, is_quick ? 1 : kRepeats);
       }
     }
     std::cerr << num_ranks << " ranks: " << check::failures << " failures\n";
   }
-  unlike_split_phase();
+  run_unmatched_done();
   if (!is_quick) more_blocks_than_fit();
   // Numbers of experts at the limits of the loops over experts: a lane has two experts at a time, a warp 64, and a
   // block one per thread.
   for (int32_t number : is_quick ? std::vector{300} : std::vector{1, 257, 300, 384, 544}) {
     experts_per_rank = number;
-    for (Blocks blocks : {kAny, Blocks{5, Variant::kBalanced}}) exchange(std::min(most_ranks, 2), 0, blocks, 1);
+    for (PlanOverrides blocks : {kAny, PlanOverrides{5, Variant::kBalanced}})
+      exchange(std::min(most_ranks, 2), 0, blocks, 1);
   }
   // Each operation has epoch 0 in one of the runs. Before it, other operations have written the words for which it
   // waits. It must wait for new ones.
   for (uint32_t before : {10, 11, 12, 13, 14, 17, 18}) {
-    for (Blocks blocks : {kAny, Blocks{5, Variant::kThroughput}})
+    for (PlanOverrides blocks : {kAny, PlanOverrides{5, Variant::kThroughput}})
       exchange(std::min(most_ranks, 2), 0, blocks, 1, -before);
   }
   std::cerr << "odd numbers of experts, epochs that wrap: " << check::failures << " failures\n";
@@ -207,10 +208,10 @@ void run_exchanges(int32_t most_ranks, bool is_quick) {
 // Calls check() with each number of ranks, and with each variant of the kernels.
 template <typename Check>
 void for_ranks_and_variants(int32_t most_ranks, Check check) {
-  const std::vector<Blocks> variants = {
+  const std::vector<PlanOverrides> variants = {
       kAny, kLongRows, {1, Variant::kThroughput}, {5, Variant::kBalanced}, {5, Variant::kThroughput}};
   for (int32_t num_ranks = 1; num_ranks <= most_ranks; num_ranks *= 2) {
-    for (Blocks blocks : variants) {
+    for (PlanOverrides blocks : variants) {
       if (blocks.number != 0 || num_ranks <= 2) check(num_ranks, blocks);
     }
   }
@@ -242,20 +243,20 @@ int main(int argc, char** argv) {
   if (runs("balance")) {
     const auto [tokens, k, experts] = std::tuple(num_tokens, top_k, experts_per_rank);
     for (uint64_t seed = 1; seed <= (is_quick ? 8 : 60); ++seed) run_balance(seed, most_ranks);
-    if (most_ranks == 8) run_balance_in_vain();
+    if (most_ranks == 8) run_balance_without_gain();
     num_tokens = tokens, top_k = k, experts_per_rank = experts;
     std::cerr << "balance: " << check::failures << " failures\n";
   }
   std::mt19937 random(0);
   if (runs("all_to_all")) {
-    for_ranks_and_variants(most_ranks, [&](int32_t num_ranks, Blocks blocks) {
+    for_ranks_and_variants(most_ranks, [&](int32_t num_ranks, PlanOverrides blocks) {
       Session session(num_ranks, 0, blocks);
       run_all_to_alls(session, random);
     });
     std::cerr << "all_to_all: " << check::failures << " failures\n";
   }
   if (runs("layouts")) {
-    for_ranks_and_variants(most_ranks, [&](int32_t num_ranks, Blocks blocks) {
+    for_ranks_and_variants(most_ranks, [&](int32_t num_ranks, PlanOverrides blocks) {
       run_layouts(num_ranks, blocks, random);
       Session session(num_ranks, 0, blocks);
       session.randomize(random);

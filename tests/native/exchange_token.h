@@ -62,7 +62,7 @@ void check_token_rows(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t i
     }
     needs.push_back(static_cast<int32_t>(tokens[source].size()));
   }
-  const std::vector<int32_t> kept = shared_fairly(needs, got.capacity, 0);
+  const std::vector<int32_t> kept = share_round_robin(needs, got.capacity, 0);
   std::vector<int32_t> topk_idx(got.capacity * top_k, -1);
   std::vector<float> weights(got.capacity * top_k), rows(rank.recv.host.size());
   int64_t row = 0;

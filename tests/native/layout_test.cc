@@ -72,7 +72,7 @@ void test_expert_places() {
 
 // Shares rows among sources: in each round, each source that needs more gets one row. The rows of the last, incomplete
 // round go to the sources from `start` on. (share_rows() computes the same with a level.)
-std::vector<int32_t> shared_by_turns(const std::vector<int32_t>& need, int32_t room, int32_t start) {
+std::vector<int32_t> share_round_robin(const std::vector<int32_t>& need, int32_t room, int32_t start) {
   const auto num = static_cast<int32_t>(need.size());
   std::vector<int32_t> kept(num);
   for (int32_t served = 1; room > 0 && served > 0;) {
@@ -96,7 +96,7 @@ void test_shared_rows() {
           first[0] = 0;
           for (int32_t i = 0; i < num; ++i) first[(i + 1) * stride] = first[i * stride] + need[i];
           share_rows(first.data(), stride, num, room, start);
-          const auto kept = shared_by_turns(need, room, start);
+          const auto kept = share_round_robin(need, room, start);
           EXPECT_EQ(first[0], 0);
           for (int32_t i = 0; i < num; ++i) EXPECT_EQ(first[(i + 1) * stride] - first[i * stride], kept[i]);
           if (stride > 1) EXPECT_EQ(first[1], -7);

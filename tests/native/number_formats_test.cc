@@ -83,7 +83,7 @@ class Rounding {
     if (std::isnan(value)) return format_.nan;
     const double magnitude = std::fabs(static_cast<double>(value));
     const auto above = std::lower_bound(halfway_.begin(), halfway_.end(), magnitude);
-    auto code = static_cast<uint32_t>(above - halfway_.begin());  // the nearest one, and the lower one of two
+    auto code = static_cast<uint32_t>(above - halfway_.begin());  // the nearest code; at a tie, the lower code
     if (above != halfway_.end() && *above == magnitude && code % 2 == 1) ++code;
     return (code > format_.largest ? format_.overflow : code) | (std::signbit(value) ? format_.sign : 0);
   }

@@ -20,7 +20,7 @@ LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, in
   return plan_combine(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms);
 }
 
-// Each warp of the blocks that move rows is in one warp group, and each warp group has all its warps.
+// Checks that each warp group has each of its warps exactly once. Warps that are left over are in no group.
 void expect_whole_warp_groups(const LaunchPlan& plan, int32_t num_blocks, int32_t log_warps, bool by_block) {
   const int32_t num_groups = WarpGroup(plan, 0, num_blocks, 0, log_warps, by_block).num_groups;
   EXPECT_EQ(num_groups >= 1, true);
@@ -34,7 +34,7 @@ void expect_whole_warp_groups(const LaunchPlan& plan, int32_t num_blocks, int32_
   EXPECT_EQ(static_cast<size_t>(std::count(taken.begin(), taken.end(), 1)), taken.size());
 }
 
-void expect_sound(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
+void expect_valid(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
   const int32_t most_sms = num_sms == 0 || num_sms > device_sms ? device_sms : num_sms;
   EXPECT_EQ(plan.num_blocks <= most_sms * kMaxBlockWarps / plan.block_warps(), true);
   EXPECT_EQ(plan.block_warps() <= most_block_warps(plan.variant), true);
@@ -67,14 +67,14 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
           for (int32_t top_k : {1, 8}) {
             for (bool is_combine_back : {false, true}) {
               const LaunchPlan plan = plan_dispatch(tokens, ranks, top_k, chunks, num_sms, device_sms, is_combine_back);
-              expect_sound(plan, num_sms, device_sms);
+              expect_valid(plan, num_sms, device_sms);
               if (!is_combine_back && is_low_latency(plan.variant)) continue;
               EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
             }
           }
           for (int32_t top_k : {0, 1, 2, 8}) {
             const LaunchPlan plan = plan_combine(tokens, ranks, top_k, chunks, num_sms, device_sms);
-            expect_sound(plan, num_sms, device_sms);
+            expect_valid(plan, num_sms, device_sms);
           }
         }
       }
@@ -102,10 +102,10 @@ void test_plans_on_few_sms() {
         for (int32_t top_k = 0; top_k <= kMaxTopK; ++top_k) {
           for (int32_t num_sms : {0, 3}) {
             for (bool is_combine_back : {false, true}) {
-              expect_sound(plan_dispatch(tokens, ranks, top_k, 3, num_sms, device_sms, is_combine_back), num_sms,
+              expect_valid(plan_dispatch(tokens, ranks, top_k, 3, num_sms, device_sms, is_combine_back), num_sms,
                            device_sms);
             }
-            expect_sound(plan_combine(tokens, ranks, top_k, 28, num_sms, device_sms), num_sms, device_sms);
+            expect_valid(plan_combine(tokens, ranks, top_k, 28, num_sms, device_sms), num_sms, device_sms);
           }
         }
       }
@@ -240,8 +240,8 @@ void test_few_rows_go_directly() {
 }
 
 void test_few_tokens_take_few_blocks() {
-  // Blocks of 8 warps: one notifies the peers, two send the token with 16 warps, one writes the small results, and four
-  // per rank receive a row with 32 warps.
+  // PlanOverrides of 8 warps: one notifies the peers, two send the token with 16 warps, one writes the small results,
+  // and four per rank receive a row with 32 warps.
   EXPECT_EQ(plan_dispatch(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
   EXPECT_EQ(plan_dispatch(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // a warp per chunk
   EXPECT_EQ(plan_dispatch(8, 4, 8, 28, 0, false).log_receive_warps, 4);
