@@ -213,10 +213,7 @@ void sync_warp() {
   current->stores_ordered = std::max(current->stores_ordered, current->warp->num_stores);
 }
 
-static void start(Stall& stall) {
-  stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestStallNs);
-  scheduler().settle_stores_soon(current->warp->block->stores);
-}
+static void start(Stall& stall) { stall.until_ns = now_ns() + adversary.random.log_uniform(kLogLongestStallNs); }
 
 // Decrements `left`. If it reaches 0, starts the stall and returns true.
 static bool begins(Stall& stall, uint64_t& left) {

@@ -12,9 +12,6 @@ namespace emulator {
 constexpr uint64_t kNsPerStep = 10;
 constexpr double kHeldSettleShare = 0.0003;  // the fraction of the steps at which settle_held() runs
 constexpr uint32_t kLogLongestNs = 22;       // the longest delay of a launch
-// When a block has left, or it or one of its warps stalls, its stores settle within this time. (Epoch::await_others
-// waits a little longer.)
-constexpr uint64_t kStoresSettleNs = 40'000;
 constexpr int kSlowSkips = 40;
 constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestSkipNs = 60'000'000'000;
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132
@@ -170,7 +167,6 @@ void Scheduler::end_block(Block* block) {
   if (!block->bulk_copies.empty()) stop("a block ends before its bulk copies have landed");
   Launch& launch = *block->launch;
   launch.stores.push_back(block->stores);
-  settle_stores_soon(block->stores);
   block->sm->threads_left += static_cast<int>(launch.block_threads);
   block->sm->shared_left += static_cast<int64_t>(launch.shared_bytes) + kStaticSharedBytes;
   --block->device->resident_blocks;
@@ -192,16 +188,6 @@ void Scheduler::free_ended_blocks() {
     delete block;
   }
   ended_.clear();
-}
-
-void Scheduler::settle_stores_soon(const std::shared_ptr<BlockStores>& stores) {
-  if (adversary.delays_stores) due_stores_.emplace_back(now_ns_ + kStoresSettleNs, stores);
-}
-
-void Scheduler::settle_due_stores() {
-  for (; !due_stores_.empty() && due_stores_.front().first <= now_ns_; due_stores_.pop_front()) {
-    settle_all(*due_stores_.front().second);
-  }
 }
 
 // --- turns ---------------------------------------------------------------------------------------------------------
@@ -261,7 +247,6 @@ bool Scheduler::end_stalls(bool at_once) {
 bool Scheduler::step() {
   free_ended_blocks();
   now_ns_ += kNsPerStep;
-  settle_due_stores();
   ++num_steps_;
   const uint64_t before = progress_;
   if (streams_may_advance_ || num_steps_ % 64 == 0) advance_streams();

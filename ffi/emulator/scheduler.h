@@ -73,8 +73,6 @@ class Scheduler {
   void add_polling(Warp* warp) { polling_.push_back(warp); }
   void add_copying(Block* block) { copying_.push_back(block); }
   void end_block(Block* block);
-  // A block has left, or it or one of its warps stalls: its stores settle soon.
-  void settle_stores_soon(const std::shared_ptr<BlockStores>& stores);
   // Records an event that a waiting thread may wait for, such as a store.
   void note_progress() {
     steps_without_progress_ = 0;
@@ -92,7 +90,6 @@ class Scheduler {
   Sm* find_sm(Device& device, const Launch& launch);
   void start_block(Device& device, Sm& sm, Launch& launch, uint32_t index);
   void free_ended_blocks();
-  void settle_due_stores();
   uint64_t end_of_delay() const;
   bool land_some(double share);
   void run(std::deque<Warp*>& from);
@@ -104,7 +101,6 @@ class Scheduler {
   std::vector<std::unique_ptr<Stream>> streams_;
   std::deque<Warp*> ready_, polling_;
   std::vector<std::pair<Warp*, std::deque<Warp*>*>> stalled_;  // warps, and the queue to which each returns
-  std::deque<std::pair<uint64_t, std::shared_ptr<BlockStores>>> due_stores_;  // deadlines, and the stores of blocks
   std::vector<Block*> blocks_, copying_, ended_;  // resident; with bulk copies in flight; ended, to be freed
   size_t steps_without_progress_ = 0;
   uint64_t progress_ = 0, progress_at_skip_ = 0;

@@ -28,7 +28,8 @@ struct PlanOverrides {
     // The low-latency variant must not have more tokens than plan.h gives it: their rows may need rail peers.
     if (number == 0 && (!has_one_warp || !are_few(num_tokens))) return plan;
     plan.variant = variant;
-    plan.senders_enter_first = variant == Variant::kThroughput;  // in plan.h, only with more tokens than here
+    // plan.h does this only with more tokens than the tests have. Here, half of the cases of a throughput kernel do.
+    plan.senders_enter_first = variant == Variant::kThroughput && num_tokens != 12;
     plan.sums_own &= sums_own;
     if (has_one_warp) plan.log_send_warps = plan.log_receive_warps = 0;
     return plan;

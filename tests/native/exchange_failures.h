@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "exchange_emulated.h"
-#include "ffi/cuda/ptx.cuh"
 #include "ffi/emulator/machine.h"
 
 namespace {
@@ -220,45 +219,6 @@ void run_host_fails(uint64_t seed) {
   EXPECT_EQ(seen.peer, static_cast<uint32_t>(1 - rank));
   EXPECT_EQ(seen.epoch, is_of_host ? 0u : 1u);
   EXPECT_EQ(seen.expected == why.expected && seen.seen == why.seen, is_of_host);
-}
-
-// Block 0 writes a word and leaves. Block 1 reads the word 50 microseconds later. Meanwhile, it writes another word: if
-// it only polled, nothing else could run, and the emulator would settle all stores at once.
-__global__ void read_late_kernel(uint32_t* word, uint32_t* num_left, uint32_t* seen, uint32_t* other) {
-  if (threadIdx.x != 0) return;
-  if (blockIdx.x == 0) {
-    store_relaxed(word, 1u);
-    atomic_add_relaxed_gpu(num_left, 1u);
-    return;
-  }
-  while (load_relaxed(num_left) != 1) poll_pause();
-  constexpr uint64_t kLandedNs = 50'000;  // as in Epoch::await_others
-  const uint64_t begun = globaltimer_ns();
-  while (globaltimer_ns() - begun < kLandedNs) {
-    store_relaxed(other, 1u);
-    poll_pause();
-  }
-  store_relaxed(seen, load_relaxed(word));
-}
-
-// The stores of a block that has left are performed within 50 microseconds. Poisoned results rely on it: no block that
-// left without seeing the failure may overwrite them.
-void run_stores_of_block_that_left() {
-  const Settings former;
-  emulator::adversary.delays_stores = true;
-  emulator::adversary.delays_launches = false;
-  emulator::adversary.resident_blocks = kNoBlockLimit;
-  emulator::adversary.held_share = 1;
-  must(cudaSetDevice(0));
-  Array<uint32_t> words(4);
-  words.upload();
-  cudaStream_t stream;
-  must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  must(
-      launch(read_late_kernel, {2, 32, 0}, stream, words.device, words.device + 1, words.device + 2, words.device + 3));
-  must(cudaStreamSynchronize(stream));
-  EXPECT_EQ(words.download()[2], 1);
-  must(cudaStreamDestroy(stream));
 }
 
 // A start without a done keeps its slot, and a later operation waits for the slot.

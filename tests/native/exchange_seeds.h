@@ -95,7 +95,6 @@ std::string run_seed(uint64_t seed) {
   if (check::failures == 0) run_group_arrays_of(random, 1 + random() % 40);
   if (check::failures == 0) what += run_balance(seed);
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
-  if (check::failures == 0) run_stores_of_block_that_left();
   if (check::failures == 0 && seed % 4 == 1) {
     what += ", then a wrong rank";
     run_wrong_rank_of_few_tokens(seed);
