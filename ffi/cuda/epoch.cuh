@@ -43,8 +43,8 @@ struct Epoch : Roles {
   // writes to peers. Such a block waits until all peers have read the former rows of the slot, and another block until
   // this rank has. With kRoleByIndex, the block's role is its index (roles.cuh). A role from `num_senders` on is a
   // receiver's, and may be given away: then state.role is kNoRole. Without kRoleByIndex, the role is the block's
-  // ticket. If `num_senders` is positive, blocks with an index from `num_senders` on first wait for so many entries
-  // (await_entries).
+  // ticket. If `num_senders` is positive, blocks with an index from `num_senders` on first wait until num_senders
+  // blocks have entered (await_entries).
   template <bool kRoleByIndex = false, typename Sends>
   __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();
@@ -99,7 +99,8 @@ struct Epoch : Roles {
     const uint64_t begun = globaltimer_ns();
     while (op.num_entered() < num_blocks && globaltimer_ns() - begun < kBlocksEnterNs) poll_pause();
   }
-  // The number of blocks that have entered. Valid only until this block has entered: when all have, the count is reset.
+  // The number of blocks that have entered. Call it only before this block enters: the count is reset after all blocks
+  // have entered.
   __device__ int32_t num_entered() const {
     return static_cast<int32_t>(takes_epoch() ? EntryWord::unpack(load_relaxed(&own().entry)).num_entered
                                               : load_relaxed(&call.pending->blocks_begun));

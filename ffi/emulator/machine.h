@@ -31,7 +31,7 @@ struct Thread {
   void* stack = nullptr;
   void* stack_pointer = nullptr;
   uint32_t collectives = 0;     // warp collectives that this thread has called
-  uint32_t stores_ordered = 0;  // those of other lanes with a smaller number happen before what follows
+  uint32_t stores_ordered = 0;  // other lanes' stores with a smaller number happen before the next access
   bool barrier_result = false;
   std::vector<std::function<void()>> copies;  // cp.async: of the group that is not committed yet
   std::vector<std::vector<std::function<void()>>> copy_groups;

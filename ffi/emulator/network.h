@@ -38,8 +38,8 @@ bool has_puts();  // in flight
 // Picks about `share` of the puts, and delivers a part of each picked put that is not held and may arrive. Returns true
 // if it delivered something.
 bool deliver_some(double share);
-// For about half of all puts, held or not: delivers all data that has not arrived, or else the signal. Returns true if
-// a put was in flight.
+// Picks about half of all puts, held or not. For each picked put that may arrive, delivers all data that has not
+// arrived, or else the signal. Returns true if a put was in flight.
 bool deliver_held();
 
 }  // namespace emulator

@@ -11,7 +11,7 @@ namespace emulator {
 
 constexpr uint64_t kNsPerStep = 10;
 constexpr double kHeldSettleShare = 0.0003;  // the fraction of the steps at which settle_held() runs
-constexpr uint32_t kLogLongestNs = 22;       // the longest delay of a launch
+constexpr uint32_t kLogLongestNs = 22;       // log2 of the longest delay of a launch
 constexpr int kSlowSkips = 40;
 constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestSkipNs = 60'000'000'000;
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132

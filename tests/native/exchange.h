@@ -19,7 +19,7 @@ namespace {
 
 // The changes that a test makes to the plans of plan.h.
 struct PlanOverrides {
-  int32_t number;   // the SMs per rank, so few that the blocks of all ranks fit on one GPU; 0 changes nothing
+  int32_t number;   // the SMs per rank, so few that the blocks of all ranks fit on one GPU; 0 leaves the plan's number
   Variant variant;  // the kernels' variant, if `number` is positive or has_one_warp is true
   // If sums_own is false, the senders of a combine also sum the rows of own tokens. has_one_warp: a row has one warp.
   bool sums_own = true, has_one_warp = false;
@@ -28,7 +28,8 @@ struct PlanOverrides {
     // The low-latency variant must not have more tokens than plan.h gives it: their rows may need rail peers.
     if (number == 0 && (!has_one_warp || !are_few(num_tokens))) return plan;
     plan.variant = variant;
-    // plan.h does this only with more tokens than the tests have. Here, half of the cases of a throughput kernel do.
+    // plan.h sets this only for more tokens than the tests have. Here, about half of the cases with a throughput kernel
+    // have it.
     plan.senders_enter_first = variant == Variant::kThroughput && num_tokens != 12;
     plan.sums_own &= sums_own;
     if (has_one_warp) plan.log_send_warps = plan.log_receive_warps = 0;

@@ -1,4 +1,4 @@
-// Operations between emulated GPUs that fail. Each failure must have a record, and all results must be poisoned.
+// Operations that fail, between emulated GPUs. Each failure must have a record, and all results must be poisoned.
 #pragma once
 
 #include <algorithm>
