@@ -125,6 +125,16 @@ void run_wrong_rank(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kWrongRank, wrong);
 }
 
+// Runs all operations, and then one that fails because a rank has a wrong position in the mesh, several times.
+void repeat_wrong_rank(std::mt19937& random, int32_t num_ranks, PlanOverrides blocks) {
+  for (int32_t round = 0; round < 4 && check::failures == 0; ++round) {
+    Session session(num_ranks, 0, blocks, kTimeout, 0, num_tokens, {}, pick<int32_t>(random, {0, 1}));
+    session.randomize(random);
+    session.run_whole();
+    run_wrong_rank(session, random);
+  }
+}
+
 // A wrong position in a low-latency dispatch. There, a block's role is its index. Block 0 notifies the peers, and may
 // not be the first block to enter. So it must check the rank itself. Here, blocks often enter at the same time, so
 // block 0 does not learn of the failure from another block.
@@ -138,12 +148,22 @@ void run_wrong_rank_of_few_tokens(uint64_t seed) {
   emulator::set_num_sms(1);
   num_tokens = 4, top_k = 2, experts_per_rank = 3;
   std::mt19937 random(static_cast<uint32_t>(seed));
-  for (int32_t round = 0; round < 4 && check::failures == 0; ++round) {
-    Session session(2, 0, {0, Variant::kLowLatency}, kTimeout, 0, num_tokens, {}, pick<int32_t>(random, {0, 1}));
-    session.randomize(random);
-    session.run_whole();
-    run_wrong_rank(session, random);
-  }
+  repeat_wrong_rank(random, 2, {0, Variant::kLowLatency});
+}
+
+// A wrong position, which one block notices at once, while other blocks stall. The block that poisons the results must
+// wait for these: they may still write results. A row has one warp, so a warp has several bulk copies under way when it
+// learns of the failure. It must wait for the copies before it leaves.
+void run_wrong_rank_beside_slow_blocks(uint64_t seed) {
+  const Settings former;
+  emulator::adversary.shuffles_blocks = emulator::adversary.shuffles_warps = true;
+  emulator::adversary.delays_stores = emulator::adversary.delays_launches = false;
+  emulator::adversary.resident_blocks = kNoBlockLimit;
+  emulator::adversary.stall_share = emulator::adversary.switch_share = 0.5;
+  emulator::set_num_sms(6);
+  num_tokens = 12, top_k = 4, experts_per_rank = 3;
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  repeat_wrong_rank(random, pick<int32_t>(random, {1, 2}), {6, Variant::kThroughput, true, true});
 }
 
 // Two launches of one group overlap on each device. The group must fail with kOverlap. Both launches are the same

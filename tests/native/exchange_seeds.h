@@ -99,6 +99,10 @@ std::string run_seed(uint64_t seed) {
     what += ", then a wrong rank";
     run_wrong_rank_of_few_tokens(seed);
   }
+  if (check::failures == 0 && seed % 4 == 3) {
+    what += ", then a wrong rank beside slow blocks";
+    run_wrong_rank_beside_slow_blocks(seed);
+  }
   if (check::failures == 0 && seed % 4 == 0) {
     what += ", then a failure by the host";
     run_host_fails(seed);
