@@ -254,6 +254,17 @@ def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int, b
     return None
 
 
+def check_repeatable(program: Path) -> None:
+    """A seed must give the same run alone and behind other seeds of its process."""
+    reports = [
+        subprocess.run([program, "seeds", first, count], capture_output=True, text=True).stderr
+        for first, count in (("1", "10"), ("10", "1"))
+    ]
+    ends = [report.rpartition("no failure")[2] for report in reports]
+    if ends[0] != ends[1]:
+        raise SystemExit(f"seed 10 gives another run alone than behind the seeds 1 to 9: {reports}")
+
+
 def run_pytest(folder: Path, command: Sequence[str], edits: Sequence[Edit]) -> str | None:
     """The test that fails with these edits of jax_ep/, or None."""
     emulated = importlib.util.find_spec("jax_ep._emulated")
@@ -295,6 +306,7 @@ def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argpa
             for failure in pool.map(lambda first: run_seeds(program, 0, [], SEEDS_OF_A_PROCESS, first), firsts):
                 if failure is not None:
                     raise SystemExit(f"without a mutant, exchange_test fails {failure}")
+            check_repeatable(program)
             print(f"100 seeds pass without a mutant ({time.monotonic() - begun:.0f} s)", flush=True)
 
         for command in {tuple(mutant.command) for mutant in mutants if not mutant.is_native}:

@@ -9,6 +9,7 @@
 #include <map>
 #include <string>
 
+#include "ffi/emulator/adversary.h"
 #include "ffi/emulator/runtime.h"
 
 using namespace emulator;
@@ -73,7 +74,11 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     if (file >= 0) *memory = map_file(file, bytes, true);
     if (file >= 0 && *memory == nullptr) close(file);
   } else {
-    *memory = std::aligned_alloc(256, (bytes + 511) / 256 * 256);
+    const size_t room = (bytes + 511) / 256 * 256;
+    *memory = std::aligned_alloc(256, room);
+    const Lock lock;
+    // Memory holds whatever was there: nobody may rely on it.
+    if (*memory) std::memset(*memory, static_cast<int>(adversary.random.next()), room);
   }
   return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }

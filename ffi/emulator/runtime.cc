@@ -109,6 +109,11 @@ void set_adversary(uint64_t seed, const std::string& settings) {
   adversary = adversary_of(seed, settings);
 }
 
+void restart() {
+  const Lock lock;
+  scheduler().restart();
+}
+
 void run_in_background() {
   const Lock lock;
   if (host().runs_in_background) return;

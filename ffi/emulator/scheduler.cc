@@ -75,6 +75,12 @@ void Scheduler::begin_launch(Launch& launch) {
   launch.not_before_ns = now_ns_ + lateness();
 }
 
+void Scheduler::restart() {
+  if (!is_idle()) stop("restart while streams have work");
+  steps_without_progress_ = progress_ = progress_at_skip_ = num_steps_ = 0;
+  now_ns_ = kStartNs, skip_ns_ = 0, num_skips_ = 0;
+}
+
 // Returns a random delay of the begin or the end of a launch, in nanoseconds.
 uint64_t Scheduler::lateness() {
   if (!adversary.delays_launches || !adversary.random.happens(adversary.late_share)) return 0;

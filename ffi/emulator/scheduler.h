@@ -80,6 +80,7 @@ class Scheduler {
   }
   void note_access() { now_ns_ += 2; }
   uint64_t now_ns() const { return now_ns_; }
+  void restart();
 
  private:
   void advance_streams();
@@ -102,10 +103,11 @@ class Scheduler {
   std::deque<Warp*> ready_, polling_;
   std::vector<std::pair<Warp*, std::deque<Warp*>*>> stalled_;  // warps, and the queue to which each returns
   std::vector<Block*> blocks_, copying_, ended_;  // resident; with bulk copies in flight; ended, to be freed
+  static constexpr uint64_t kStartNs = 1'000'000;
   size_t steps_without_progress_ = 0;
   uint64_t progress_ = 0, progress_at_skip_ = 0;
   uint32_t num_steps_ = 0;
-  uint64_t now_ns_ = 1'000'000, skip_ns_ = 0;
+  uint64_t now_ns_ = kStartNs, skip_ns_ = 0;
   int num_skips_ = 0;  // since something has happened
   bool streams_may_advance_ = false;
 };

@@ -112,13 +112,15 @@ std::string run_seed(uint64_t seed) {
 
 int run_seeds(uint64_t first, uint64_t count, const std::string& settings) {
   for (uint64_t seed = first; seed < first + count; ++seed) {
+    emulator::restart();
     emulator::set_adversary(seed, settings);
     const std::string what = run_seed(seed);
     if (check::failures == 0) continue;
     std::cerr << "seed " << seed << " has failed: " << what << "\n";
     return 1;
   }
-  std::cerr << count << " seeds from " << first << " on: no failure\n";
+  std::cerr << count << " seeds from " << first << " on: no failure. The last ended at " << emulator::now_ns()
+            << " ns\n";
   return 0;
 }
 
