@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import os
 import random
@@ -238,28 +239,38 @@ def run(command: Sequence[str | Path], seconds: float, **environment: str) -> Fa
     return Failure(it.returncode, output.decode(errors="replace").strip() or f"ends with status {it.returncode}")
 
 
-def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int, begin: int = 1) -> str | None:
-    """How mutant `number` fails first in this many seeds from `begin` on, or None."""
-    end = begin + seeds
-    for first in range(begin, end, SEEDS_OF_A_PROCESS):
-        count = min(SEEDS_OF_A_PROCESS, end - first)
-        command = [program, "seeds", str(first), str(count), *settings]
-        failure = run(command, PROCESS_SECONDS, JAX_EP_MUTANT=str(number))
+def seeds_command(program: Path, first: int, count: int) -> tuple[str, ...]:
+    return (str(program), "seeds", str(first), str(count))
+
+
+@functools.cache
+def run_without_mutant(command: tuple[str, ...]) -> Failure | None:
+    return run(command, PROCESS_SECONDS, JAX_EP_MUTANT="0")
+
+
+def what_failed(failure: Failure, first: int, count: int) -> str:
+    seed = re.findall(r"\bseed (\d+)", failure.output)[-1:] or [f"{first} to {first + count - 1}"]
+    return f"at seed {seed[0]} by: {failure.output.splitlines()[0][:150]}"
+
+
+def run_seeds(program: Path, number: int, settings: Sequence[str], seeds: int) -> str | None:
+    """How mutant `number` fails first in this many seeds, or None."""
+    for first in range(1, 1 + seeds, SEEDS_OF_A_PROCESS):
+        count = min(SEEDS_OF_A_PROCESS, 1 + seeds - first)
+        command = seeds_command(program, first, count)
+        failure = run([*command, *settings], PROCESS_SECONDS, JAX_EP_MUTANT=str(number))
         if failure is None:
             continue
-        if number != 0 and not settings and run(command, PROCESS_SECONDS, JAX_EP_MUTANT="0"):
+        if not settings and run_without_mutant(command):
             raise SystemExit(f"the seeds {first} to {first + count - 1} fail without a mutant")
-        seed = re.findall(r"\bseed (\d+)", failure.output)[-1:] or [f"{first} to {first + count - 1}"]
-        return f"at seed {seed[0]} by: {failure.output.splitlines()[0][:150]}"
+        return what_failed(failure, first, count)
     return None
 
 
 def check_repeatable(program: Path) -> None:
     """A seed must give the same run alone and behind other seeds of its process."""
-    reports = [
-        subprocess.run([program, "seeds", first, count], capture_output=True, text=True).stderr
-        for first, count in (("1", "10"), ("10", "1"))
-    ]
+    commands = [seeds_command(program, first, count) for first, count in ((1, 10), (10, 1))]
+    reports = [subprocess.run(command, capture_output=True, text=True).stderr for command in commands]
     ends = [report.rpartition("no failure")[2] for report in reports]
     if ends[0] != ends[1]:
         raise SystemExit(f"seed 10 gives another run alone than behind the seeds 1 to 9: {reports}")
@@ -302,10 +313,11 @@ def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argpa
             program = build(arguments.build or folder / "build", natives, arguments.jobs)
             print(f"built in {time.monotonic() - begun:.0f} s", flush=True)
             begun = time.monotonic()
-            firsts = range(1, 101, SEEDS_OF_A_PROCESS)
-            for failure in pool.map(lambda first: run_seeds(program, 0, [], SEEDS_OF_A_PROCESS, first), firsts):
+            count, firsts = SEEDS_OF_A_PROCESS, range(1, 101, SEEDS_OF_A_PROCESS)
+            commands = [seeds_command(program, first, count) for first in firsts]
+            for first, failure in zip(firsts, pool.map(run_without_mutant, commands), strict=True):
                 if failure is not None:
-                    raise SystemExit(f"without a mutant, exchange_test fails {failure}")
+                    raise SystemExit(f"without a mutant, exchange_test fails {what_failed(failure, first, count)}")
             check_repeatable(program)
             print(f"100 seeds pass without a mutant ({time.monotonic() - begun:.0f} s)", flush=True)
 

@@ -50,7 +50,8 @@ struct Repeated {
 void exchange(int32_t num_ranks, int32_t cast, PlanOverrides blocks, int32_t repeats, uint32_t newest_epoch = 0) {
   Session session(num_ranks, cast, blocks, 60.0, newest_epoch);
   std::mt19937 random(num_ranks);
-  for (int32_t round = 0; round < 3; ++round) {
+  const int32_t rounds = std::min(repeats, 3);
+  for (int32_t round = 0; round < rounds; ++round) {
     session.randomize(random);
     session.run_whole();
     if (round == 0) check_stats(session.group(), session.ranks(), cast);
