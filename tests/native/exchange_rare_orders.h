@@ -64,7 +64,7 @@ void run_slots_handed_over(Session& session, std::mt19937& random) {
   adversary.resident_blocks = kNoBlockLimit;
   adversary.late_share = 0.8;
   adversary.settle_share = pick(random, std::vector{0.05, 0.3});
-  adversary.held_share = pick(random, std::vector{0.003, 0.02});
+  adversary.held_share = pick(random, std::vector{0.02, 0.1});
   adversary.held_blocks_share = pick(random, std::vector{0.0, 0.0, 0.3});
   const auto dispatch = [&](Rank& rank) { return rank.dispatch_split(session.cast()); };
   const int32_t num_slots = session.num_slots();
@@ -158,7 +158,7 @@ std::string run_rare_orders(uint64_t seed) {
                                                             {6, Variant::kThroughput}});
   // The number of tokens decides whether the arena has two or four slots.
   const int32_t max_tokens = is_of_network ? num_tokens : 4000 / num_ranks;
-  emulator::set_num_sms(pick<int32_t>(random, {2, 3, 6}));
+  emulator::set_num_sms(pick<int32_t>(random, {6, 10}));
   Session session(num_ranks, cast, blocks, kTimeout, 0, max_tokens, {}, node_size);
   EXPECT_EQ(session.num_slots(), is_of_network ? 4 : 2);
   session.randomize(random);

@@ -92,7 +92,8 @@ std::string run_seed(uint64_t seed) {
   std::string what = run_exchange(seed);
   if (check::failures == 0) what += run_rare_orders(seed);
   std::mt19937 random(static_cast<uint32_t>(seed));
-  if (check::failures == 0) run_group_arrays_of(random, 1 + random() % 40);
+  const int32_t more_groups_than_threads = seed % 16 == 6 ? 1024 : 0;
+  if (check::failures == 0) run_group_arrays_of(random, more_groups_than_threads + 1 + random() % 40);
   if (check::failures == 0) what += run_balance(seed);
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
   if (check::failures == 0 && seed % 4 == 1) {
