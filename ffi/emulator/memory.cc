@@ -19,8 +19,13 @@ namespace {
 constexpr size_t kMemoryBytes = size_t{64} << 30;  // of a device
 constexpr size_t kGranuleBytes = size_t{2} << 20;  // Allocations of whole granules are files, which CUDA IPC shares.
 
+// Smaller allocations hold arbitrary bytes: nobody may rely on what was there. The host gives no memory to pages of
+// larger ones that nobody touches.
+constexpr size_t kMostFilledBytes = size_t{1} << 20;
+constexpr int kNoFile = -1;
+
 struct MappedFile {
-  int file;  // -1 for memory of another process
+  int file;  // kNoFile for a large allocation that is no file, and for memory of another process
   size_t bytes;
 };
 // By address.
@@ -38,14 +43,24 @@ int create_file(size_t bytes) {
 
 // Null if there is no room.
 void* map_file(int file, size_t bytes, bool is_own) {
-  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  const int flags = file == kNoFile ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
   if (memory == MAP_FAILED) return nullptr;
   const Lock lock;
-  files_of_granules()[memory] = {is_own ? file : -1, bytes};
+  files_of_granules()[memory] = {is_own ? file : kNoFile, bytes};
   return memory;
 }
 
-// Whether the memory was a mapped file.
+// Null if there is no room.
+void* allocate_filled(size_t bytes) {
+  const size_t room = (bytes + 511) / 256 * 256;
+  void* const memory = std::aligned_alloc(256, room);
+  const Lock lock;
+  if (memory) std::memset(memory, static_cast<int>(adversary.random.next()), room);
+  return memory;
+}
+
+// Whether the memory was mapped.
 bool unmap_file(void* memory) {
   const Lock lock;
   const auto found = files_of_granules().find(memory);
@@ -74,11 +89,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
     if (file >= 0) *memory = map_file(file, bytes, true);
     if (file >= 0 && *memory == nullptr) close(file);
   } else {
-    const size_t room = (bytes + 511) / 256 * 256;
-    *memory = std::aligned_alloc(256, room);
-    const Lock lock;
-    // Memory holds whatever was there: nobody may rely on it.
-    if (*memory) std::memset(*memory, static_cast<int>(adversary.random.next()), room);
+    *memory = bytes < kMostFilledBytes ? allocate_filled(bytes) : map_file(kNoFile, bytes, false);
   }
   return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
@@ -118,7 +129,7 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   const Lock lock;
   const auto found = files_of_granules().find(memory);
-  if (found == files_of_granules().end()) return failed(cudaErrorNotSupported);
+  if (found == files_of_granules().end() || found->second.file == kNoFile) return failed(cudaErrorNotSupported);
   const SharedFile shared = {getpid(), found->second.file, found->second.bytes};
   std::memcpy(handle, &shared, sizeof(shared));
   return cudaSuccess;

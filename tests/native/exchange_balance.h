@@ -137,9 +137,10 @@ void check_plans(const Plans& plans, int32_t home_experts, int32_t replicas, int
   check_intervals(rows, needs, home_experts);
 }
 
-// Chooses random ids. A random share of the ids, from none to all, names two popular experts.
-void choose_ids(std::vector<int32_t>& ids, int32_t num_experts, std::mt19937& random) {
-  const uint32_t popular = random() % num_experts, share = random() % 5;
+// Chooses random ids. A random share of the ids, from none to all, names two popular experts: `popular` and the next
+// one.
+void choose_ids(std::vector<int32_t>& ids, int32_t num_experts, uint32_t popular, std::mt19937& random) {
+  const uint32_t share = random() % 5;
   for (int32_t& id : ids) {
     id = std::uniform_int_distribution<int32_t>(-1, num_experts)(random);
     if (random() % 4 < share) id = (popular + random() % 2) % num_experts;
@@ -238,15 +239,23 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
   }
   EXPECT_EQ(num_wrong, 0);
 
+  // The gradients of copies are not equal. Otherwise, the order of the sums would not show.
+  std::vector<std::vector<float>> gradients;
+  for (const auto& experts : all) {
+    for (float& value : experts->values.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
+    look_like_sentinels(experts->values.host, random);
+    experts->values.upload();
+    gradients.push_back(experts->values.host);
+  }
   const std::vector<std::vector<float>> added = run(OpKind::kReplicateBack);
   for (const auto& experts : all) {
     const int32_t rank = experts->plan.index;
     for (int32_t e = 0; e < sizes.home_experts; ++e) {
-      std::vector<float> sum(experts->at(after[rank], e), experts->at(after[rank], e) + channels);
+      std::vector<float> sum(experts->at(gradients[rank], e), experts->at(gradients[rank], e) + channels);
       for (int32_t slot = 0; slot < sizes.replicas; ++slot) {
         for (int32_t receiver = 0; receiver < sizes.num_ranks; ++receiver) {
           if (expert_in(receiver, slot) != rank * sizes.home_experts + e) continue;
-          const float* const copy = experts->at(after[receiver], sizes.home_experts + slot);
+          const float* const copy = experts->at(gradients[receiver], sizes.home_experts + slot);
           for (int64_t i = 0; i < channels; ++i) sum[i] += copy[i];
         }
       }
@@ -256,10 +265,14 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
   EXPECT_EQ(num_wrong, 0);
 }
 
+constexpr int32_t kFewTokens = 40;
+
 Session session_of(const BalanceCase& sizes) {
   experts_per_rank = sizes.home_experts + sizes.replicas;
   const PlanOverrides blocks = kOneDevice ? PlanOverrides{5, Variant::kBalanced} : PlanOverrides{};
-  return Session(sizes.num_ranks, 0, blocks, 60.0, 0, num_tokens, {}, sizes.node_size, sizes.replicas);
+  // With many tokens, no rows are exchanged, and their buffers would take gigabytes.
+  const Rows rows = num_tokens <= kFewTokens ? Rows{} : Rows{Layout::kRagged, 1};
+  return Session(sizes.num_ranks, 0, blocks, 60.0, 0, num_tokens, rows, sizes.node_size, sizes.replicas);
 }
 
 // Runs balance with sizes that the seed chooses. Changes the global sizes.
@@ -270,17 +283,21 @@ std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
   sizes.replicas = random() % 2 ? sizes.home_experts : 1 + random() % sizes.home_experts;
   sizes.tolerance_units = random() % 2 ? 0 : random() % kToleranceUnitsPerOne;
   sizes.node_size = !kOneDevice && sizes.num_ranks == 4 && random() % 2 ? 2 : 0;
-  num_tokens = 1 + random() % 40, top_k = 1 + random() % 4;
+  num_tokens = 1 + random() % kFewTokens, top_k = 1 + random() % 4;
   if (random() % 8 == 0) num_tokens = 5 * kPairThreads + random() % 100;  // several blocks count the pairs
-  const bool has_few_tokens = num_tokens <= 40;
   Session session = session_of(sizes);
+  const int32_t num_experts = sizes.num_ranks * sizes.home_experts;
   for (int32_t num_times : {1, 1 + static_cast<int32_t>(random() % 5)}) {
+    // If all ranks have the same popular experts, an expert can have several copies, in different slots.
+    const bool is_popular_everywhere = random() % 2;
+    uint32_t popular = random() % num_experts;
     const Plans plans = check_balance(session, sizes, num_times, [&](Rank& rank) {
-      choose_ids(rank.ids.host, sizes.num_ranks * sizes.home_experts, random);
+      if (!is_popular_everywhere) popular = random() % num_experts;
+      choose_ids(rank.ids.host, num_experts, popular, random);
     });
     if (sizes.node_size == 0) check_copies(session, sizes, plans, random);
   }
-  if (has_few_tokens && random() % 3 == 0 &&
+  if (num_tokens <= kFewTokens && random() % 3 == 0 &&
       sizes.num_ranks <= 4) {  // split-phase calls ask which operations the peers have finished
 #ifdef JAX_EP_EMULATOR
     const ResidentBlocks enough(kBlocksOfSplitPhase);
