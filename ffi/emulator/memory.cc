@@ -19,19 +19,19 @@ namespace {
 constexpr size_t kMemoryBytes = size_t{64} << 30;  // of a device
 constexpr size_t kGranuleBytes = size_t{2} << 20;  // Allocations of whole granules are files, which CUDA IPC shares.
 
-// Smaller allocations hold arbitrary bytes: nobody may rely on what was there. The host gives no memory to pages of
-// larger ones that nobody touches.
-constexpr size_t kMostFilledBytes = size_t{1} << 20;
+// cudaMalloc fills allocations below this size with one random byte, because CUDA does not initialize memory. It does
+// not fill larger ones, which contain zeros: the fill would make the host allocate every page.
+constexpr size_t kFillBelowBytes = size_t{1} << 20;
 constexpr int kNoFile = -1;
 
-struct MappedFile {
-  int file;  // kNoFile for a large allocation that is no file, and for memory of another process
+struct Mapping {
+  int file;  // kNoFile: anonymous memory, or memory of another process
   size_t bytes;
 };
 // By address.
-std::map<void*, MappedFile>& files_of_granules() {
-  static auto* files = new std::map<void*, MappedFile>;
-  return *files;
+std::map<void*, Mapping>& mappings() {
+  static auto* mappings = new std::map<void*, Mapping>;
+  return *mappings;
 }
 
 int create_file(size_t bytes) {
@@ -42,12 +42,12 @@ int create_file(size_t bytes) {
 }
 
 // Null if there is no room.
-void* map_file(int file, size_t bytes, bool is_own) {
+void* map_memory(int file, size_t bytes, bool is_own) {
   const int flags = file == kNoFile ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
   if (memory == MAP_FAILED) return nullptr;
   const Lock lock;
-  files_of_granules()[memory] = {is_own ? file : kNoFile, bytes};
+  mappings()[memory] = {is_own ? file : kNoFile, bytes};
   return memory;
 }
 
@@ -60,14 +60,14 @@ void* allocate_filled(size_t bytes) {
   return memory;
 }
 
-// Whether the memory was mapped.
-bool unmap_file(void* memory) {
+// Returns false if the address is not in mappings().
+bool unmap_memory(void* memory) {
   const Lock lock;
-  const auto found = files_of_granules().find(memory);
-  if (found == files_of_granules().end()) return false;
+  const auto found = mappings().find(memory);
+  if (found == mappings().end()) return false;
   munmap(memory, found->second.bytes);
   if (found->second.file >= 0) close(found->second.file);
-  files_of_granules().erase(found);
+  mappings().erase(found);
   return true;
 }
 
@@ -86,10 +86,10 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
   if (bytes > kMemoryBytes) return failed(cudaErrorMemoryAllocation);
   if (bytes > 0 && bytes % kGranuleBytes == 0) {
     const int file = create_file(bytes);
-    if (file >= 0) *memory = map_file(file, bytes, true);
+    if (file >= 0) *memory = map_memory(file, bytes, true);
     if (file >= 0 && *memory == nullptr) close(file);
   } else {
-    *memory = bytes < kMostFilledBytes ? allocate_filled(bytes) : map_file(kNoFile, bytes, false);
+    *memory = bytes < kFillBelowBytes ? allocate_filled(bytes) : map_memory(kNoFile, bytes, false);
   }
   return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
@@ -97,7 +97,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
 cudaError_t cudaFree(void* memory) {
   if (memory == nullptr) return cudaSuccess;
   cudaDeviceSynchronize();
-  if (!unmap_file(memory)) std::free(memory);
+  if (!unmap_memory(memory)) std::free(memory);
   return cudaSuccess;
 }
 
@@ -128,8 +128,8 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   const Lock lock;
-  const auto found = files_of_granules().find(memory);
-  if (found == files_of_granules().end() || found->second.file == kNoFile) return failed(cudaErrorNotSupported);
+  const auto found = mappings().find(memory);
+  if (found == mappings().end() || found->second.file == kNoFile) return failed(cudaErrorNotSupported);
   const SharedFile shared = {getpid(), found->second.file, found->second.bytes};
   std::memcpy(handle, &shared, sizeof(shared));
   return cudaSuccess;
@@ -141,13 +141,13 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsig
   const std::string path = "/proc/" + std::to_string(shared.process) + "/fd/" + std::to_string(shared.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return failed(cudaErrorInvalidValue);
-  *memory = map_file(file, shared.bytes, false);
+  *memory = map_memory(file, shared.bytes, false);
   close(file);
   return *memory ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaIpcCloseMemHandle(void* memory) {
-  return unmap_file(memory) ? cudaSuccess : failed(cudaErrorInvalidValue);
+  return unmap_memory(memory) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 
 // --- the driver ----------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
 namespace {
 // The files behind mapped memory, for cuMemRetainAllocationHandle.
 std::map<CUdeviceptr, int>& mapped_files() {
-  static auto* files = new std::map<CUdeviceptr, int>;
-  return *files;
+  static auto* mappings = new std::map<CUdeviceptr, int>;
+  return *mappings;
 }
 }  // namespace
 

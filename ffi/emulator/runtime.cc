@@ -109,9 +109,9 @@ void set_adversary(uint64_t seed, const std::string& settings) {
   adversary = adversary_of(seed, settings);
 }
 
-void restart() {
+void reset_time() {
   const Lock lock;
-  scheduler().restart();
+  scheduler().reset_time();
 }
 
 void run_in_background() {

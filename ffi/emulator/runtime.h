@@ -27,9 +27,10 @@ void set_num_sms(int num_sms);
 // Replaces the adversary. Derives its settings from `seed`, and overrides them by `settings` (adversary.h).
 void set_adversary(uint64_t seed, const std::string& settings = "");
 
-// Sets virtual time, and all else that decides the next run, to what it is in a new process. The same seed then gives
-// the same run, whatever ran before. No stream may have work, and no group may be open.
-void restart();
+// Resets virtual time and the scheduler's counters to their values in a new process. Call set_num_sms() and
+// set_adversary() after it: then a seed gives the same run, whatever ran before. All streams must be empty. No Group
+// may exist; this is not checked.
+void reset_time();
 
 // Starts a thread that runs all fibers, as programs under XLA need it. Without this call, fibers run only inside the
 // host's waits, such as cudaDeviceSynchronize(), and the same process gives the same run again. With it, time jumps

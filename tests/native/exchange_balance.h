@@ -137,13 +137,12 @@ void check_plans(const Plans& plans, int32_t home_experts, int32_t replicas, int
   check_intervals(rows, needs, home_experts);
 }
 
-// Chooses random ids. A random share of the ids, from none to all, names two popular experts: `popular` and the next
-// one.
-void choose_ids(std::vector<int32_t>& ids, int32_t num_experts, uint32_t popular, std::mt19937& random) {
+// Chooses random ids. A random share of them, from none to all, names the expert `preferred` or the next one.
+void choose_ids(std::vector<int32_t>& ids, int32_t num_experts, uint32_t preferred, std::mt19937& random) {
   const uint32_t share = random() % 5;
   for (int32_t& id : ids) {
     id = std::uniform_int_distribution<int32_t>(-1, num_experts)(random);
-    if (random() % 4 < share) id = (popular + random() % 2) % num_experts;
+    if (random() % 4 < share) id = (preferred + random() % 2) % num_experts;
   }
 }
 
@@ -239,7 +238,7 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
   }
   EXPECT_EQ(num_wrong, 0);
 
-  // The gradients of copies are not equal. Otherwise, the order of the sums would not show.
+  // Each copy gets other gradients. With equal ones, a wrong order of addition would give the same sum.
   std::vector<std::vector<float>> gradients;
   for (const auto& experts : all) {
     for (float& value : experts->values.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
@@ -265,13 +264,14 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
   EXPECT_EQ(num_wrong, 0);
 }
 
-constexpr int32_t kFewTokens = 40;
+constexpr int32_t kMostTokensOfExchange = 40;
 
 Session session_of(const BalanceCase& sizes) {
   experts_per_rank = sizes.home_experts + sizes.replicas;
   const PlanOverrides blocks = kOneDevice ? PlanOverrides{5, Variant::kBalanced} : PlanOverrides{};
-  // With many tokens, no rows are exchanged, and their buffers would take gigabytes.
-  const Rows rows = num_tokens <= kFewTokens ? Rows{} : Rows{Layout::kRagged, 1};
+  // With more tokens, the test does not exchange rows. So each rank gets a buffer of one row: full buffers would take
+  // gigabytes.
+  const Rows rows = num_tokens <= kMostTokensOfExchange ? Rows{} : Rows{Layout::kRagged, 1};
   return Session(sizes.num_ranks, 0, blocks, 60.0, 0, num_tokens, rows, sizes.node_size, sizes.replicas);
 }
 
@@ -283,21 +283,21 @@ std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
   sizes.replicas = random() % 2 ? sizes.home_experts : 1 + random() % sizes.home_experts;
   sizes.tolerance_units = random() % 2 ? 0 : random() % kToleranceUnitsPerOne;
   sizes.node_size = !kOneDevice && sizes.num_ranks == 4 && random() % 2 ? 2 : 0;
-  num_tokens = 1 + random() % kFewTokens, top_k = 1 + random() % 4;
+  num_tokens = 1 + random() % kMostTokensOfExchange, top_k = 1 + random() % 4;
   if (random() % 8 == 0) num_tokens = 5 * kPairThreads + random() % 100;  // several blocks count the pairs
   Session session = session_of(sizes);
   const int32_t num_experts = sizes.num_ranks * sizes.home_experts;
   for (int32_t num_times : {1, 1 + static_cast<int32_t>(random() % 5)}) {
-    // If all ranks have the same popular experts, an expert can have several copies, in different slots.
-    const bool is_popular_everywhere = random() % 2;
-    uint32_t popular = random() % num_experts;
+    // In half of the cases, all ranks prefer the same two experts. Then an expert can have copies in different slots.
+    const bool all_prefer_the_same = random() % 2;
+    uint32_t preferred = random() % num_experts;
     const Plans plans = check_balance(session, sizes, num_times, [&](Rank& rank) {
-      if (!is_popular_everywhere) popular = random() % num_experts;
-      choose_ids(rank.ids.host, num_experts, popular, random);
+      if (!all_prefer_the_same) preferred = random() % num_experts;
+      choose_ids(rank.ids.host, num_experts, preferred, random);
     });
     if (sizes.node_size == 0) check_copies(session, sizes, plans, random);
   }
-  if (num_tokens <= kFewTokens && random() % 3 == 0 &&
+  if (num_tokens <= kMostTokensOfExchange && random() % 3 == 0 &&
       sizes.num_ranks <= 4) {  // split-phase calls ask which operations the peers have finished
 #ifdef JAX_EP_EMULATOR
     const ResidentBlocks enough(kBlocksOfSplitPhase);

@@ -125,7 +125,8 @@ void run_wrong_rank(Session& session, std::mt19937& random) {
   run_until_failure(session, operation, FailureReason::kWrongRank, wrong);
 }
 
-// Runs all operations, and then one that fails because a rank has a wrong position in the mesh, several times.
+// Runs four rounds, each in a new session. A round runs all operations. Then one rank gets a wrong position in the
+// mesh, and the next operation must fail.
 void repeat_wrong_rank(std::mt19937& random, int32_t num_ranks, PlanOverrides blocks) {
   for (int32_t round = 0; round < 4 && check::failures == 0; ++round) {
     Session session(num_ranks, 0, blocks, kTimeout, 0, num_tokens, {}, pick<int32_t>(random, {0, 1}));
@@ -151,10 +152,11 @@ void run_wrong_rank_of_few_tokens(uint64_t seed) {
   repeat_wrong_rank(random, 2, {0, Variant::kLowLatency});
 }
 
-// A wrong position, which one block notices at once, while other blocks stall. The block that poisons the results must
-// wait for these: they may still write results. A row has one warp, so a warp has several bulk copies under way when it
-// learns of the failure. It must wait for the copies before it leaves.
-void run_wrong_rank_beside_slow_blocks(uint64_t seed) {
+// One rank has a wrong position in the mesh. One block finds this at once; other blocks stall. The block that poisons
+// the results must wait for the stalled blocks, because they may still write results. With one warp per row, a
+// combine's sender has several bulk copies in flight when it learns of the failure. It must wait for them before the
+// block ends.
+void run_wrong_rank_with_stalled_blocks(uint64_t seed) {
   const Settings former;
   emulator::adversary.shuffles_blocks = emulator::adversary.shuffles_warps = true;
   emulator::adversary.delays_stores = emulator::adversary.delays_launches = false;

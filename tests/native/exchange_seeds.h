@@ -92,8 +92,9 @@ std::string run_seed(uint64_t seed) {
   std::string what = run_exchange(seed);
   if (check::failures == 0) what += run_rare_orders(seed);
   std::mt19937 random(static_cast<uint32_t>(seed));
-  const int32_t more_groups_than_threads = seed % 16 == 6 ? 1024 : 0;
-  if (check::failures == 0) run_group_arrays_of(random, more_groups_than_threads + 1 + random() % 40);
+  // One seed of 16 has more groups than the kernel has threads (kThreads in groups.cu).
+  const int32_t extra_groups = seed % 16 == 6 ? 1024 : 0;
+  if (check::failures == 0) run_group_arrays_of(random, extra_groups + 1 + random() % 40);
   if (check::failures == 0) what += run_balance(seed);
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
   if (check::failures == 0 && seed % 4 == 1) {
@@ -101,8 +102,8 @@ std::string run_seed(uint64_t seed) {
     run_wrong_rank_of_few_tokens(seed);
   }
   if (check::failures == 0 && seed % 4 == 3) {
-    what += ", then a wrong rank beside slow blocks";
-    run_wrong_rank_beside_slow_blocks(seed);
+    what += ", then a wrong rank with stalled blocks";
+    run_wrong_rank_with_stalled_blocks(seed);
   }
   if (check::failures == 0 && seed % 4 == 0) {
     what += ", then a failure by the host";
@@ -113,15 +114,15 @@ std::string run_seed(uint64_t seed) {
 
 int run_seeds(uint64_t first, uint64_t count, const std::string& settings) {
   for (uint64_t seed = first; seed < first + count; ++seed) {
-    emulator::restart();
+    emulator::reset_time();
     emulator::set_adversary(seed, settings);
     const std::string what = run_seed(seed);
     if (check::failures == 0) continue;
     std::cerr << "seed " << seed << " has failed: " << what << "\n";
     return 1;
   }
-  std::cerr << count << " seeds from " << first << " on: no failure. The last ended at " << emulator::now_ns()
-            << " ns\n";
+  std::cerr << "seeds " << first << " to " << first + count - 1 << ": no failure; the last ended at virtual time "
+            << emulator::now_ns() << " ns\n";
   return 0;
 }
 
