@@ -187,8 +187,8 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
 namespace {
 // The files behind mapped memory, for cuMemRetainAllocationHandle.
 std::map<CUdeviceptr, int>& mapped_files() {
-  static auto* mappings = new std::map<CUdeviceptr, int>;
-  return *mappings;
+  static auto* files = new std::map<CUdeviceptr, int>;
+  return *files;
 }
 }  // namespace
 
