@@ -109,9 +109,9 @@ void set_adversary(uint64_t seed, const std::string& settings) {
   adversary = adversary_of(seed, settings);
 }
 
-void reset_time() {
+void reset_scheduler() {
   const Lock lock;
-  scheduler().reset_time();
+  scheduler().reset();
 }
 
 void run_in_background() {

@@ -27,15 +27,15 @@ void set_num_sms(int num_sms);
 // Replaces the adversary. Derives its settings from `seed`, and overrides them by `settings` (adversary.h).
 void set_adversary(uint64_t seed, const std::string& settings = "");
 
-// Resets virtual time and the scheduler's counters to their values in a new process. Call set_num_sms() and
-// set_adversary() after it: then a seed gives the same run, whatever ran before. All streams must be empty. No Group
-// may exist; this is not checked.
-void reset_time();
+// Resets virtual time and the scheduler's counters to their values in a new process. After this call, call
+// set_num_sms() and set_adversary(). A seed then gives the same run as in a new process. The function stops if a stream
+// has work. The caller must destroy all Groups first; the function does not check this.
+void reset_scheduler();
 
-// Starts a thread that runs all fibers, as programs under XLA need it. Without this call, fibers run only inside the
-// host's waits, such as cudaDeviceSynchronize(), and the same process gives the same run again. With it, time jumps
-// past a wait only if all fibers wait and the host has launched nothing for `patience_seconds`, or to the end of a
-// delay that the adversary has chosen.
+// Starts a thread that runs all fibers. Programs under XLA need this thread. Without it, fibers run only inside the
+// host's waits, such as cudaDeviceSynchronize(), and a seed always gives the same run. With it, time jumps in two cases
+// when all fibers wait: to the end of a delay that the adversary has chosen, or after the host has launched nothing for
+// `patience_seconds`.
 void run_in_background();
 // Runs fibers, where the host does, until so much virtual time has passed.
 void run_for(uint64_t ns);

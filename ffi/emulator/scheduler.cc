@@ -75,8 +75,8 @@ void Scheduler::begin_launch(Launch& launch) {
   launch.not_before_ns = now_ns_ + lateness();
 }
 
-void Scheduler::reset_time() {
-  if (!is_idle()) stop("reset_time() while streams have work");
+void Scheduler::reset() {
+  if (!is_idle()) stop("reset_scheduler() while streams have work");
   steps_without_progress_ = progress_ = progress_at_skip_ = num_steps_ = 0;
   now_ns_ = kStartNs, skip_ns_ = 0, num_skips_ = 0;
 }

@@ -81,7 +81,7 @@ class Scheduler {
   void note_access() { now_ns_ += 2; }
   uint64_t now_ns() const { return now_ns_; }
   // Resets the time and all counters to their first values. All streams must be empty.
-  void reset_time();
+  void reset();
 
  private:
   void advance_streams();

@@ -24,7 +24,8 @@ struct Release {
   std::shared_ptr<BlockStores> block;
   int warp = 0, lane = 0;
   uint32_t own_lane = 0;  // covers the stores of this lane whose number in the warp is smaller
-  // By warp: covers its stores with a smaller number. For the own warp: those of the other lanes.
+  // ordered[w]: the release covers the stores of warp w whose number is less than ordered[w]. For the thread's own
+  // warp, this applies only to the other lanes; own_lane is the limit for the thread's own lane.
   std::vector<uint32_t> ordered;
   void settle() const;
   bool is_settled() const;

@@ -199,11 +199,18 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
   std::vector<std::unique_ptr<Experts>> all;
   for (const auto& plan : plans) {
     must(cudaSetDevice(device_of(plan->index)));
-    Experts& experts = *all.emplace_back(new Experts{*plan, sizes, channels});
-    for (float& value : experts.values.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
-    look_like_sentinels(experts.values.host, random);
-    experts.values.upload();
+    all.emplace_back(new Experts{*plan, sizes, channels});
   }
+  const auto randomize = [&] {  // returns the values
+    std::vector<std::vector<float>> values;
+    for (const auto& experts : all) {
+      for (float& value : experts->values.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
+      look_like_sentinels(experts->values.host, random);
+      experts->values.upload();
+      values.push_back(experts->values.host);
+    }
+    return values;
+  };
   const auto run = [&](OpKind op) {
     session.wait();
     session.whole([&](Rank& rank) { return all[rank.axis_index.host[0]]->args(op, clears_slots); });
@@ -220,8 +227,7 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
     num_wrong += std::memcmp(found, expected, channels * sizeof(float)) != 0;
   };
 
-  std::vector<std::vector<float>> before;
-  for (const auto& experts : all) before.push_back(experts->values.host);
+  const std::vector<std::vector<float>> before = randomize();
   const std::vector<std::vector<float>> after = run(OpKind::kReplicate);
   for (const auto& experts : all) {
     const int32_t rank = experts->plan.index;
@@ -239,13 +245,7 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
   EXPECT_EQ(num_wrong, 0);
 
   // Each copy gets other gradients. With equal ones, a wrong order of addition would give the same sum.
-  std::vector<std::vector<float>> gradients;
-  for (const auto& experts : all) {
-    for (float& value : experts->values.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
-    look_like_sentinels(experts->values.host, random);
-    experts->values.upload();
-    gradients.push_back(experts->values.host);
-  }
+  const std::vector<std::vector<float>> gradients = randomize();
   const std::vector<std::vector<float>> added = run(OpKind::kReplicateBack);
   for (const auto& experts : all) {
     const int32_t rank = experts->plan.index;
@@ -264,14 +264,14 @@ void check_copies(Session& session, const BalanceCase& sizes, const Plans& plans
   EXPECT_EQ(num_wrong, 0);
 }
 
-constexpr int32_t kMostTokensOfExchange = 40;
+constexpr int32_t kMaxExchangeTokens = 40;
 
 Session session_of(const BalanceCase& sizes) {
   experts_per_rank = sizes.home_experts + sizes.replicas;
   const PlanOverrides blocks = kOneDevice ? PlanOverrides{5, Variant::kBalanced} : PlanOverrides{};
-  // With more tokens, the test does not exchange rows. So each rank gets a buffer of one row: full buffers would take
-  // gigabytes.
-  const Rows rows = num_tokens <= kMostTokensOfExchange ? Rows{} : Rows{Layout::kRagged, 1};
+  // Above this limit, the test exchanges no rows. Each rank then gets a buffer of one row, because full buffers would
+  // take gigabytes.
+  const Rows rows = num_tokens <= kMaxExchangeTokens ? Rows{} : Rows{Layout::kRagged, 1};
   return Session(sizes.num_ranks, 0, blocks, 60.0, 0, num_tokens, rows, sizes.node_size, sizes.replicas);
 }
 
@@ -283,7 +283,7 @@ std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
   sizes.replicas = random() % 2 ? sizes.home_experts : 1 + random() % sizes.home_experts;
   sizes.tolerance_units = random() % 2 ? 0 : random() % kToleranceUnitsPerOne;
   sizes.node_size = !kOneDevice && sizes.num_ranks == 4 && random() % 2 ? 2 : 0;
-  num_tokens = 1 + random() % kMostTokensOfExchange, top_k = 1 + random() % 4;
+  num_tokens = 1 + random() % kMaxExchangeTokens, top_k = 1 + random() % 4;
   if (random() % 8 == 0) num_tokens = 5 * kPairThreads + random() % 100;  // several blocks count the pairs
   Session session = session_of(sizes);
   const int32_t num_experts = sizes.num_ranks * sizes.home_experts;
@@ -297,7 +297,7 @@ std::string run_balance(uint64_t seed, int32_t most_ranks = 8) {
     });
     if (sizes.node_size == 0) check_copies(session, sizes, plans, random);
   }
-  if (num_tokens <= kMostTokensOfExchange && random() % 3 == 0 &&
+  if (num_tokens <= kMaxExchangeTokens && random() % 3 == 0 &&
       sizes.num_ranks <= 4) {  // split-phase calls ask which operations the peers have finished
 #ifdef JAX_EP_EMULATOR
     const ResidentBlocks enough(kBlocksOfSplitPhase);

@@ -114,7 +114,7 @@ std::string run_seed(uint64_t seed) {
 
 int run_seeds(uint64_t first, uint64_t count, const std::string& settings) {
   for (uint64_t seed = first; seed < first + count; ++seed) {
-    emulator::reset_time();
+    emulator::reset_scheduler();
     emulator::set_adversary(seed, settings);
     const std::string what = run_seed(seed);
     if (check::failures == 0) continue;
