@@ -58,6 +58,8 @@ enum class FailureReason : uint32_t {
   kOtherOrder = 5,
   // two operations of the group run at the same time on this device
   kOverlap = 6,
+  // devices run two programs with operations of this group in different order: ffi/cuda/call_order.h
+  kOtherRun = 7,
 };
 inline constexpr const char* kFailureReasonNames[] = {
     "timeout",
@@ -67,6 +69,7 @@ inline constexpr const char* kFailureReasonNames[] = {
     "elsewhere",
     "other order",
     "overlap",
+    "other run",
 };
 
 }  // namespace jax_ep

@@ -38,6 +38,7 @@ class FailureReason(enum.IntEnum):
     ELSEWHERE = 4  # another process, perhaps on another host, has the record
     OTHER_ORDER = 5  # devices run this group's operations and another's in different order: ffi/cuda/call_order.h
     OVERLAP = 6  # two operations of the group run at the same time on this device
+    OTHER_RUN = 7  # devices run two programs with operations of this group in different order: ffi/cuda/call_order.h
 
     @property
     def words(self) -> str:

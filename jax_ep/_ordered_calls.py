@@ -4,8 +4,8 @@ If ranks run a group's calls in different orders, they wait for each other forev
 only if one uses a result of the other. So each call has one more operand and one more result, an int32 token that
 nobody reads or writes. Each call takes the token of the call before it.
 
-If ranks still run different calls at the same time, the kernels detect it: they compare a hash of the call's shapes and
-settings, and of its number in the program.
+If ranks still run different calls at the same time, the kernels detect it: they compare a hash of the program's name,
+of the call's number in the program, and of its shapes and settings.
 
 Tokens and numbers are added when JAX lowers a program: after it has differentiated the program, repeated calls for
 jax.checkpoint, and removed calls whose results nobody uses. If gradients and jax.checkpoint saw the token, they would
@@ -115,6 +115,11 @@ def _batch_by_loop(operands: Sequence[Any], axes: Sequence[Any], **params: Any) 
     return results, [0] * len(results)
 
 
+def _program(ctx: mlir.LoweringRuleContext) -> str:
+    """The name of the program that is lowered. It contains the name of the jitted function."""
+    return str(ctx.module_context.module.operation.attributes["sym_name"])
+
+
 def _lower(
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
@@ -129,7 +134,7 @@ def _lower(
     attrs = dict(attributes)
     if agreed is not None:
         number = state[_call_p] = state.get(_call_p, -1) + 1
-        attrs["hash"] = np.int64(zlib.crc32(repr((agreed, number)).encode()))
+        attrs["hash"] = np.int64(zlib.crc32(repr((_program(ctx), number, agreed)).encode()))
     rule = jax.ffi.ffi_lowering(
         target,
         has_side_effect=has_side_effect,

@@ -44,6 +44,7 @@ NOT_OVER_NETWORK = {
     "test_cuda.py::test_memory_bytes": MEMORY,
     "test_doctor.py::test_memory_is_that_of_a_group": MEMORY,
     "test_faults.py::test_ranks_in_different_groups": ORDER,
+    "test_handlers.py::test_ranks_in_runs_of_their_own": ORDER,
     "test_observability.py::test_counts_are_those_of_the_routing": "ranks do not see what far ranks have counted",
     "test_routing_fuzz.py::test_random_groups_and_programs[emulated_nodes_of_2]": RANDOM_RANKS,
     "test_routing_fuzz.py::test_random_groups_and_programs[emulated_nodes_of_4]": RANDOM_RANKS,

@@ -380,6 +380,22 @@ def test_no_two_calls_of_a_program_have_the_same_hash(group):
     assert len(found) == len(set(found)) == 2 * 14
 
 
+def test_calls_of_programs_with_other_names_have_other_hashes(group):
+    """Or ranks that run a training step and an evaluation in different order would mix up their rows."""
+
+    def train(x, topk_idx):
+        return ep.dispatch(x, topk_idx, group=group, layout="ragged").x
+
+    def evaluate(x, topk_idx):
+        return ep.dispatch(x, topk_idx, group=group, layout="ragged").x
+
+    def of(program):
+        (hash_,) = hashes(lowered(group, program, X, IDS), "dispatch")
+        return hash_
+
+    assert of(train) == of(train) != of(evaluate)
+
+
 def test_calls_of_loops_have_hashes_of_their_own(group):
     """The loops do not need one another's results: XLA may run either first."""
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import open_group, spmd, wait_for_all_devices
+import jax_ep as ep
+from helpers import make_mesh, open_group, spmd, wait_for_all_devices
 from jax_ep import _wires
 from jax_ep._backends import targets
 from jax_ep._backends.cuda import balance_work_words
@@ -78,8 +79,9 @@ def buffers(group, declared, layout):
     }
 
 
-def call(group, target, changed=None, **attributes):
+def call(group, target, changed=None, mesh=None, **attributes):
     """Calls a target with zeros, and with the type that `changed` has for one operand or result."""
+    mesh = mesh or group.mesh
     attributes = ATTRIBUTES | attributes
     operands = buffers(group, target.operands, attributes["layout"])
     results = buffers(group, target.results, attributes["layout"])
@@ -94,7 +96,7 @@ def call(group, target, changed=None, **attributes):
         got = group._impl._call(target, given, results, **attributes)
         return jnp.stack([jnp.sum(array).astype(jnp.float32) for array in got.values()])
 
-    return jax.jit(spmd(on_device, group.mesh))(np.zeros(group.num_ranks, np.float32))
+    return jax.jit(spmd(on_device, mesh))(np.zeros(mesh.size, np.float32))
 
 
 def variants(result):
@@ -131,6 +133,23 @@ def test_tolerances_that_no_plan_has(group):
     for tolerance in (-1, group.num_ranks * 4096 + 1):
         with pytest.raises(jax.errors.JaxRuntimeError, match=rf"balance: .* 1 replicas and tolerance is {tolerance};"):
             jax.block_until_ready(call(group, targets.BALANCE, tolerance=tolerance))
+
+
+def test_ranks_in_runs_of_their_own(kernel_backend):
+    """In one run of a program, all devices make the group's first call. Here, each makes it in another run."""
+    devices = make_mesh((2,))
+    with open_group(devices, SMALL, backend=kernel_backend, replicas=1, timeout=200.0) as group:
+        first, second = (jax.sharding.Mesh([device], group.mesh.axis_names) for device in devices.devices.flat)
+        out = call(group, targets.DISPATCH, mesh=first)
+        with pytest.raises(
+            jax.errors.JaxRuntimeError,
+            match=r"in different order: operation 1 of Group.* one run of a program on device 0, .* device 1. Call the",
+        ):
+            jax.block_until_ready(call(group, targets.DISPATCH, mesh=second))
+        jax.block_until_ready(out)  # soon, not after the time-out
+        message = "ranks 1 and 0 run programs with operations of this group in different order; call the programs from"
+        with pytest.raises(ep.Error, match=message):
+            group.check()
 
 
 def test_experts_are_copied_in_place(group):

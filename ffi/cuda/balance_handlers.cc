@@ -16,7 +16,7 @@ struct ReplicateAttrs {
 
 namespace {
 
-ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Operand axis_index, Operand topk_idx,
+ffi::Error balance(CallStream stream, int32_t ordinal, BalanceAttrs attrs, Operand axis_index, Operand topk_idx,
                    Result slot_expert, Result num_rows, Result home_rows, Result slots, Result topk_slot, Result work) {
   const auto member = member_for("balance", attrs.group, ordinal);
   if (member.has_error()) return member.error();
@@ -59,7 +59,7 @@ ffi::Error balance(cudaStream_t stream, int32_t ordinal, BalanceAttrs attrs, Ope
 
 // A call of replicate or of its backward pass. `experts` has the experts' size and dtype. is_in_place: whether the
 // result has the memory that it must have.
-ffi::Error enqueue_copies(OpKind op, cudaStream_t stream, const Member& member, const CallAttrs& attrs,
+ffi::Error enqueue_copies(OpKind op, CallStream stream, const Member& member, const CallAttrs& attrs,
                           const Operand& axis_index, const Operand& experts, const Operand& slots, bool is_in_place,
                           ReplicateArgs args) {
   const char* const name = name_of(op);
@@ -82,7 +82,7 @@ ffi::Error enqueue_copies(OpKind op, cudaStream_t stream, const Member& member, 
 }
 
 // In place, in an array that has home experts and slots.
-ffi::Error replicate(cudaStream_t stream, int32_t ordinal, ReplicateAttrs attrs, Operand axis_index, Operand experts,
+ffi::Error replicate(CallStream stream, int32_t ordinal, ReplicateAttrs attrs, Operand axis_index, Operand experts,
                      Operand slots, Result out) {
   const auto member = member_for("replicate", attrs.group, ordinal);
   if (member.has_error()) return member.error();
@@ -100,7 +100,7 @@ ffi::Error replicate(cudaStream_t stream, int32_t ordinal, ReplicateAttrs attrs,
 }
 
 // Into an array of slots only. Slots without a copy stay as they are.
-ffi::Error copy_experts(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand experts,
+ffi::Error copy_experts(CallStream stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand experts,
                         Operand slots, Result out) {
   const auto member = member_for("replicate", attrs.group, ordinal);
   if (member.has_error()) return member.error();
@@ -117,7 +117,7 @@ ffi::Error copy_experts(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, O
 }
 
 // Adds the gradients of copies to those of the home experts, in place.
-ffi::Error replicate_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand experts,
+ffi::Error replicate_back(CallStream stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand experts,
                           Operand copies, Operand slots, Result out) {
   const char* const name = name_of(OpKind::kReplicateBack);
   const auto member = member_for(name, attrs.group, ordinal);

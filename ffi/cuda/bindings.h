@@ -18,8 +18,8 @@ struct CallAttrs {
 // Wraps a handler. XLA passes one more operand and one more result, the order token (jax_ep/_ordered_calls.py). The
 // handler neither reads nor writes it. An exception of the handler becomes an error.
 template <typename Attrs, typename... Buffers>
-auto with_order_token(ffi::Error (*handler)(cudaStream_t, int32_t, Attrs, Buffers...), const char* op) {
-  return [op, handler](cudaStream_t stream, int32_t ordinal, Attrs attrs, Operand, Result, Buffers... buffers) {
+auto with_order_token(ffi::Error (*handler)(CallStream, int32_t, Attrs, Buffers...), const char* op) {
+  return [op, handler](CallStream stream, int32_t ordinal, Attrs attrs, Operand, Result, Buffers... buffers) {
     return without_exceptions(op, [&] { return handler(stream, ordinal, attrs, buffers...); });
   };
 }

@@ -32,7 +32,7 @@ bool CallOrder::share_stream(const EpGroup& a, const EpGroup& b, int32_t device)
   return of_a.num_calls == 0 || of_b.num_calls == 0 || of_a.stream == of_b.stream;
 }
 
-std::vector<OrderConflict> CallOrder::note(EpGroupId id, const NotedCall& call) {
+Conflicts CallOrder::note(EpGroupId id, const NotedCall& call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = ep_groups_.find(id);
   if (found == ep_groups_.end()) return {};
@@ -50,7 +50,9 @@ std::vector<OrderConflict> CallOrder::note(EpGroupId id, const NotedCall& call) 
   if (number > ep_group.num_complete + ep_group.records.size()) ep_group.records.emplace_back();
   Record& record = ep_group.records[number - ep_group.num_complete - 1];
 
-  std::vector<OrderConflict> conflicts;
+  Conflicts conflicts;
+  if (record.num_devices == 0) record.first_device = call.device, record.run = call.run;
+  if (record.run != call.run) conflicts.run = RunConflict{record.first_device, number};
   for (const auto& [other_id, other] : ep_groups_) {
     const auto other_here = other.devices.find(call.device);
     if (other_id == id || other_here == other.devices.end()) continue;
@@ -67,8 +69,8 @@ std::vector<OrderConflict> CallOrder::note(EpGroupId id, const NotedCall& call) 
         share_stream(ep_group, other, call.device) && share_stream(ep_group, other, there.device);
     if (!is_one_stream && ep_group.most_sms + other.most_sms <= call.device_sms) continue;
     const int32_t ahead = there.others_before > others_before ? there.device : call.device;
-    conflicts.push_back({other_id, other.devices.at(ahead).op, there.device, number, others_before, there.others_before,
-                         is_one_stream});
+    conflicts.orders.push_back({other_id, other.devices.at(ahead).op, there.device, number, others_before,
+                                there.others_before, is_one_stream});
   }
 
   // Calls become complete in their order, as each device makes them in order.

@@ -1,5 +1,6 @@
-// Finds devices of this process that run the operations of two groups in different order. An operation keeps its stream
-// and its SMs until all ranks have run it, so such devices would wait for each other until the time-out.
+// Finds devices of this process that run operations in different order. An operation keeps its stream and its SMs until
+// all ranks have run it. So devices that run the operations of two groups in different order would wait for each other
+// until the time-out. Devices that run two programs in different order could take one program's rows for the other's.
 //
 // Handlers note each call before they launch it. This file is plain C++ and does not use the device.
 #pragma once
@@ -8,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -23,6 +25,7 @@ struct NotedCall {
   int32_t device_sms;
   uint32_t op;       // OpKind
   bool is_in_graph;  // the call is captured: a CUDA graph launches it without a handler
+  int64_t run;       // CallStream::run
 };
 
 // A call that comes before an operation of another EP group on one device, and after that operation on another device.
@@ -35,6 +38,18 @@ struct OrderConflict {
   bool is_one_stream;  // both EP groups have one stream on each of the two devices: fewer SMs would not help
 };
 
+// A call that belongs to one run of a program here, and to another run on another device. Calls with the same number in
+// their EP group are one operation.
+struct RunConflict {
+  int32_t other_device;
+  uint64_t number;  // of the call in its EP group, from 1
+};
+
+struct Conflicts {
+  std::vector<OrderConflict> orders;
+  std::optional<RunConflict> run;
+};
+
 class CallOrder {
  public:
   // Ignores an EP group with one device, which needs no check. Calls of other processes are not seen.
@@ -44,9 +59,9 @@ class CallOrder {
   // The caller holds the lock while it notes and launches a call. So calls are noted in the order in which the device
   // gets them.
   std::unique_lock<std::mutex> lock(int32_t device);
-  // Gives the conflicts with other open EP groups. Two operations on different streams that fit on a device together
-  // are no conflict. An EP group with a call in a CUDA graph is left out from then on.
-  std::vector<OrderConflict> note(EpGroupId id, const NotedCall& call);
+  // Gives the conflicts of runs, and those with other open EP groups. Two operations on different streams that fit on a
+  // device together are no conflict. An EP group with a call in a CUDA graph is left out from then on.
+  Conflicts note(EpGroupId id, const NotedCall& call);
 
  private:
   struct Device {
@@ -61,7 +76,9 @@ class CallOrder {
   };
   // A call that some devices of the EP group have not made yet.
   struct Record {
-    size_t num_devices = 0;  // that have made the call
+    size_t num_devices = 0;    // that have made the call
+    int32_t first_device = 0;  // of them
+    int64_t run = 0;           // of the call on first_device
     std::map<EpGroupId, Seen> seen;
   };
   struct EpGroup {

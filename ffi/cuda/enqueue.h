@@ -78,10 +78,10 @@ inline ffi::Error check_fits(const char* op, const Member& member, const Call& c
 }
 
 // Fails the group: the rank of `member` runs `op` in another order than `other_device` does.
-inline void fail_for_order(const Group& group, const Member& member, uint32_t op, int32_t other_device,
-                           uint64_t expected, uint64_t seen) {
+inline void fail_for_order(const Group& group, const Member& member, FailureReason reason, uint32_t op,
+                           int32_t other_device, uint64_t expected, uint64_t seen) {
   FailureRecord why = {};
-  why.reason = static_cast<uint32_t>(FailureReason::kOtherOrder);
+  why.reason = static_cast<uint32_t>(reason);
   why.op = op;
   why.rank = member.peers.rank;
   why.peer = group.member_on(other_device)->peers.rank;
@@ -96,21 +96,34 @@ struct OrderedCall {
   int32_t num_sms;  // at most
 };
 
-// Notes the call. If devices run it and another group's operations in different order, both groups fail, so that
-// kernels that wait already end at once, and it throws PreconditionError.
-inline void check_order(const OrderedCall& call, const Member& member, cudaStream_t stream) {
+// Devices run programs of the group in different order: the group fails, and this throws PreconditionError.
+inline void refuse_run(const Group& group, const Member& member, uint32_t op, const RunConflict& conflict) {
+  fail_for_order(group, member, FailureReason::kOtherRun, op, conflict.other_device, conflict.number, conflict.number);
+  throw PreconditionError("devices run programs with operations of one group in different order: operation " +
+                          std::to_string(conflict.number) + " of " + group.name() +
+                          " belongs to one run of a program on device " + std::to_string(conflict.other_device) +
+                          ", and to another run on device " + std::to_string(member.ordinal) +
+                          ". Call the programs from one host thread, or hold a lock around each call");
+}
+
+// Notes the call. If devices run it in different order, its group fails, so that kernels that wait already end at once,
+// and it throws PreconditionError. If the order is that of two groups, both fail.
+inline void check_order(const OrderedCall& call, const Member& member, CallStream stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
   const auto op = static_cast<uint32_t>(call.op);
   const auto conflicts = call_order().note(
       {call.group, member.ep_group},
-      {member.ordinal, stream, call.num_sms, member.num_sms, op, capture != cudaStreamCaptureStatusNone});
-  for (const OrderConflict& conflict : conflicts) {
-    const Group &group = *find_group(call.group), &other = *find_group(conflict.other.first);
+      {member.ordinal, stream, call.num_sms, member.num_sms, op, capture != cudaStreamCaptureStatusNone, stream.run});
+  const Group& group = *find_group(call.group);
+  if (conflicts.run) refuse_run(group, member, op, *conflicts.run);
+  for (const OrderConflict& conflict : conflicts.orders) {
+    const Group& other = *find_group(conflict.other.first);
     if (!refusal(&other).empty()) continue;  // it makes no more calls, and its kernels end
     const uint64_t here = conflict.others_before, there = conflict.others_before_there;
-    fail_for_order(group, member, op, conflict.other_device, there, here);
-    fail_for_order(other, *other.member_on(member.ordinal), conflict.other_op, conflict.other_device, there, here);
+    fail_for_order(group, member, FailureReason::kOtherOrder, op, conflict.other_device, there, here);
+    fail_for_order(other, *other.member_on(member.ordinal), FailureReason::kOtherOrder, conflict.other_op,
+                   conflict.other_device, there, here);
     const auto after = [&](uint64_t count, int32_t device) {
       return "after " + std::to_string(count) + " operations of the other group on device " + std::to_string(device);
     };
@@ -134,7 +147,7 @@ ffi::Error enqueued(const Member& member, Enqueue enqueue) {
 
 // Launches a whole operation, or starts a split-phase call, which needs `buffers`.
 inline ffi::Error begin(int64_t group, const Member& member, const Call& call, const Buffers& buffers,
-                        cudaStream_t stream, const SplitPhaseCalls::Body& body) {
+                        CallStream stream, const SplitPhaseCalls::Body& body) {
   return enqueued(member, [&] {
     if (call.phase == Phase::kWhole) {
       check_order({group, call.op, body.num_blocks}, member, stream);
@@ -151,7 +164,7 @@ inline int32_t num_sms(int64_t group, Phase phase, int32_t device_sms) {
   return phase == Phase::kWhole ? chosen : usable_sms_beside_others(chosen, device_sms);
 }
 
-inline ffi::Error enqueue_dispatch(const char* op, cudaStream_t stream, const Member& member, int64_t group,
+inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Member& member, int64_t group,
                                    ElementType type, const DispatchArgs& args, const Buffers& buffers = {}) {
   // An fp8 row and its scales take no more room than the same channels in 16 bits. So check_fits() need not
   // count the scales.
@@ -171,7 +184,7 @@ inline ffi::Error enqueue_dispatch(const char* op, cudaStream_t stream, const Me
   return begin(group, member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
-inline ffi::Error enqueue_combine(const char* op, cudaStream_t stream, const Member& member, int64_t group,
+inline ffi::Error enqueue_combine(const char* op, CallStream stream, const Member& member, int64_t group,
                                   ElementType type, const CombineArgs& args, const Buffers& buffers = {}) {
   ffi::Error error = check_fits(op, member, args, args.row_bytes);
   if (error.failure()) return error;
@@ -188,7 +201,7 @@ inline ffi::Error enqueue_combine(const char* op, cudaStream_t stream, const Mem
   return begin(group, member, args, buffers, stream, {launch, plan.num_blocks});
 }
 
-inline ffi::Error enqueue_balance(const char* op, cudaStream_t stream, const Member& member, int64_t group,
+inline ffi::Error enqueue_balance(const char* op, CallStream stream, const Member& member, int64_t group,
                                   const BalanceArgs& args) {
   ffi::Error error = check_fits(op, member, args, 0);
   if (error.failure()) return error;
@@ -203,7 +216,7 @@ inline ffi::Error enqueue_balance(const char* op, cudaStream_t stream, const Mem
   return begin(group, member, args, {}, stream, {launch, 1});
 }
 
-inline ffi::Error enqueue_replicate(const char* op, cudaStream_t stream, const Member& member, int64_t group,
+inline ffi::Error enqueue_replicate(const char* op, CallStream stream, const Member& member, int64_t group,
                                     ElementType type, const ReplicateArgs& args) {
   ffi::Error error = check_fits(op, member, args, 0);
   if (error.failure()) return error;
@@ -226,7 +239,7 @@ Buffers addresses(const Buffer&... buffers) {
 }
 
 // The operands are the operands of the start without axis_index, then `pending`. The results alias some of them.
-inline ffi::Error done(const char* op, OpKind kind, cudaStream_t stream, int32_t ordinal, int64_t group,
+inline ffi::Error done(const char* op, OpKind kind, CallStream stream, int32_t ordinal, int64_t group,
                        ffi::RemainingArgs operands) {
   const auto member = member_for(op, group, ordinal);
   if (member.has_error()) return member.error();

@@ -56,6 +56,9 @@ std::string summary(const FailureRecord& failure) {
     case FailureReason::kOtherOrder:
       return "Error: " + op + ": ranks " + rank + " and " + peer +
              " run operations of this group and of another group in different order";
+    case FailureReason::kOtherRun:
+      return "Error: " + op + ": ranks " + rank + " and " + peer +
+             " run programs with operations of this group in different order";
     case FailureReason::kOverlap:
       return "Error: " + op + ": rank " + rank + " runs another operation of the group at the same time";
   }

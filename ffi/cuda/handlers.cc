@@ -89,7 +89,7 @@ void set_results(DispatchArgs& args, const DispatchAttrs& attrs, Operand out, Op
   args.num_recv_per_rank = data<int32_t>(num_recv_per_rank);
 }
 
-ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
+ffi::Error dispatch(CallStream stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
                     Operand x_scales, Operand topk_idx, Operand named_slot, Operand topk_weights, Result out,
                     Result out_scales, Result weights, Result counts, Result group_sizes, Result num_dropped,
                     Result recv_topk_idx, Result num_rows_per_rank, Result send_index, Result recv_row,
@@ -107,7 +107,7 @@ ffi::Error dispatch(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, O
   return enqueue_dispatch("dispatch", stream, **member, attrs.group, element_type(x), args);
 }
 
-ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
+ffi::Error dispatch_start(CallStream stream, int32_t ordinal, DispatchAttrs attrs, Operand axis_index, Operand x,
                           Operand x_scales, Operand topk_idx, Operand named_slot, Operand topk_weights, Operand out,
                           Operand out_scales, Operand weights, Operand counts, Operand group_sizes, Operand num_dropped,
                           Operand recv_topk_idx, Operand num_rows_per_rank, Operand send_index, Operand recv_row,
@@ -131,7 +131,7 @@ ffi::Error dispatch_start(cudaStream_t stream, int32_t ordinal, DispatchAttrs at
                 num_dropped, recv_topk_idx, num_rows_per_rank, send_index, recv_row, num_recv_per_rank, pending));
 }
 
-ffi::Error dispatch_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
+ffi::Error dispatch_done(CallStream stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
                          ffi::RemainingRets) {
   return done("dispatch_done", OpKind::kDispatch, stream, ordinal, group, operands);
 }
@@ -158,7 +158,7 @@ DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis
   return args;
 }
 
-ffi::Error dispatch_like(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand x,
+ffi::Error dispatch_like(CallStream stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand x,
                          Operand send_index, Operand recv_row, Operand num_recv_per_rank, Operand counts,
                          Operand group_sizes, Result out) {
   const auto member = member_for("dispatch_like", attrs.group, ordinal);
@@ -180,7 +180,7 @@ ffi::Error dispatch_like(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs,
   return enqueue_dispatch("dispatch_like", stream, **member, attrs.group, element_type(x), args);
 }
 
-ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand g,
+ffi::Error combine_back(CallStream stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand g,
                         Operand send_index, Operand recv_row, Operand num_recv_per_rank, Operand counts,
                         Operand group_sizes, Operand y, Operand row_weights, Result y_cotangent,
                         Result weights_cotangent) {
@@ -211,7 +211,7 @@ ffi::Error combine_back(cudaStream_t stream, int32_t ordinal, RouteAttrs attrs, 
   return enqueue_dispatch(op, stream, **member, attrs.group, element_type(g), args);
 }
 
-ffi::Error all_to_all(cudaStream_t stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
+ffi::Error all_to_all(CallStream stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
                       Operand x_scales, Operand splits, Operand send_index, Result out, Result out_scales,
                       Result out_splits) {
   const auto member = member_for("all_to_all", attrs.group, ordinal);
@@ -265,7 +265,7 @@ CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, 
   return args;
 }
 
-ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+ffi::Error combine(CallStream stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                    Operand row_weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank, Result out) {
   const auto member = member_for("combine", attrs.group, ordinal);
   if (member.has_error()) return member.error();
@@ -277,7 +277,7 @@ ffi::Error combine(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operan
   return enqueue_combine("combine", stream, **member, attrs.group, element_type(y), args);
 }
 
-ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+ffi::Error combine_start(CallStream stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                          Operand row_weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank,
                          Operand out, Result pending) {
   const auto member = member_for("combine_start", attrs.group, ordinal);
@@ -293,12 +293,12 @@ ffi::Error combine_start(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, 
                          addresses(y, row_weights, send_index, recv_row, num_recv_per_rank, out, pending));
 }
 
-ffi::Error combine_done(cudaStream_t stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
+ffi::Error combine_done(CallStream stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
                         ffi::RemainingRets) {
   return done("combine_done", OpKind::kCombine, stream, ordinal, group, operands);
 }
 
-ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, DispatchBackAttrs attrs, Operand axis_index, Operand y,
+ffi::Error dispatch_back(CallStream stream, int32_t ordinal, DispatchBackAttrs attrs, Operand axis_index, Operand y,
                          Operand weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank, Result out,
                          Result topk_weights) {
   const char* const op = name_of(OpKind::kDispatchBack);
@@ -339,7 +339,7 @@ ffi::Error dispatch_back(cudaStream_t stream, int32_t ordinal, DispatchBackAttrs
   return enqueue_combine(op, stream, **member, attrs.group, element_type(y), args);
 }
 
-ffi::Error all_to_all_back(cudaStream_t stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+ffi::Error all_to_all_back(CallStream stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
                            Operand num_sent, Operand send_index, Result out) {
   const auto member = member_for("all_to_all_back", attrs.group, ordinal);
   if (member.has_error()) return member.error();

@@ -45,7 +45,7 @@ ffi::Error dispatch_layout(cudaStream_t stream, TopkIdx topk_idx, DispatchLayout
 
 JAX_EP_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
                       ffi::Ffi::Bind()
-                          .Ctx<CallStream>()
+                          .Ctx<DeviceStream>()
                           .Arg<TopkIdx>()
                           .Attrs<DispatchLayoutAttrs>()
                           .Ret<Counts>()

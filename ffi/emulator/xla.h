@@ -11,7 +11,7 @@
 namespace jax_ep {
 
 // A handler argument: the emulated device's stream. It replaces XLA's GPU stream.
-struct CallStream {};
+struct DeviceStream {};
 
 }  // namespace jax_ep
 
@@ -21,7 +21,7 @@ namespace emulator {
 // that is in the stream now has run. The handler does not wait, because XLA may have fewer threads than devices.
 template <typename Handler>
 auto on_stream(Handler handler) {
-  return [handler](cudaStream_t stream, auto&&... args) -> xla::ffi::Future {
+  return [handler](auto stream, auto&&... args) -> xla::ffi::Future {
     auto promise = std::make_shared<xla::ffi::Promise>();
     xla::ffi::Future future(*promise);
     const xla::ffi::Error error = handler(stream, std::forward<decltype(args)>(args)...);
@@ -39,7 +39,7 @@ auto on_stream(Handler handler) {
 namespace xla::ffi {
 
 template <>
-struct CtxDecoding<jax_ep::CallStream> {
+struct CtxDecoding<jax_ep::DeviceStream> {
   using Type = cudaStream_t;
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
                                     DiagnosticEngine& diagnostic) {

@@ -38,6 +38,11 @@ def error_of(reason: str, op: str, rank: int, peer: int, expected: int, seen: in
             "so that each would wait for the other; run the operations of both groups in the same order on all "
             "devices: in one program, or in programs that one host thread calls"
         )
+    if reason == FailureReason.OTHER_RUN.words:
+        return Error(
+            f"{op}: ranks {rank} and {peer} run programs with operations of this group in different order; call the "
+            "programs from one host thread, or hold a lock around each call"
+        )
     if reason == FailureReason.OVERLAP.words:
         return Error(
             f"{op}: rank {rank} runs another operation of the group at the same time; give the operations an order: "

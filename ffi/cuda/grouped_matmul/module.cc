@@ -120,7 +120,7 @@ ffi::Error grouped_matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffe
 
 XLA_FFI_DEFINE_HANDLER(kGroupedMatmul, grouped_matmul,
                        ffi::Ffi::Bind()
-                           .Ctx<CallStream>()
+                           .Ctx<DeviceStream>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<GroupSizes>()
