@@ -194,10 +194,11 @@ def test_fewer_tokens_than_the_group_allows(make_group, mesh, layout, tokens):
     assert_dispatched(recv, oracle.dispatch(*first, num_experts=SMALL_F32.num_experts, layout=layout))
 
 
+@pytest.mark.parametrize("num_sms", [None, 4])
 @pytest.mark.parametrize("options", [{"capacity": 8}, {"alignment": 4}, {"alignment": 4, "wire": "fp8"}], ids=str)
-def test_no_tokens_at_all(make_group, mesh, layout, options):
+def test_no_tokens_at_all(make_group, mesh, layout, options, num_sms):
     inputs = make_inputs(SMALL_F32, mesh.size)
-    group = make_group(mesh, SMALL_F32)
+    group = make_group(mesh, SMALL_F32, num_sms=num_sms)
 
     def layer(*inputs):
         recv = ep.dispatch(*(a[:0] for a in inputs), group=group, layout=layout, zero_pad=True, **options)

@@ -22,10 +22,11 @@ struct CombineSums : CombineOperands<Config> {
     return operation_of<Operation>(state).wait_num_rows(source);
   }
 
-  // Loads args.recv_row into the L1 cache. A block with few tokens does so while it enters: it does not know yet which
-  // of the rows it will sum.
-  __device__ void fetch_recv_rows() const {
+  // Loads the metadata of all rows into the L1 cache. A block with few tokens does so while it enters: it does not know
+  // yet which of the rows it will sum.
+  __device__ void fetch_metadata() const {
     if (is_all_to_all()) return;
+    if (threadIdx.x < peers.num_ranks) keep_alive(__ldg(args.num_recv_per_rank + threadIdx.x));
     const int32_t num_units = peers.num_ranks * args.num_tokens * args.top_k * 4 / kUnitBytes;
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < num_units; i += blockDim.x) {
