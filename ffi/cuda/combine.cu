@@ -31,8 +31,6 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
   if (combine.op.is_control_warp()) {
     combine.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
                      !is_low_latency(kVariant) && plan.senders_enter_first ? plan.num_senders : 0);
-  } else if (is_low_latency(kVariant)) {
-    combine.fetch_metadata();
   }
   __syncthreads();  // the block has entered
   const int32_t role = state.role;

@@ -22,18 +22,6 @@ struct CombineSums : CombineOperands<Config> {
     return operation_of<Operation>(state).wait_num_rows(source);
   }
 
-  // Loads the metadata of all rows into the L1 cache. A block with few tokens does so while it enters: it does not know
-  // yet which of the rows it will sum.
-  __device__ void fetch_metadata() const {
-    if (is_all_to_all()) return;
-    if (threadIdx.x < peers.num_ranks) keep_alive(__ldg(args.num_recv_per_rank + threadIdx.x));
-    const int32_t num_units = peers.num_ranks * args.num_tokens * args.top_k * 4 / kUnitBytes;
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < num_units; i += blockDim.x) {
-      keep_alive(__ldg(reinterpret_cast<const uint4*>(args.recv_row) + i).x);
-    }
-  }
-
   // Loads the metadata of a token's rows, and does not use it yet; complete_row() makes it usable. If kLoadsAhead,
   // complete_row() also computes `present`: a compare here would wait for the loads. Otherwise `present` is computed
   // here, which takes less time.

@@ -12,10 +12,10 @@ struct DispatchReceiver : CombineBackward<Config> {
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own,
       Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
       Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
-      Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::pad_share,
-      Base::pads_by_items, Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan,
-      Base::scales_unit, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group,
-      Base::take_batch, Base::write_counts, Base::zero_row;
+      Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::peers,
+      Base::row_here, Base::batch_at, Base::await_destinations, Base::plan, Base::scales_unit, Base::scratch,
+      Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
+      Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -46,7 +46,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     op.stamp(Stamp::kRouted);
     if (op.state.role == plan.first_receiver) write_counts(destinations);
     if constexpr (kStealsRows) {
-      if (!args.is_all_to_all && !pads_by_items()) pad(destinations);
+      if (!args.is_all_to_all) pad(destinations);
       if (!takes_rows) item = claimed_row(claim_row(warp_group), warp_group);
       take_claimed_rows(item, arriving, looks, destinations, warp_group);
     } else {
@@ -92,13 +92,11 @@ struct DispatchReceiver : CombineBackward<Config> {
   // `item`.
   __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Destinations& destinations,
                                     const WarpGroup& warp_group) const {
-    const int32_t share = pads_by_items() ? static_cast<int32_t>(divide_up(args.num_rows, num_items())) : 0;
 #pragma unroll 1
     while (item < num_items()) {
       if (!looked)
         arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.num_rows_from[source]; });
       looked = false;
-      if (share > 0) pad_share(item, share, destinations, warp_group);
       if (arriving.is_sent) await_row(arriving, warp_group);
       const uint32_t claimed = claim_row(warp_group);  // the claim's latency overlaps the writes of this row
       deliver_row(arriving, destinations, warp_group);

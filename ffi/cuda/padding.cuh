@@ -8,12 +8,7 @@ namespace jax_ep {
 template <typename Config>
 struct Padding : DispatchSender<Config> {
   using Base = DispatchSender<Config>;
-  using Base::args, Base::experts_per_rank, Base::kStealsRows, Base::op, Base::out_row, Base::peers, Base::plan;
-
-  // True if pad_share() does all padding.
-  __device__ bool pads_by_items() const {
-    return kStealsRows && args.zero_pad && !args.is_all_to_all && args.num_tokens > 0;
-  }
+  using Base::args, Base::experts_per_rank, Base::op, Base::out_row, Base::plan;
 
   // Pads the rows behind each group, and behind the last one. Their weights become zero. The rows become zero with
   // zero_pad, or if alignment has added them. With zero_pad, all receivers share the work; otherwise the first receiver
@@ -48,49 +43,13 @@ struct Padding : DispatchSender<Config> {
   __device__ void pad_rows(int32_t begin, int32_t end, bool zero, int32_t worker, int32_t workers) const {
     const int64_t per_row = args.weights_per_row();
 #pragma unroll 1
-    for (int64_t i = begin * per_row + worker * 32 + lane_id(); i < end * per_row; i += workers * 32) clear_weight(i);
+    for (int64_t i = begin * per_row + worker * 32 + lane_id(); i < end * per_row; i += workers * 32) {
+      if (args.weights) args.weights[i] = 0;
+      if (args.weights_cotangent) args.weights_cotangent[i] = 0;
+      if (args.recv_topk_idx) args.recv_topk_idx[i] = -1;
+    }
 #pragma unroll 1
     for (int32_t row = begin + worker; zero && row < end; row += workers) zero_row(row);
-  }
-
-  __device__ void clear_weight(int64_t i) const {
-    if (args.weights) args.weights[i] = 0;
-    if (args.weights_cotangent) args.weights_cotangent[i] = 0;
-    if (args.recv_topk_idx) args.recv_topk_idx[i] = -1;
-  }
-
-  // With work stealing and zero_pad, each item (DispatchReceiver::receive) has an equal share of the rows of the
-  // result. The warp group that takes the item pads the rows of the share that hold no token, while the item's row is
-  // in transit.
-  __device__ void pad_share(uint32_t item, int32_t share, const Destinations& destinations,
-                            const WarpGroup& warp_group) const {
-    const int32_t begin = static_cast<int32_t>(item) * share;
-    const int32_t end = min(begin + share, static_cast<int32_t>(args.num_rows));
-#pragma unroll 1
-    for (int32_t first = begin + warp_group.warp; first < end; first += 32 * warp_group.num_warps) {
-      const int32_t row = first + lane_id() * warp_group.num_warps;
-      const bool is_empty = row < end && holds_no_token(row, destinations);
-      if (is_empty) {
-        const int64_t per_row = args.weights_per_row();
-#pragma unroll 1
-        for (int64_t i = row * per_row; i < (row + 1) * per_row; ++i) clear_weight(i);
-      }
-#pragma unroll 1
-      for (uint32_t left = __ballot_sync(kAllLanes, is_empty); left; left &= left - 1) {
-        zero_row(first + (__ffs(left) - 1) * warp_group.num_warps);
-      }
-    }
-  }
-
-  // A row belongs to the last expert whose group does not begin behind it.
-  __device__ bool holds_no_token(int32_t row, const Destinations& destinations) const {
-    int32_t expert = 0;
-#pragma unroll 1
-    for (int32_t end = experts_per_rank(); end - expert > 1;) {
-      const int32_t middle = (expert + end) / 2;
-      (destinations.first_row[middle] <= row ? expert : end) = middle;
-    }
-    return row >= destinations.first_row[expert] + destinations.counts[expert];
   }
 
   __device__ void zero_row(int64_t row) const {
