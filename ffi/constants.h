@@ -41,6 +41,8 @@ enum class Cast : int32_t {
   kAmax = 1,
   // the same scale, rounded up to a power of two
   kPowerOfTwo = 2,
+  // to float8_e5m2: the largest value of a block becomes 57344
+  kE5m2 = 3,
 };
 
 // Why a device gave up an operation. The native modules give the name in words, such as "other op".
@@ -58,7 +60,7 @@ enum class FailureReason : uint32_t {
   kOtherOrder = 5,
   // two operations of the group run at the same time on this device
   kOverlap = 6,
-  // devices run two programs with operations of this group in different order: ffi/cuda/call_order.h
+  // devices run the calls of two runs of programs in different order: ffi/cuda/call_order.h
   kOtherRun = 7,
 };
 inline constexpr const char* kFailureReasonNames[] = {

@@ -98,13 +98,13 @@ def num_rows(op: str, letter: str, size: int, max_tokens_per_rank: int, name: st
         )
 
 
-def wire(op: str, value: Any, hidden: int) -> None:
-    """`value` is a wire format, or None, that can carry rows of `hidden` channels."""
-    choice(f"{op}: wire", value, (None, *WIRES))
+def wire(op: str, value: Any, hidden: int, name: str = "wire", formats: Collection[str] = WIRES) -> None:
+    """`value` is None, or one of `formats` that can carry rows of `hidden` channels. `name`: of the argument."""
+    choice(f"{op}: {name}", value, (None, *formats))
     if value is not None and hidden % CHANNELS_PER_UNIT:
         raise ValueError(
-            f"{op}: wire is {value!r}, which needs hidden to be a multiple of {CHANNELS_PER_UNIT}; the group's is "
-            f"{hidden}: use wire=None"
+            f"{op}: {name} is {value!r}, which needs hidden to be a multiple of {CHANNELS_PER_UNIT}; the group's is "
+            f"{hidden}: use {name}=None"
         )
 
 

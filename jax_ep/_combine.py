@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any
 
 import jax
@@ -12,6 +13,7 @@ from jax_ep import _checks, _compat
 from jax_ep._group import check_usable
 from jax_ep._split_calls import Pending, check_compiled, check_pending
 from jax_ep._types import Dispatched, Route, route_of
+from jax_ep._wires import GRAD_WIRES, GradWire, Wire
 
 
 @_compat.named
@@ -20,6 +22,8 @@ def combine(
     recv: Dispatched,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
+    wire: Wire | None = None,
+    grad_wire: GradWire | None = None,
 ) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
 
@@ -35,6 +39,13 @@ def combine(
             their cotangents are exactly zero.
         recv: the result of dispatch.
         out_dtype: bfloat16, float16 or float32; None means y's dtype.
+        wire: the format in which the ranks' sums travel. None sends them in y's dtype. "fp8" casts each float32 sum to
+            float8_e4m3fn with one float32 scale per 128 channels. "fp8_pow2" does the same with scales that are powers
+            of two. The token's own rank keeps its sum in float32. Both need group.hidden to be a multiple of 16. The
+            gradient ignores this rounding.
+        grad_wire: the format in which the cotangent of the result travels in the backward pass. None sends it in the
+            group's dtype. "fp8" and "fp8_pow2" cast as for wire, and "fp8_e5m2" casts to float8_e5m2. All rows are
+            cast, also those that stay on their rank.
 
     Returns:
         [T, H] in out_dtype. If all rows of a token were dropped, its result is zero.
@@ -51,8 +62,8 @@ def combine(
         >>> bool(jnp.allclose(out, x * jnp.sum(topk_weights, axis=1, keepdims=True), atol=0.02))
         True
     """
-    out_dtype, *operands = _prepare("combine", y, recv, out_dtype)
-    return _combine(out_dtype, *operands, None)
+    options, *operands = _prepare("combine", y, recv, out_dtype, wire, grad_wire)
+    return _combine(options, *operands, None)
 
 
 @_compat.named
@@ -61,6 +72,8 @@ def combine_start(
     recv: Dispatched,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
+    wire: Wire | None = None,
+    grad_wire: GradWire | None = None,
 ) -> Pending:
     """Starts a `combine` and waits for no other rank. Arguments and errors are those of `combine`.
 
@@ -82,12 +95,12 @@ def combine_start(
         True
     """
     check_compiled("combine_start")
-    out_dtype, *operands = _prepare("combine_start", y, recv, out_dtype)
+    options, *operands = _prepare("combine_start", y, recv, out_dtype, wire, grad_wire)
     operands = _compat.in_one_place(operands)
     # The gradient flows through the operands of the done, which are the same arrays.
     y, weights, route = jax.tree.map(lax.stop_gradient, operands)
-    started = route.backend.combine_start(route, y, weights, out_dtype)
-    return Pending((*operands, started), "combine", recv.group, out_dtype)
+    started = route.backend.combine_start(route, y, weights, options.out_dtype, options.wire)
+    return Pending((*operands, started), "combine", recv.group, options)
 
 
 @_compat.named
@@ -112,7 +125,18 @@ def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     return _combine(pending.static, *pending.take())
 
 
-def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array, jax.Array, Route]:
+@dataclasses.dataclass(frozen=True)
+class CombineOptions:
+    """The keyword arguments of `combine`, checked. They are static: JAX does not trace them."""
+
+    out_dtype: Any
+    wire: Wire | None
+    grad_wire: GradWire | None
+
+
+def _prepare(
+    op: str, y: Any, recv: Any, out_dtype: Any, wire: Any, grad_wire: Any
+) -> tuple[CombineOptions, jax.Array, jax.Array, Route]:
     """Checks the arguments of a combine; returns its static part and its operands."""
     route = route_of(op, recv)
     group = route.group
@@ -127,24 +151,27 @@ def _prepare(op: str, y: Any, recv: Any, out_dtype: Any) -> tuple[Any, jax.Array
         weights = recv.weights
         _checks.array(op, "recv.weights", weights, rows, jnp.float32)
     out_dtype = _checks.dtype(f"{op}: out_dtype", y.dtype if out_dtype is None else out_dtype)
+    _checks.wire(op, wire, group.hidden)
+    _checks.wire(op, grad_wire, group.hidden, "grad_wire", GRAD_WIRES)
     y, weights = (route.with_empty_slots(of_rows) for of_rows in (y, weights))
-    return out_dtype, *_compat.vary((y, weights, route), group.axis_names)
+    return CombineOptions(out_dtype, wire, grad_wire), *_compat.vary((y, weights, route), group.axis_names)
 
 
-def _combine_rows(out_dtype: Any, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:
-    return route.backend.combine(route, y, weights, started, out_dtype)
+def _combine_rows(options: CombineOptions, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:
+    return route.backend.combine(route, y, weights, started, options.out_dtype, options.wire)
 
 
-def _combine_fwd(out_dtype: Any, y: Any, weights: Any, route: Any, started: Any) -> tuple[jax.Array, Any]:
+def _combine_fwd(options: CombineOptions, y: Any, weights: Any, route: Any, started: Any) -> tuple[jax.Array, Any]:
     needs_y = weights.perturbed
     y, weights, route, started = _compat.values((y, weights, route, started))
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
-    return _combine_rows(out_dtype, y, weights, route, started), (y if needs_y else None, weights, route)
+    return _combine_rows(options, y, weights, route, started), (y if needs_y else None, weights, route)
 
 
-def _combine_bwd(out_dtype: Any, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
+def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     y, weights, route = saved
-    y_cotangent, weights_cotangent = route.backend.combine_back(route, g.astype(route.group.dtype), y, weights)
+    g = g.astype(route.group.dtype)
+    y_cotangent, weights_cotangent = route.backend.combine_back(route, g, y, weights, options.grad_wire)
     return y_cotangent, weights_cotangent, None, None
 
 

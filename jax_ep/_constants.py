@@ -26,6 +26,7 @@ class Cast(enum.IntEnum):
     NONE = 0
     AMAX = 1  # the largest value of a block becomes 448
     POWER_OF_TWO = 2  # the same scale, rounded up to a power of two
+    E5M2 = 3  # to float8_e5m2: the largest value of a block becomes 57344
 
 
 class FailureReason(enum.IntEnum):
@@ -38,7 +39,7 @@ class FailureReason(enum.IntEnum):
     ELSEWHERE = 4  # another process, perhaps on another host, has the record
     OTHER_ORDER = 5  # devices run this group's operations and another's in different order: ffi/cuda/call_order.h
     OVERLAP = 6  # two operations of the group run at the same time on this device
-    OTHER_RUN = 7  # devices run two programs with operations of this group in different order: ffi/cuda/call_order.h
+    OTHER_RUN = 7  # devices run the calls of two runs of programs in different order: ffi/cuda/call_order.h
 
     @property
     def words(self) -> str:

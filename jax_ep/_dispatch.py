@@ -22,7 +22,7 @@ from jax_ep._group import Group, check_usable
 from jax_ep._layouts import LayoutName
 from jax_ep._split_calls import Pending, check_compiled, check_pending
 from jax_ep._types import DispatchCall, Dispatched, Route, route_of
-from jax_ep._wires import Wire
+from jax_ep._wires import GradWire, Wire
 
 QuantizedRows: TypeAlias = tuple[
     Annotated[jax.Array, "float8_e4m3fn [T, H]"], Annotated[jax.Array, "float32 [T, ceil(H/128)]"]
@@ -41,6 +41,7 @@ def dispatch(
     capacity_factor: float | None = None,
     alignment: int = 1,
     wire: Wire | None = None,
+    grad_wire: GradWire | None = None,
     dequantize: bool = True,
     zero_pad: bool | None = None,
     plan: Plan | None = None,
@@ -70,6 +71,9 @@ def dispatch(
             other layouts pad no group. With "token", give alignment to `expand`.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
             "fp8_pow2" does the same with scales that are powers of two. Both need group.hidden to be a multiple of 16.
+        grad_wire: the format in which the cotangent of x comes back in the backward pass. None sends it in the group's
+            dtype. "fp8" and "fp8_pow2" cast as for wire, and "fp8_e5m2" casts to float8_e5m2. Each rank sums its rows
+            of a token in float32, and then casts the sum. The token's own rank does not cast its own sum.
         dequantize: True converts fp8 rows, from an fp8 wire or from a quantised x, to group.dtype on arrival. With an
             fp8 wire, the gradient is then the one of wire=None: it ignores the rounding. A quantised x has no gradient.
             False keeps recv.x in fp8; recv.x must then be multiplied by recv.scales, and the call cannot be
@@ -97,7 +101,7 @@ def dispatch(
         >>> on_each_rank(rows_of_experts)(x, topk_idx, topk_weights).shape == (E, 8, H)
         True
     """
-    options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, dequantize, zero_pad)
+    options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, grad_wire, dequantize, zero_pad)
     call, operands = _prepare("dispatch", group, options, x, topk_idx, topk_weights, plan)
     return _visible(_dispatch(call, *operands, None))
 
@@ -114,6 +118,7 @@ def dispatch_start(
     capacity_factor: float | None = None,
     alignment: int = 1,
     wire: Wire | None = None,
+    grad_wire: GradWire | None = None,
     dequantize: bool = True,
     zero_pad: bool | None = None,
     plan: Plan | None = None,
@@ -137,7 +142,7 @@ def dispatch_start(
         >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
         True
     """
-    options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, dequantize, zero_pad)
+    options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, grad_wire, dequantize, zero_pad)
     check_compiled("dispatch_start")
     call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights, plan)
     operands = _compat.in_one_place(operands)
@@ -343,9 +348,9 @@ def _dispatch_bwd(
     if rows is None and weights is None:
         return None, None, None, None
     if topk_idx is None:
-        x, topk_weights = call.backend.dispatch_back(route, rows, weights)
+        x, topk_weights = call.backend.dispatch_back(route, rows, weights, call.options.grad_wire)
     else:
-        x, topk_weights = _token_layout.dispatch_back(route, topk_idx, rows, weights)
+        x, topk_weights = _token_layout.dispatch_back(route, topk_idx, rows, weights, call.options.grad_wire)
     return x, None, topk_weights, None
 
 
@@ -362,7 +367,7 @@ def _dispatch_like_fwd(x: jax.Array, route: Route) -> tuple[jax.Array, Route]:
 
 
 def _dispatch_like_bwd(route: Route, g: jax.Array) -> tuple[jax.Array | None, None]:
-    x, _ = route.backend.dispatch_back(route, g, None)
+    x, _ = route.backend.dispatch_back(route, g, None, None)
     return x, None
 
 

@@ -8,7 +8,7 @@ from jax_ep import _checks, _layouts
 from jax_ep._layouts import LayoutName
 from jax_ep._placement import limit_of
 from jax_ep._settings import GroupSettings
-from jax_ep._wires import Wire
+from jax_ep._wires import GRAD_WIRES, GradWire, Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class DispatchOptions:
     capacity_factor: float | None
     alignment: int
     wire: Wire | None
+    grad_wire: GradWire | None
     dequantize: bool
     zero_pad: bool | None
 
@@ -32,6 +33,7 @@ class DispatchOptions:
         """
         _checks.choice(f"{op}: layout", self.layout, _layouts.LAYOUTS)
         _checks.wire(op, self.wire, group.hidden)
+        _checks.wire(op, self.grad_wire, group.hidden, "grad_wire", GRAD_WIRES)
         if self.zero_pad is not None:
             _checks.boolean(op, "zero_pad", self.zero_pad)
         _checks.boolean(op, "dequantize", self.dequantize)
@@ -39,7 +41,9 @@ class DispatchOptions:
         capacity = self._capacity(op, alignment, num_tokens, group, tolerance_units)
         if self.layout == "token":
             alignment = 1  # there are no groups of rows to align
-        return CheckedOptions(self.layout, capacity, None, alignment, self.wire, self.dequantize, self.zero_pad)
+        return CheckedOptions(
+            self.layout, capacity, None, alignment, self.wire, self.grad_wire, self.dequantize, self.zero_pad
+        )
 
     def _capacity(
         self, op: str, alignment: int, num_tokens: int, group: GroupSettings, tolerance_units: int | None

@@ -115,8 +115,8 @@ def _batch_by_loop(operands: Sequence[Any], axes: Sequence[Any], **params: Any) 
     return results, [0] * len(results)
 
 
-def _program(ctx: mlir.LoweringRuleContext) -> str:
-    """The name of the program that is lowered. It contains the name of the jitted function."""
+def _program_name(ctx: mlir.LoweringRuleContext) -> str:
+    """The name of the program that JAX lowers, such as "jit_step" for a jitted function `step`."""
     return str(ctx.module_context.module.operation.attributes["sym_name"])
 
 
@@ -134,7 +134,7 @@ def _lower(
     attrs = dict(attributes)
     if agreed is not None:
         number = state[_call_p] = state.get(_call_p, -1) + 1
-        attrs["hash"] = np.int64(zlib.crc32(repr((_program(ctx), number, agreed)).encode()))
+        attrs["hash"] = np.int64(zlib.crc32(repr((_program_name(ctx), number, agreed)).encode()))
     rule = jax.ffi.ffi_lowering(
         target,
         has_side_effect=has_side_effect,

@@ -22,6 +22,7 @@ from jax_ep._group import check_usable
 from jax_ep._layouts import take
 from jax_ep._settings import GroupSettings
 from jax_ep._types import DispatchCall, Dispatched, Expanded, Route, TokenSlots, route_of
+from jax_ep._wires import GradWire
 
 # --- dispatch ---------------------------------------------------------------------------------------------------------
 
@@ -85,7 +86,11 @@ def _with_pairs(recv: Dispatched, slots: TokenSlots, topk_weights: jax.Array | N
 
 
 def dispatch_back(
-    route: Route, topk_idx: jax.Array, rows: jax.Array | None, weights: jax.Array | None
+    route: Route,
+    topk_idx: jax.Array,
+    rows: jax.Array | None,
+    weights: jax.Array | None,
+    wire: GradWire | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """The transpose of `dispatch`: sums rows [capacity, H] to [T, H], returns weights [capacity, K] to [T, K]; or None.
 
@@ -95,12 +100,12 @@ def dispatch_back(
         # Each pair (token, k) is on at most one rank. The other ranks add zero.
         weights = jnp.where(topk_idx >= 0, weights, 0)
     if route.backend.sends_pairs:
-        return route.backend.dispatch_back(route, rows, weights)
+        return route.backend.dispatch_back(route, rows, weights, wire)
     x = topk_weights = None
     if rows is not None:
-        x, _ = route.backend.dispatch_back(route, rows, None)
+        x, _ = route.backend.dispatch_back(route, rows, None, wire)
     if weights is not None:
-        topk_weights, _ = route.backend.dispatch_back(route, weights, None)
+        topk_weights, _ = route.backend.dispatch_back(route, weights, None, None)
     return x, topk_weights
 
 

@@ -17,6 +17,7 @@ from jax_ep._dispatch_options import CheckedOptions
 from jax_ep._layouts import LayoutName
 from jax_ep._placement import PlanArrays
 from jax_ep._settings import GroupSettings
+from jax_ep._wires import GradWire, Wire
 
 
 class TokenSlots(NamedTuple):
@@ -82,23 +83,33 @@ class Backend(Protocol):
         """Sends x [T, H'] along `route`."""
 
     def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None.
+
+        With a wire, a rank casts the float32 sums that it sends to other ranks, but not those of its own tokens.
 
         In the layout "token", weights are [rows, K], and the backend has `sends_pairs`.
         """
 
-    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> Any:
+    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, wire: Wire | None) -> Any:
         """As dispatch_start, for `combine`."""
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
-        """Sums y [rows, H] times weights [rows] to [T, H]; ends a `combine_start` if given what that returned."""
+    def combine(
+        self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any, wire: Wire | None
+    ) -> jax.Array:
+        """Sums y [rows, H] times weights [rows] to [T, H]; ends a `combine_start` if given what that returned.
+
+        With a wire, a rank casts the float32 sums that it sends to other ranks, but not those of its own tokens.
+        """
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result."""
+        """The cotangents of combine's y and, where y is given, weights, for the cotangent g [T, H] of its result.
+
+        With a wire, every row of g is cast, also the rows that stay on their rank.
+        """
         ...
 
     def all_to_all(

@@ -1,16 +1,17 @@
-"""The formats in which rows cross the link. A new wire format is a new entry of `WIRES`.
+"""The formats in which rows cross the link. A new wire format is a new entry of `WIRES` or `GRAD_WIRES`.
 
-An fp8 wire carries float8_e4m3fn values and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
-activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the remaining channels. The CUDA
-backend casts bfloat16 in its kernels, and other dtypes with the functions of this file. Every backend makes the same
-bits, so nothing here may depend on how a compiler rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of
-float16, and skips the rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
+An fp8 wire carries values of 8 bits (`Fp8Type`) and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
+activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the remaining channels. On the CUDA
+backend, the dispatch kernel casts bfloat16 rows, and the combine kernel casts float32 sums. The functions of this file
+cast rows of other dtypes, and the cotangent of combine's result. Every backend makes the same bits, so nothing here may
+depend on how a compiler rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the
+rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,12 @@ from jax import lax
 from jax_ep._constants import CHANNELS_PER_SCALE, Cast
 
 Wire: TypeAlias = Literal["fp8", "fp8_pow2"]
+GradWire: TypeAlias = Literal["fp8", "fp8_pow2", "fp8_e5m2"]
 FP8 = jnp.float8_e4m3fn
 CHANNELS_PER_UNIT = 16  # of an fp8 row: a row in transit has whole units of 16 bytes
 
-_FP8_MAX = np.float32(448)
 _AMAX_FLOOR = np.float32(1e-4)  # keeps the scale of an all-zero block finite
-_FP8_NAN = np.uint8(0x7F)
+_FP8_NAN = np.uint8(0x7F)  # a NaN of both fp8 types
 _SIGN = np.uint32(0x80000000)
 _INFINITY = np.uint32(0x7F800000)
 _MANTISSA = np.uint32(0x7FFFFF)
@@ -52,7 +53,7 @@ def _out_of_blocks(blocks: jax.Array, hidden: int) -> jax.Array:
 
 
 def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
-    """Casts x [..., H] to (float8_e4m3fn [..., H], float32 scales [..., ceil(H/128)]) such that x ~= q * scale.
+    """Casts x [..., H] to (fp8 [..., H], float32 scales [..., ceil(H/128)]) such that x ~= q * scale.
 
     A NaN or infinity makes its whole block NaN: every q is 0x7f and the scale is 0x7fc00000.
     """
@@ -61,9 +62,10 @@ def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(lax.bitcast_convert_type(blocks, jnp.uint32) & ~_SIGN, axis=-1)
     is_finite = largest < _INFINITY
     amax = jnp.maximum(lax.bitcast_convert_type(jnp.where(is_finite, largest, 0), jnp.float32), _AMAX_FLOOR)
-    scales, factor = WIRES[wire].scale(amax)
-    q = lax.bitcast_convert_type(_round_to_fp8(blocks * factor[..., None]), jnp.uint8)
-    q = lax.bitcast_convert_type(jnp.where(is_finite[..., None], q, _FP8_NAN), FP8)
+    wire_format = GRAD_WIRES[wire]
+    scales, factor = wire_format.scale(amax)
+    q = lax.bitcast_convert_type(_round_to_fp8(blocks * factor[..., None], wire_format.type), jnp.uint8)
+    q = lax.bitcast_convert_type(jnp.where(is_finite[..., None], q, _FP8_NAN), wire_format.type.dtype)
     return _out_of_blocks(q, x.shape[-1]), jnp.where(is_finite, scales, np.float32(np.nan))
 
 
@@ -71,6 +73,22 @@ def dequantize(q: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> 
     """Inverts `quantize`: q * scale in float32, rounded once to `dtype`. Every NaN of the result has NumPy's bits."""
     values = _out_of_blocks(_in_blocks(q.astype(jnp.float32)) * scales[..., None], q.shape[-1])
     return lax.optimization_barrier(_unify_nans(values.astype(dtype)))
+
+
+def pack(x: jax.Array, wire: str) -> jax.Array:
+    """Casts x [..., H] for a wire. Returns what crosses the link: uint8 [..., H + 4 * num_scales(H)]."""
+    q, scales = quantize(x, wire)
+    scale_bytes = lax.bitcast_convert_type(scales, jnp.uint8)
+    return jnp.concatenate(
+        [lax.bitcast_convert_type(q, jnp.uint8), scale_bytes.reshape(*scales.shape[:-1], 4 * scales.shape[-1])], axis=-1
+    )
+
+
+def unpack(packed: jax.Array, hidden: int, wire: str) -> jax.Array:
+    """Returns the float32 rows [..., H] of rows that `pack` made."""
+    q = lax.bitcast_convert_type(packed[..., :hidden], GRAD_WIRES[wire].type.dtype)
+    scale_bytes = packed[..., hidden:].reshape(*packed.shape[:-1], num_scales(hidden), 4)
+    return dequantize(q, lax.bitcast_convert_type(scale_bytes, jnp.float32), jnp.float32)
 
 
 @jax.custom_jvp
@@ -92,6 +110,12 @@ def _amax_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     return amax * np.float32(1 / 448), _divide_448_by(amax)
 
 
+def _e5m2_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scale, factor) where the block's largest value becomes 57344 = 448 * 2**7. Powers of two multiply exactly."""
+    scale, factor = _amax_scale(amax)
+    return scale * np.float32(2**-7), factor * np.float32(2**7)
+
+
 def _power_of_two_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(scale, 1 / scale) with the scale rounded up to a power of two, exact in UE8M0. Both are finite."""
     bits = lax.bitcast_convert_type(amax * np.float32(1 / 448), jnp.uint32)
@@ -100,24 +124,41 @@ def _power_of_two_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     return scale, lax.bitcast_convert_type(np.uint32(254) * _ONE - exponent, jnp.float32)
 
 
+class Fp8Type(NamedTuple):
+    """A float type of 8 bits. Its largest value is 1.75 * 2**max_exponent."""
+
+    dtype: Any
+    mantissa_bits: int
+    min_exponent: int
+    """2**min_exponent is the smallest normal value."""
+    max_exponent: int
+
+
+E4M3 = Fp8Type(FP8, 3, -6, 8)
+E5M2 = Fp8Type(jnp.float8_e5m2, 2, -14, 15)
+
+
 class WireFormat(NamedTuple):
     """How an fp8 wire casts a block of channels."""
 
     cast: Cast
     """The kernels' name of the format."""
+    type: Fp8Type
     scale: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     """The largest |x| of a block, finite and at least 1e-4 -> the block's scale, and the factor that multiplies x."""
 
 
 WIRES: dict[str, WireFormat] = {
-    "fp8": WireFormat(Cast.AMAX, _amax_scale),
-    "fp8_pow2": WireFormat(Cast.POWER_OF_TWO, _power_of_two_scale),
+    "fp8": WireFormat(Cast.AMAX, E4M3, _amax_scale),
+    "fp8_pow2": WireFormat(Cast.POWER_OF_TWO, E4M3, _power_of_two_scale),
 }
+GRAD_WIRES = WIRES | {"fp8_e5m2": WireFormat(Cast.E5M2, E5M2, _e5m2_scale)}
+"""The formats of `grad_wire`. They include all formats of `wire`. E5M2 has a wider range, and rounds more coarsely."""
 
 
 def cast_of(wire: str | None) -> Cast:
     """What the send kernel does for a wire format."""
-    return Cast.NONE if wire is None else WIRES[wire].cast
+    return Cast.NONE if wire is None else GRAD_WIRES[wire].cast
 
 
 def _divide_448_by(amax: jax.Array) -> jax.Array:
@@ -151,11 +192,13 @@ def _corrected_quotient(amax: jax.Array, estimate: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(result, jnp.float32)
 
 
-def _round_to_fp8(x: jax.Array) -> jax.Array:
-    """float32 to float8_e4m3fn, to nearest even, saturated. Rounds on the fp8 grid first, so that the cast is exact."""
-    x = jnp.clip(x, -_FP8_MAX, _FP8_MAX)
+def _round_to_fp8(x: jax.Array, to: Fp8Type) -> jax.Array:
+    """float32 to fp8, to nearest even, saturated. Rounds on the fp8 grid first, so that the cast is exact."""
+    largest = np.float32(1.75 * 2**to.max_exponent)
+    x = jnp.clip(x, -largest, largest)
     exponent = lax.bitcast_convert_type(x, jnp.uint32) >> 23 & 0xFF
-    exponent = jnp.clip(exponent, 127 - 6, 127 + 8)  # below 2**-6 the grid stays as it is: fp8 subnormals
-    step = lax.bitcast_convert_type((exponent - 3) << 23, jnp.float32)  # three mantissa bits
-    inverse_step = lax.bitcast_convert_type((254 + 3 - exponent) << 23, jnp.float32)
-    return (lax.round(x * inverse_step, lax.RoundingMethod.TO_NEAREST_EVEN) * step).astype(FP8)
+    # Below the smallest normal value, the step stays the same: these are the fp8 subnormals.
+    exponent = jnp.clip(exponent, 127 + to.min_exponent, 127 + to.max_exponent)
+    step = lax.bitcast_convert_type((exponent - to.mantissa_bits) << 23, jnp.float32)
+    inverse_step = lax.bitcast_convert_type((254 + to.mantissa_bits - exponent) << 23, jnp.float32)
+    return (lax.round(x * inverse_step, lax.RoundingMethod.TO_NEAREST_EVEN) * step).astype(to.dtype)

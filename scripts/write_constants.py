@@ -19,10 +19,10 @@ TYPES = {"CHANNELS_PER_SCALE": "int64_t", "FailureReason": "uint32_t"}  # in C++
 NAMED = ("FailureReason", "Layout")  # C++ needs the names of these enums, and exchanges them with Python
 
 _LINE = re.compile(
-    r"""(?P<constant>[A-Z_]+)\ =\ (?P<value>-?\d+)(\ \ \#\ (?P<comment>.*))?
+    r"""(?P<constant>[A-Z][A-Z0-9_]*)\ =\ (?P<value>-?\d+)(\ \ \#\ (?P<comment>.*))?
     | class\ (?P<enum>\w+)\(enum\.IntEnum\):
     | \ {4}\"{3}(?P<docstring>.*)\"{3}
-    | \ {4}(?P<member>[A-Z_]+)\ =\ (?P<number>\d+)(\ \ \#\ (?P<note>.*))?""",
+    | \ {4}(?P<member>[A-Z][A-Z0-9_]*)\ =\ (?P<number>\d+)(\ \ \#\ (?P<note>.*))?""",
     re.VERBOSE,
 )
 

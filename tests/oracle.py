@@ -13,6 +13,7 @@ import numpy as np
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_MAX = np.float32(448)
+E5M2, E5M2_MAX = ml_dtypes.float8_e5m2, np.float32(57344)
 CHANNELS_PER_SCALE = 128
 
 
@@ -237,7 +238,7 @@ def dispatch_tokens(
 
 
 def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
-    """float8_e4m3fn of x [..., H] with one float32 scale per 128 channels, every step rounded to float32.
+    """fp8 of x [..., H] with one float32 scale per 128 channels, every step rounded to float32.
 
     The last scale is that of the channels that are left.
 
@@ -251,15 +252,19 @@ def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
     blocks = np.where(is_finite[..., None], blocks, np.float32(0))
     amax = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-4))
     scale = amax * (np.float32(1) / FP8_MAX)
+    dtype, largest = (E5M2, E5M2_MAX) if wire == "fp8_e5m2" else (FP8, FP8_MAX)
     if wire == "fp8":
         scaled = blocks * (FP8_MAX / amax)[..., None]
+    elif wire == "fp8_e5m2":
+        scale = scale * (FP8_MAX / E5M2_MAX)
+        scaled = blocks * (E5M2_MAX / amax)[..., None]
     else:
         mantissa, exponent = np.frexp(scale)
         exponent -= mantissa == 0.5  # a power of two already
         scale = np.ldexp(np.float32(1), exponent)
         scaled = blocks / scale[..., None]
     assert scaled.dtype == scale.dtype == np.float32
-    x_fp8 = np.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)
+    x_fp8 = np.clip(scaled, -largest, largest).astype(dtype)
     x_fp8.view(np.uint8)[~is_finite] = 0x7F
     return x_fp8.reshape(*x.shape[:-1], -1)[..., :hidden], np.where(is_finite, scale, np.float32(np.nan))
 
@@ -290,11 +295,11 @@ def combine(y, weights, where: Route) -> tuple[np.ndarray, np.ndarray]:
     return total, magnitude
 
 
-def rank_sums(x, topk_idx, topk_weights, num_experts) -> np.ndarray:
+def rank_sums(x, topk_idx, topk_weights, num_experts, dtype=None) -> np.ndarray:
     """What each rank sends back of the tokens whose rows its experts leave as they are: [rank, R, T, H].
 
-    Added in float32 in the order of k and rounded to x's dtype. Weights must be powers of two: else the last bit
-    depends on whether products are rounded before they are added.
+    Added in float32 in the order of k and rounded to `dtype`, or to x's dtype. Weights must be powers of two: else the
+    last bit depends on whether products are rounded before they are added.
     """
     num_ranks = len(x)
     owner = np.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx // (num_experts // num_ranks), -1)
@@ -302,7 +307,22 @@ def rank_sums(x, topk_idx, topk_weights, num_experts) -> np.ndarray:
     for k in range(topk_idx.shape[-1]):
         is_there = owner[..., k] == np.arange(num_ranks)[:, None, None]
         total += np.where(is_there, topk_weights[..., k], np.float32(0))[..., None] * x.astype(np.float32)
-    return total.astype(x.dtype)
+    return total.astype(x.dtype if dtype is None else dtype)
+
+
+def through_wire(x, wire) -> np.ndarray:
+    """float32 x [..., H] as it arrives: cast and converted back."""
+    return dequantize(*quantize(x, wire), np.float32)
+
+
+def sum_over_wire(parts, wire) -> np.ndarray:
+    """float32 sums [R, T, H] of float32 parts [rank, R, T, H] in the order of ranks; a rank's own part is not cast."""
+    arrived = through_wire(parts, wire)
+    total = np.zeros(parts.shape[1:], np.float32)
+    for source in range(len(parts)):
+        for rank in range(len(parts)):
+            total[source] += (parts if rank == source else arrived)[rank, source]
+    return total
 
 
 def sum_over_ranks(parts, node_size) -> np.ndarray:

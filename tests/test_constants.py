@@ -43,7 +43,7 @@ def test_layouts_have_their_names_in_the_header():
 
 def test_layouts_and_wires_are_numbered():
     assert [layout.upper() for layout in _layouts.LAYOUTS] == [each.name for each in _constants.Layout]
-    casts = [_constants.Cast.NONE, *(wire.cast for wire in _wires.WIRES.values())]
+    casts = [_constants.Cast.NONE, *(wire.cast for wire in _wires.GRAD_WIRES.values())]
     assert casts == list(_constants.Cast)
 
 

@@ -345,8 +345,29 @@ def test_what_ranks_must_agree_on_is_in_the_hash(group):
             (hash_,) = hashes(lowered(balanced, body, IDS), "balance")
         return hash_
 
+    def hashes_of_layer(out=None, back=None):
+        """Of combine, and of the operations in its gradient and in that of dispatch."""
+
+        def body(x, topk_idx):
+            def layer(x):
+                recv = ep.dispatch(x, topk_idx, group=group, grad_wire=back)
+                return ep.combine(recv.x, recv, wire=out, grad_wire=back)
+
+            result, transpose = jax.vjp(layer, x)
+            return result, transpose(result)
+
+        text = lowered(group, body, X, IDS)
+        return [
+            hash_ for op in ("combine", "dispatch_like", "combine_back", "dispatch_back") for hash_ in hashes(text, op)
+        ]
+
     usual = hash_of()
     assert hash_of() == usual
+    all_bf16, all_fp8, all_e5m2 = (
+        hashes_of_layer(*wires) for wires in ((None, None), ("fp8", "fp8"), ("fp8_pow2", "fp8_e5m2"))
+    )
+    assert len(all_bf16) == 3
+    assert len({*all_bf16, *all_fp8, *all_e5m2}) == 9
     different = [{"layout": "expert"}, {"capacity": 72}, {"alignment": 8}, {"wire": "fp8"}]
     assert len({usual, *(hash_of(**options) for options in different)}) == 1 + len(different)
     assert hash_of(((TOKENS - 1, HIDDEN), jnp.bfloat16), ((TOKENS - 1, TOP_K), jnp.int32)) != usual

@@ -155,6 +155,8 @@ DISPATCH = [
     ({"wire": np.zeros(2)}, ValueError, ["None", "fp8", "fp8_pow2"]),
     ({"wire": "fp4"}, ValueError, ["fp4", "fp8", "fp8_pow2"]),
     ({"wire": "fp8", "x": quantised}, ValueError, ["fp8", "None"]),
+    ({"wire": "fp8_e5m2"}, ValueError, ["fp8_e5m2", "'fp8_pow2'"]),
+    ({"grad_wire": "fp4"}, ValueError, ["fp4", "None", "fp8_pow2", "fp8_e5m2"]),
 ]
 
 COMBINE = [
@@ -166,6 +168,8 @@ COMBINE = [
     ({"recv": lambda recv: recv.x}, TypeError, ["second argument", "an array", "dispatch"]),
     ({"out_dtype": "junk"}, TypeError, ["junk", "bfloat16"]),
     ({"out_dtype": "int32"}, TypeError, ["int32", "bfloat16", "float16", "float32"]),
+    ({"wire": "fp8_e5m2"}, ValueError, ["fp8_e5m2", "None", "'fp8_pow2'"]),
+    ({"grad_wire": 8}, ValueError, [8, "None", "fp8_pow2", "fp8_e5m2"]),
 ]
 
 DISPATCH_LIKE = [
@@ -267,16 +271,25 @@ def test_good_arguments_are_good(group, two_ranks):
     trace(call_all, two_ranks)
 
 
-@pytest.mark.parametrize("op", [ep.dispatch, ep.all_to_all])
-def test_wire_needs_whole_units(make_group, two_ranks, op):
+@pytest.mark.parametrize(
+    ("op", "leg"),
+    [
+        (ep.dispatch, "wire"),
+        (ep.dispatch, "grad_wire"),
+        (ep.combine, "wire"),
+        (ep.combine, "grad_wire"),
+        (ep.all_to_all, "wire"),
+    ],
+)
+def test_wire_needs_whole_units(make_group, two_ranks, op, leg):
     group = make_group(two_ranks, SMALL, hidden=72)
 
     def bad_call(x, *others):
-        return op(**good_arguments(op, group, x[:, :72], *others), wire="fp8")
+        return op(**good_arguments(op, group, x[:, :72], *others), **{leg: "fp8"})
 
-    with pytest.raises(ValueError, match="wire") as raised:
+    with pytest.raises(ValueError, match=f": {leg} is 'fp8'") as raised:
         trace(bad_call, two_ranks)
-    assert_names(raised.value, "hidden", 72, 16)
+    assert_names(raised.value, "hidden", 72, 16, f"{leg}=None")
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])

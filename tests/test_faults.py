@@ -297,7 +297,7 @@ def test_another_top_k(make_group, mesh, inputs, top_k):
     """The public functions refuse it while tracing; the handler refuses it, too, before a kernel writes over rows."""
 
     def dispatch(x, topk_idx, topk_weights):
-        options = CheckedOptions("ragged", 64, None, 1, None, False, None)
+        options = CheckedOptions("ragged", 64, None, 1, None, None, False, None)
         call = DispatchCall(group._impl, options, SMALL.tokens, False)
         ids = jnp.tile(topk_idx[:, :1], (1, top_k))
         return group._impl.dispatch(call, x, ids, ids.astype(jnp.float32), None, zero_pad=False).x

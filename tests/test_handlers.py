@@ -173,6 +173,17 @@ def test_a_message_in_full(group):
     )
 
 
+@pytest.mark.parametrize("target", [targets.COMBINE, targets.COMBINE.start, targets.DISPATCH_BACK])
+def test_sums_that_no_wire_carries(kernel_backend, mesh, target):
+    message = "the rows have 72 channels; rows that travel in fp8 must have a multiple of 16"
+    with (
+        open_group(mesh, SMALL, backend=kernel_backend, hidden=72) as group,
+        pytest.raises(jax.errors.JaxRuntimeError, match=message),
+    ):
+        wait_for_all_devices(out := call(group, target, cast=1))
+        jax.block_until_ready(out)
+
+
 @pytest.mark.parametrize("wrong", [{"layout": 7}, {"alignment": 0}, {"capacity": -1}], ids=str)
 def test_attributes_that_no_layout_has(group, wrong):
     with pytest.raises(jax.errors.JaxRuntimeError, match="dispatch: layout is .* capacity is .* and alignment is"):

@@ -140,6 +140,6 @@ def test_capacity_factor(layout, factor, alignment, capacity):
 
 def test_capacity_factor_in_float32():
     """It counts as the decimal number that it shows, not as 1.10000002384."""
-    options = DispatchOptions("ragged", None, np.float32(1.1), 1, None, True, None)
+    options = DispatchOptions("ragged", None, np.float32(1.1), 1, None, None, True, None)
     group = types.SimpleNamespace(top_k=4, experts_per_rank=3, num_ranks=8, hidden=128)
     assert options.checked("dispatch", group, num_tokens=15).capacity == 66

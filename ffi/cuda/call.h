@@ -8,6 +8,7 @@
 namespace jax_ep {
 
 enum class ElementType : int32_t { kFloat32, kFloat16, kBFloat16 };
+constexpr int32_t size_of(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
 // What a start leaves for its done. XLA allocates the memory, because several starts can be in flight.
 struct PendingCall {

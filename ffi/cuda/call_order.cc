@@ -51,8 +51,8 @@ Conflicts CallOrder::note(EpGroupId id, const NotedCall& call) {
   Record& record = ep_group.records[number - ep_group.num_complete - 1];
 
   Conflicts conflicts;
-  if (record.num_devices == 0) record.first_device = call.device, record.run = call.run;
-  if (record.run != call.run) conflicts.run = RunConflict{record.first_device, number};
+  if (record.num_devices == 0) record.first_device = call.device, record.run_id = call.run_id;
+  if (record.run_id != call.run_id) conflicts.run = RunConflict{record.first_device, number};
   for (const auto& [other_id, other] : ep_groups_) {
     const auto other_here = other.devices.find(call.device);
     if (other_id == id || other_here == other.devices.end()) continue;

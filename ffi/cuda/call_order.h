@@ -25,7 +25,7 @@ struct NotedCall {
   int32_t device_sms;
   uint32_t op;       // OpKind
   bool is_in_graph;  // the call is captured: a CUDA graph launches it without a handler
-  int64_t run;       // CallStream::run
+  int64_t run_id;    // CallStream::run_id
 };
 
 // A call that comes before an operation of another EP group on one device, and after that operation on another device.
@@ -38,8 +38,8 @@ struct OrderConflict {
   bool is_one_stream;  // both EP groups have one stream on each of the two devices: fewer SMs would not help
 };
 
-// A call that belongs to one run of a program here, and to another run on another device. Calls with the same number in
-// their EP group are one operation.
+// Call `number` of the EP group belongs to one run of a program on this device, and to another run on other_device.
+// Calls with the same number must be one operation.
 struct RunConflict {
   int32_t other_device;
   uint64_t number;  // of the call in its EP group, from 1
@@ -59,8 +59,9 @@ class CallOrder {
   // The caller holds the lock while it notes and launches a call. So calls are noted in the order in which the device
   // gets them.
   std::unique_lock<std::mutex> lock(int32_t device);
-  // Gives the conflicts of runs, and those with other open EP groups. Two operations on different streams that fit on a
-  // device together are no conflict. An EP group with a call in a CUDA graph is left out from then on.
+  // Returns the conflict with another run of a program, if any, and the conflicts with other open EP groups. Two
+  // operations on different streams that fit on a device together are no conflict. An EP group with a call in a CUDA
+  // graph is left out from then on.
   Conflicts note(EpGroupId id, const NotedCall& call);
 
  private:
@@ -76,9 +77,9 @@ class CallOrder {
   };
   // A call that some devices of the EP group have not made yet.
   struct Record {
-    size_t num_devices = 0;    // that have made the call
-    int32_t first_device = 0;  // of them
-    int64_t run = 0;           // of the call on first_device
+    size_t num_devices = 0;    // the number of devices that have made the call
+    int32_t first_device = 0;  // the first device that made the call
+    int64_t run_id = 0;        // the run of the call on first_device
     std::map<EpGroupId, Seen> seen;
   };
   struct EpGroup {

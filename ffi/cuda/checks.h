@@ -60,17 +60,20 @@ inline ffi::Error check_layout(const char* op, int64_t layout, int64_t capacity,
                                      "; they must be a number of Layout, at least 0, and at least 1");
 }
 
+inline ffi::Error check_cast(const char* op, int64_t cast, int64_t channels) {
+  if (cast == 0 || channels % kUnitBytes == 0) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(op) + ": the rows have " + std::to_string(channels) +
+                                     " channels; rows that travel in fp8 must have a multiple of " +
+                                     std::to_string(kUnitBytes));
+}
+
 // Checks the rows that are sent, and the rows that arrive in `rows` of the result. The kernels cast rows of bfloat16
 // only, to fp8 and back. Rows that are fp8 already have scales.
 inline ffi::Error check_wire(const char* op, int64_t cast, bool dequantize, const Operand& x, const Operand& x_scales,
                              const Dims& rows, const Operand& out, const Operand& out_scales) {
   const int64_t num_tokens = size(x, 0), channels = last_size(x), num_scales = divide_up(channels, kChannelsPerScale);
   const bool is_quantized = x.element_type() == ffi::F8E4M3FN, is_cast = cast != 0, is_fp8 = is_quantized || is_cast;
-  if (is_fp8 && channels % kUnitBytes != 0) {
-    return ffi::Error::InvalidArgument(std::string(op) + ": x has rows of " + std::to_string(channels) +
-                                       " channels; rows that travel in fp8 must have a multiple of " +
-                                       std::to_string(kUnitBytes));
-  }
+  if (const ffi::Error error = check_cast(op, is_fp8, channels); error.failure()) return error;
   const bool returns_fp8 = is_fp8 && !dequantize;
   const Types x_types = is_cast ? Types(ffi::BF16) : is_quantized ? Types(ffi::F8E4M3FN) : Types::floats();
   const Types out_types = returns_fp8 ? Types(ffi::F8E4M3FN) : is_fp8 ? Types(ffi::BF16) : Types(x.element_type());
@@ -124,12 +127,12 @@ inline ffi::Error check_pending(const char* op, const Operand& pending) {
   return check_buffers(op, {{"pending", pending, ffi::S32, {2}}});
 }
 
-inline ffi::Error check_combine(const char* op, const Member& member, const Operand& axis_index, const Operand& y,
-                                const Operand& row_weights, const Operand& send_index, const Operand& recv_row,
-                                const Operand& num_recv_per_rank, const Operand& out) {
+inline ffi::Error check_combine(const char* op, const Member& member, int64_t cast, const Operand& axis_index,
+                                const Operand& y, const Operand& row_weights, const Operand& send_index,
+                                const Operand& recv_row, const Operand& num_recv_per_rank, const Operand& out) {
   const int64_t num_tokens = size(recv_row, 1), channels = last_size(y);
   const Dims rows = Dims::of_rows(y);
-  return first_error({check_axis_index(op, axis_index),
+  return first_error({check_axis_index(op, axis_index), check_cast(op, cast, channels),
                       check_buffers(op, {{"y", y, Types::floats(), rows.then(channels)},
                                          {"row_weights", row_weights, ffi::F32, rows}}),
                       check_route(op, Sizes(member), num_tokens, send_index, recv_row, num_recv_per_rank),

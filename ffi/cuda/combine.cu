@@ -5,7 +5,7 @@
 namespace jax_ep {
 namespace {
 
-template <typename X, Variant kVariant>
+template <typename X, Variant kVariant, bool kCasts>
 __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm(kVariant))
     combine_kernel(const __grid_constant__ Peers peers, const __grid_constant__ CombineArgs args,
                    const __grid_constant__ LaunchPlan plan) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
   }
   const auto num_threads = static_cast<int32_t>(blockDim.x);
   const void* result = args.out ? args.out : args.topk_weights;
-  using Combine = NodeSum<CombineConfig<X, kVariant>>;  // the last layer
+  using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
   const Combine combine = {peers, args, plan, {peers, args, result, state, num_threads}, ring, to_come};
   if (!combine.op.is_control_warp()) {
     fetch_arguments(peers);
@@ -44,16 +44,20 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
   combine.op.end([&] { combine.poison(); });
 }
 
-template <typename X>
+template <typename X, bool kCasts>
 auto kernel_of(Variant variant) {
   switch (variant) {
     case Variant::kLowLatency:
-      return combine_kernel<X, Variant::kLowLatency>;
+      return combine_kernel<X, Variant::kLowLatency, kCasts>;
     case Variant::kBalanced:
-      return combine_kernel<X, Variant::kBalanced>;
+      return combine_kernel<X, Variant::kBalanced, kCasts>;
     default:
-      return combine_kernel<X, Variant::kThroughput>;
+      return combine_kernel<X, Variant::kThroughput, kCasts>;
   }
+}
+template <typename X>
+auto kernel_of(Variant variant, bool casts) {
+  return casts ? kernel_of<X, true>(variant) : kernel_of<X, false>(variant);
 }
 
 }  // namespace
@@ -65,7 +69,7 @@ LaunchPlan adapt_combine_plan(const Peers& peers, const CombineArgs& args, const
 cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream) {
   return with_element_type(type, [&](auto element) {
-    const auto kernel = kernel_of<decltype(element)>(plan.variant);
+    const auto kernel = kernel_of<decltype(element)>(plan.variant, args.cast != 0);
     const int32_t scratch = plan.block_warps() * ring_bytes(plan.variant);
     return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
   });
@@ -75,9 +79,11 @@ cudaError_t load_combine() {
   cudaError_t status = cudaSuccess;
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     with_element_type(type, [&](auto element) {
-      for (Variant variant : kVariants) {
-        if (status != cudaSuccess) return;
-        status = load_kernel(kernel_of<decltype(element)>(variant), kMaxBlockWarps * ring_bytes(variant));
+      for (bool casts : {false, true}) {
+        for (Variant variant : kVariants) {
+          if (status != cudaSuccess) return;
+          status = load_kernel(kernel_of<decltype(element)>(variant, casts), kMaxBlockWarps * ring_bytes(variant));
+        }
       }
     });
   }

@@ -15,6 +15,7 @@ struct CombineArgs : Call {
   int64_t row_bytes;                 // 0 if only weights go back
   const float* row_weights;          // [num_rows], the weights of the sums; null for weights of 1
   const float* weights_to_send;      // [num_rows] cotangents that return to [T, K], or null
+  int32_t cast;                      // Cast: how the sums travel
   bool has_token_weights;            // weights_to_send is [num_rows, K], of a route in the layout "token"
   const int32_t* recv_row;           // [R, T, K] of the route; null for all_to_all_back
   const int32_t* num_recv_per_rank;  // [R] of the route; null for all_to_all_back, whose sources send the numbers
@@ -25,6 +26,11 @@ struct CombineArgs : Call {
   void* out;                  // [T, elements of row_bytes], or null
   ElementType out_type;
   float* topk_weights;  // [T, K] or null
+
+  // The bytes of a sum that is sent, without its scales. `element_bytes`: of an element of y.
+  constexpr int32_t payload_bytes(int32_t element_bytes) const {
+    return static_cast<int32_t>(cast ? row_bytes / element_bytes : row_bytes);
+  }
 };
 
 // The plan for a launch of this module's kernels, from the plan that plan_combine() gives: over a network, it differs.

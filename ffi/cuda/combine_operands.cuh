@@ -39,9 +39,12 @@ constexpr bool needs_rail_peers(const Peers& peers, const CombineArgs& args) {
 // True if y is prefetched into a per-warp ring in shared memory. Used where throughput matters more than latency: it
 // keeps more bytes in flight and takes fewer instructions. A piece in the ring is a part of a row of y.
 constexpr bool has_prefetch_ring(Variant variant) { return variant == Variant::kThroughput; }
-constexpr int sums_at_once(Variant variant) { return has_prefetch_ring(variant) ? 4 : 2; }
-constexpr int32_t kPartBytes = sums_at_once(Variant::kThroughput) * kChunkBytes;
-using PrefetchRingOfY = PrefetchRing<kPartBytes>;
+// The chunks that a warp sums at once. With a cast, a lane reads two or four units of y per chunk: one chunk is enough.
+constexpr int sums_at_once(Variant variant, bool casts) {
+  if (casts) return 1;
+  return has_prefetch_ring(variant) ? 4 : 2;
+}
+using PrefetchRingOfY = PrefetchRing<sums_at_once(Variant::kThroughput, false) * kChunkBytes>;
 constexpr int32_t ring_bytes(Variant variant) { return has_prefetch_ring(variant) ? PrefetchRingOfY::kBytes : 0; }
 
 static_assert(kMaxBlockWarps * (ring_bytes(Variant::kThroughput) + sizeof(PrefetchRingOfY::Landed)) + sizeof(State) <=
@@ -54,32 +57,39 @@ struct Pieces {
   const uint8_t* from;
 };
 
-// The compile-time parameters of a combine kernel. X is the element type of rows.
-template <typename X_, Variant kVariant_>
+// The compile-time parameters of a combine kernel. X is the element type of rows. With kCasts, the sums travel as fp8.
+template <typename X_, Variant kVariant_, bool kCasts_>
 struct CombineConfig {
   using X = X_;
   static constexpr Variant kVariant = kVariant_;
+  static constexpr bool kCasts = kCasts_;
 };
 
-// This lane's units of N chunks of a partial sum. A partial sum adds a token's rows on this rank in the order of k, and
-// is rounded once. A lane without a unit in a chunk sums garbage, which is not stored.
+// This lane's units of N chunks of a partial sum, in the format in which they are sent. A partial sum adds a token's
+// rows on this rank in the order of k, and is rounded once. A lane without a unit in a chunk sums garbage, which is not
+// stored.
 template <int N>
 struct UnitSums {
   uint4 unit[N];
+  float scale[N];  // the scale of this lane's block; only if the sum is cast
 };
 
 template <typename Config>
 struct CombineOperands {
   using X = typename Config::X;
   static constexpr Variant kVariant = Config::kVariant;
+  static constexpr bool kCasts = Config::kCasts;
   static constexpr bool kHasRing = has_prefetch_ring(kVariant);
-  static constexpr int kSumsAtOnce = sums_at_once(kVariant);
+  static constexpr int kSumsAtOnce = sums_at_once(kVariant, kCasts);
+  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;                      // units of y for one unit that is sent
+  static constexpr int32_t kPartBytes = kSumsAtOnce * kUnitsRead * kChunkBytes;  // of a row of y, with a ring
   // True if a warp group loads the metadata of its next row while it sends a row. Few rows usually take one round, and
   // with many rows other warps hide the latency.
   static constexpr bool kLoadsAhead = kVariant == Variant::kBalanced;
-  static constexpr int kRanksAtOnce = 4;  // the ranks whose sums a lane usually awaits at once
-  static constexpr int kSize = Vector<X>::kSize;
-  static constexpr int kRowsAtOnce = 4;  // the rows of a token that a lane loads before it adds them
+  static constexpr int kRanksAtOnce = 4;                       // the ranks whose sums a lane usually awaits at once
+  static constexpr int kSize = kUnitsRead * Vector<X>::kSize;  // channels of a unit that is sent
+  static constexpr int kRowsAtOnce =
+      kUnitsRead > 2 ? 2 : 4;  // the rows of a token that a lane loads before it adds them
   // True if the L2 cache evicts y first. y is read once; if it does not fit into the L2 cache together with rows in
   // transit, it must not evict them. (The ring always reads y this way.)
   static constexpr bool kReadsOnce = kVariant == Variant::kBalanced;
@@ -94,8 +104,14 @@ struct CombineOperands {
   __device__ bool is_all_to_all() const { return args.recv_row == nullptr; }
   __device__ bool uses_rail_peers() const { return !is_low_latency(kVariant) && needs_rail_peers(peers, args); }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
-  __device__ int32_t chunks() const { return num_chunks(row_bytes()); }
-  __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < row_bytes(); }
+  // The bytes of a sum that is sent, without its scales.
+  __device__ int32_t payload_bytes() const { return row_bytes() / kUnitsRead; }
+  __device__ int32_t bytes_in_transit() const { return payload_bytes() + (kCasts ? chunks() * kUnitBytes : 0); }
+  __device__ int32_t chunks() const { return num_chunks(payload_bytes()); }
+  __device__ bool has_unit(int32_t chunk) const {
+    return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes();
+  }
+  __device__ Cast cast() const { return static_cast<Cast>(args.cast); }
 
   using Sums = UnitSums<kSumsAtOnce>;
 
@@ -106,7 +122,19 @@ struct CombineOperands {
     for (int e = 0; e < kSize; ++e) total[e] = is_all_to_all() && any ? -0.0f : 0.0f;
   }
 
+  // Returns a unit in the format in which it is sent. If it is cast, `scale` becomes the scale of its block. Whole
+  // warps call it.
+  __device__ uint4 packed(float (&total)[kSize], int32_t chunk, float& scale) const {
+    if constexpr (kCasts) {
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) total[e] = has_unit(chunk) ? total[e] : 0;
+      return cast_to_fp8(total, cast(), scale);
+    } else {
+      return rounded(total);
+    }
+  }
   __device__ static uint4 rounded(const float (&total)[kSize]) {
+    static_assert(!kCasts);
     Vector<X> sum;
 #pragma unroll
     for (int e = 0; e < kSize; ++e) sum.element[e] = from_float<X>(total[e]);
@@ -129,7 +157,10 @@ struct CombineOperands {
   };
 
   // True if receivers sum the rows of own tokens. Otherwise own rows go through the arena like a peer's.
-  __device__ bool sums_own() const { return !is_low_latency(kVariant) && plan.sums_own && !is_all_to_all(); }
+  // If sums are cast, they always do: the own sum stays in float32.
+  __device__ bool sums_own() const {
+    return !is_all_to_all() && (kCasts || (!is_low_latency(kVariant) && plan.sums_own));
+  }
   __device__ int32_t num_destinations() const { return peers.num_ranks - sums_own(); }
 
   // A part is the N chunks of a row that a warp sums at once. A variable `part` names it. With a ring, `part` is the
@@ -164,11 +195,14 @@ struct CombineOperands {
     return row >= 0 && lane_id() < args.top_k ? __ldg(args.weights_to_send + at) : 0;
   }
 
-  __device__ static void add_weighted(const Vector<X>& y, float weight, float (&total)[kSize]) {
-    float values[kSize];
-    to_floats(y, values);
+  __device__ static void add_weighted(const Vector<X> (&y)[kUnitsRead], float weight, float (&total)[kSize]) {
 #pragma unroll
-    for (int e = 0; e < kSize; ++e) total[e] += weight * values[e];
+    for (int v = 0; v < kUnitsRead; ++v) {
+      float values[Vector<X>::kSize];
+      to_floats(y[v], values);
+#pragma unroll
+      for (int e = 0; e < Vector<X>::kSize; ++e) total[v * Vector<X>::kSize + e] += weight * values[e];
+    }
   }
 
   template <typename F>

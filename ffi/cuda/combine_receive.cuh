@@ -9,11 +9,11 @@ namespace jax_ep {
 template <typename Config>
 struct CombineReceiver : CombineSender<Config> {
   using Base = CombineSender<Config>;
-  using Base::add_weighted, Base::args, Base::issue_row_loads, Base::uses_rail_peers, Base::chunk_of,
-      Base::end_of_parts, Base::has_unit, Base::kLoadsAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce,
-      Base::kSize, Base::kSumsAtOnce, Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row,
-      Base::ring, Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own, Base::weight_to_send,
-      Base::with_out_type;
+  using Base::args, Base::bytes_in_transit, Base::cast, Base::chunks, Base::issue_row_loads, Base::uses_rail_peers,
+      Base::chunk_of, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kLoadsAhead, Base::kVariant,
+      Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op, Base::payload_bytes, Base::peers,
+      Base::plan, Base::complete_row, Base::ring, Base::rounded, Base::row_bytes, Base::row_number, Base::start_sum,
+      Base::step, Base::sums_own, Base::weight_to_send, Base::with_out_type;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
   using typename Base::X;
@@ -28,7 +28,7 @@ struct CombineReceiver : CombineSender<Config> {
     if (op.warp_has_failed()) return;
     if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
       const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
-      op.wait_peers(op.state, &PeerCounters::returned, args.num_recv_per_rank, row_bytes() + header_bytes);
+      op.wait_peers(op.state, &PeerCounters::returned, args.num_recv_per_rank, bytes_in_transit() + header_bytes);
     }
 #pragma unroll 1
     for (; token < args.num_tokens; token += warp_group.num_groups) {
@@ -71,7 +71,7 @@ struct CombineReceiver : CombineSender<Config> {
       if (here) weight += weight_to_send(own.row);
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
-    if constexpr (kVariant == Variant::kBalanced) {
+    if constexpr (kVariant == Variant::kBalanced && !kCasts) {
       // If few ranks have sums, and this warp sums no own rows, registers are left for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
         return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, 0, own, warp_group);
@@ -84,66 +84,130 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
+  // With a ring, a lane stores its part of the own sum in the ring's spare room until it is added. If sums are cast,
+  // the own sum stays in float32, and takes kUnitsKept units for each unit of a peer's sum. Otherwise, it is rounded
+  // like a peer's sum, and takes one.
+  static constexpr int kUnitsKept = kCasts ? kSize * sizeof(float) / kUnitBytes : 1;
+  __device__ static void store_own_sum(uint32_t kept, const float (&sum)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kUnitsKept; ++i) {
+      Vector<float> unit;
+#pragma unroll
+      for (int e = 0; e < Vector<float>::kSize; ++e) unit.element[e] = sum[Vector<float>::kSize * i + e];
+      store_shared_unit(kept + i * kChunkBytes, unit.bits);
+    }
+  }
+  __device__ static void add_own_sum(uint32_t kept, float (&total)[kSumsAtOnce][kSize]) {
+#pragma unroll
+    for (int i = 0; i < kUnitsKept * kSumsAtOnce; ++i) {
+      Vector<float> unit;
+      unit.bits = load_shared_unit(kept + i * kChunkBytes);
+#pragma unroll
+      for (int e = 0; e < Vector<float>::kSize; ++e) {
+        total[i / kUnitsKept][i % kUnitsKept * Vector<float>::kSize + e] += unit.element[e];
+      }
+    }
+  }
+
   // Adds a token's sums, if y is prefetched. The own rows are summed first. Their sum waits in shared memory until it
   // is added in the order of ranks. This takes few instructions, which matters most here.
   __device__ void add_parts_of_ring(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
                                     const RowsOfToken& own, const WarpGroup& warp_group) const {
+    static_assert(kSumsAtOnce * kUnitsKept * kChunkBytes <= PrefetchRingOfY::kBytesOfPiece);
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
       if (here) {
-        const Sums sums = partial_sums(own, part, warp_group);
+        float sum[kSumsAtOnce][kSize];
+        Base::template sum_part<kSumsAtOnce, true>(own, part, warp_group, sum);
 #pragma unroll
-        for (int c = 0; c < kSumsAtOnce; ++c) store_shared_unit(kept + c * kChunkBytes, sums.unit[c]);
+        for (int c = 0; c < kSumsAtOnce; ++c) {
+          if constexpr (kCasts) {
+            store_own_sum(kept + c * kUnitsKept * kChunkBytes, sum[c]);
+          } else {
+            store_shared_unit(kept + c * kChunkBytes, rounded(sum[c]));
+          }
+        }
       }
       float total[kSumsAtOnce][kSize];
 #pragma unroll
       for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c], sources != 0);
 #pragma unroll 1
       for (uint32_t left = sources; left; left &= left - 1) {
+        const bool is_here = (left & -left & here) != 0;
+        if constexpr (kCasts) {
+          if (is_here) {
+            add_own_sum(kept, total);
+            continue;
+          }
+        }
         Sums sums;
-        if (left & -left & here) {
+        if (is_here) {
 #pragma unroll
           for (int c = 0; c < kSumsAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
         } else {
           sums = take_sums(__ffs(left) - 1, arena_row, part);
         }
 #pragma unroll
-        for (int c = 0; c < kSumsAtOnce; ++c) {
-          Vector<X> unit;
-          unit.bits = sums.unit[c];
-          add_weighted(unit, 1.0f, total[c]);
-        }
+        for (int c = 0; c < kSumsAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
       }
       store_sums(token, part, total);
     }
   }
 
-  // The addresses of this lane's units in an arriving part, whose chunks are contiguous.
+  // Adds a unit from a peer to `total`. `scale` is the scale of its block, and is used only if the unit is cast.
+  __device__ void add_sent(const uint4& unit, float scale, float (&total)[kSize]) const {
+    float values[kSize];
+    if constexpr (kCasts) {
+      cast_from_fp8(unit, scale, cast(), values);
+    } else {
+      Vector<X> part;
+      part.bits = unit;
+      to_floats(part, values);
+    }
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) total[e] += values[e];
+  }
+
+  // The addresses of this lane's units in an arriving part, whose chunks are contiguous. If the sum is cast, there is
+  // one more unit: lane 0 takes the scales of the part's only chunk.
   struct PartAddresses {
-    uint8_t* units;
+    uint8_t *units, *scales;
     int32_t bytes_left;
-    __device__ __forceinline__ bool has(int i) const { return i * kChunkBytes < bytes_left; }
-    __device__ __forceinline__ uint8_t* at(int i) const { return units + i * kChunkBytes; }
+    bool has_scales;
+    __device__ __forceinline__ bool has(int i) const {
+      return i < kSumsAtOnce ? i * kChunkBytes < bytes_left : has_scales;
+    }
+    __device__ __forceinline__ uint8_t* at(int i) const { return i < kSumsAtOnce ? units + i * kChunkBytes : scales; }
   };
 
   // Waits for a part of the sum from `source`, and takes it.
   __device__ Sums take_sums(int32_t source, int32_t arena_row, int32_t part) const {
     const RowAddress from(op, __shfl_sync(kAllLanes, arena_row, source));
     const int32_t first = part * kSumsAtOnce;
-    const PartAddresses addresses = {from.unit(op, first),
-                                     row_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes)};
-    const auto resolve = [&](int i) { return true_unit(op.state, source, from.escape_masks + first + i, lane_id()); };
-    Sums sums;
-    look_at_units(sums.unit, addresses);
-    take_units(op, [=](int) { return source; }, sums.unit, addresses, resolve, [] { return true; });
+    const PartAddresses addresses = {from.unit(op, first), from.scales(op, payload_bytes(), first),
+                                     payload_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes),
+                                     kCasts && lane_id() == 0 && first < chunks()};
+    const auto resolve = [&](int i) {
+      const bool is_unit = i < kSumsAtOnce;
+      return true_unit(op.state, source, from.escape_masks + first + (is_unit ? i : chunks()), is_unit ? lane_id() : 0);
+    };
+    uint4 units[kSumsAtOnce + kCasts];
+    look_at_units(units, addresses);
+    take_units(op, [=](int) { return source; }, units, addresses, resolve, [] { return true; });
     __syncwarp();
+    Sums sums;
+#pragma unroll
+    for (int c = 0; c < kSumsAtOnce; ++c) {
+      sums.unit[c] = units[c];
+      if constexpr (kCasts) sums.scale[c] = scale_of_block(units[kSumsAtOnce], 0);
+    }
     return sums;
   }
 
   __device__ void store_sums(int32_t token, int32_t part, const float (&total)[kSumsAtOnce][kSize]) const {
     const int32_t first = part * kSumsAtOnce * kChunkUnits + lane_id();  // unit of the row
-    const int32_t units = row_bytes() / kUnitBytes;
+    const int32_t units = payload_bytes() / kUnitBytes;
     const int64_t index = (int64_t{token} * units + first) * kSize;
     const auto store = [&](auto* out) {
 #pragma unroll
@@ -169,9 +233,8 @@ struct CombineReceiver : CombineSender<Config> {
         chunk[i] = Base::template chunk_of<kChunks>(part, i, warp_group);
         start_sum(total[i], sources != 0);
       }
-      add_all<kChunks, kRanks>(arena_row, sources, here, chunk, total, [&](int i) {
-        return Base::template partial_sums<1>(own, chunk[i], warp_group)
-            .unit[0];  // a part of one chunk has the chunk's number
+      add_all<kChunks, kRanks>(arena_row, sources, here, chunk, total, [&](int i, float (&sum)[1][kSize]) {
+        Base::template sum_part<1, true>(own, chunk[i], warp_group, sum);  // a part of one chunk has the chunk's number
       });
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
@@ -196,8 +259,8 @@ struct CombineReceiver : CombineSender<Config> {
     return total;
   }
 
-  // Adds the partial sums of all ranks: this lane's unit in each chunk of `chunk`. own(i) returns the unit of the rank
-  // in `here`.
+  // Adds the partial sums of all ranks: this lane's unit in each chunk of `chunk`. own(i, sum) sums chunk i of the
+  // rank in `here`.
   template <int N, int kRanks, typename Own>
   __device__ __forceinline__ void add_all(int32_t arena_row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
                                           float (&total)[N][kSize], Own own) const {
@@ -205,16 +268,21 @@ struct CombineReceiver : CombineSender<Config> {
     while (sources) add_ranks<N, kRanks>(arena_row, sources, here, chunk, total, own);
   }
 
-  // The addresses of this lane's units in N chunks, from each of kRanks ranks.
+  // The addresses of this lane's units in N chunks, from each of kRanks ranks. If the sums are cast, N is 1, and there
+  // is one more unit: lane i takes the scales from rank i of the kRanks.
   template <int N, int kRanks>
   struct UnitOfRanks {
     const ArenaLayout& layout;
     uint8_t* of_first_row[N];  // the address in the arena's first row
     int32_t arena_row[kRanks];
     bool is_sent[kRanks], has_unit[N];
-    __device__ __forceinline__ bool has(int i) const { return is_sent[i % kRanks] && has_unit[i / kRanks]; }
+    uint8_t* scales;
+    bool has_scales;
+    __device__ __forceinline__ bool has(int i) const {
+      return i < N * kRanks ? is_sent[i % kRanks] && has_unit[i / kRanks] : has_scales;
+    }
     __device__ __forceinline__ uint8_t* at(int i) const {
-      return of_first_row[i / kRanks] + layout.row_offset(arena_row[i % kRanks]);
+      return i < N * kRanks ? of_first_row[i / kRanks] + layout.row_offset(arena_row[i % kRanks]) : scales;
     }
   };
 
@@ -224,7 +292,7 @@ struct CombineReceiver : CombineSender<Config> {
                                             float (&total)[N][kSize], Own own) const {
     const auto source = [now = left](int i) {
       uint32_t behind = now;
-      for (i %= kRanks; i > 0; --i) behind &= behind - 1;
+      for (i = i < N * kRanks ? i % kRanks : lane_id(); i > 0; --i) behind &= behind - 1;
       return __ffs(behind) - 1;
     };
     UnitOfRanks<N, kRanks> addresses = {peers.layout};
@@ -242,14 +310,33 @@ struct CombineReceiver : CombineSender<Config> {
       addresses.is_sent[i] = left != 0 && !is_here[i];
       left &= left - 1;
     }
-    uint4 units[N * kRanks];
+    int32_t row_of_scales = 0;
+    if constexpr (kCasts) {
+      static_assert(N == 1);
+      bool is_sent = false;
+#pragma unroll
+      for (int i = 0; i < kRanks; ++i) {
+        if (lane_id() == i) is_sent = addresses.is_sent[i], row_of_scales = addresses.arena_row[i];
+      }
+      addresses.has_scales = is_sent && chunk[0] < chunks();
+      addresses.scales = RowAddress(op, row_of_scales).scales(op, payload_bytes(), chunk[0]);
+    }
+    uint4 units[N * kRanks + kCasts];
     look_at_units(units, addresses);
-    uint4 unit_here[N] = {};
+    OwnSum own_sum[N] = {};
     if (any_is_here) {
 #pragma unroll
-      for (int c = 0; c < N; ++c) unit_here[c] = own(c);
+      for (int c = 0; c < N; ++c) {
+        float sum[1][kSize];
+        own(c, sum);
+        own_sum[c] = own_sum_of(sum[0]);
+      }
     }
     const auto resolve = [&](int i) {
+      if (i == N * kRanks) {
+        const RowAddress from(op, row_of_scales);
+        return true_unit(op.state, source(i), from.escape_masks + chunks() + chunk[0], 0);
+      }
       const RowAddress from(op, addresses.arena_row[i % kRanks]);
       return true_unit(op.state, source(i), from.escape_masks + chunk[i / kRanks], lane_id());
     };
@@ -258,14 +345,40 @@ struct CombineReceiver : CombineSender<Config> {
 #pragma unroll
     for (int i = 0; i < N * kRanks; ++i) {
       const int c = i / kRanks, rank = i % kRanks;
-      Vector<X> part;
-      part.bits = is_here[rank] ? unit_here[c] : units[i];
       float values[kSize];
-      to_floats(part, values);
+      if constexpr (kCasts) {
+        cast_from_fp8(units[i], scale_of_block(units[N * kRanks], rank), cast(), values);
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) values[e] = is_here[rank] ? own_sum[c].channels[e] : values[e];
+      } else {
+        Vector<X> part;
+        part.bits = is_here[rank] ? own_sum[c].bits : units[i];
+        to_floats(part, values);
+      }
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
         if (addresses.has(i) || is_here[rank]) total[c][e] += values[e];
       }
+    }
+  }
+
+  // This lane's unit of the own sum, until it is added. It is rounded like a peer's sum, or in float32 if sums are
+  // cast.
+  struct RoundedSum {
+    uint4 bits;
+  };
+  struct FloatSum {
+    float channels[kSize];
+  };
+  using OwnSum = std::conditional_t<kCasts, FloatSum, RoundedSum>;
+  __device__ static OwnSum own_sum_of(const float (&sum)[kSize]) {
+    if constexpr (kCasts) {
+      FloatSum kept;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) kept.channels[e] = sum[e];
+      return kept;
+    } else {
+      return {rounded(sum)};
     }
   }
 

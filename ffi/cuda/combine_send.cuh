@@ -9,9 +9,10 @@ template <typename Config>
 struct CombineSender : CombineSums<Config> {
   using Base = CombineSums<Config>;
   using Base::args, Base::issue_row_loads, Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of,
-      Base::end_of_parts, Base::has_unit, Base::kLoadsAhead, Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations,
-      Base::op, Base::partial_sums, Base::peers, Base::plan, Base::complete_row, Base::row_bytes, Base::send_num_rows,
-      Base::step, Base::drain_ring, Base::weight_to_send;
+      Base::bytes_in_transit, Base::chunks, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kLoadsAhead,
+      Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations, Base::op, Base::partial_sums, Base::payload_bytes,
+      Base::peers, Base::plan, Base::complete_row, Base::send_num_rows, Base::step, Base::drain_ring,
+      Base::weight_to_send;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
 
@@ -74,8 +75,18 @@ struct CombineSender : CombineSums<Config> {
         const bool present = has_unit(chunk);
         Chunk::of(sums.unit[i], present)
             .send(op, to.rank, address.unit(op, chunk), [&] { return address.escape_masks + chunk; }, present);
+        if constexpr (kCasts) send_scales(to.rank, address, chunk, sums.scale[i]);
       }
     }
+  }
+
+  // Sends the unit of scales of a chunk. `scale` is the scale of this lane's block.
+  __device__ void send_scales(int32_t peer, const RowAddress& address, int32_t chunk, float scale) const {
+    const bool present = lane_id() == 0 && chunk < chunks();
+    Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), present)
+        .send(
+            op, peer, address.scales(op, payload_bytes(), chunk),
+            [&] { return address.escape_masks + chunks() + chunk; }, present);
   }
 
   // The rank to which a sum for `peer` is sent, and the source under which that rank keeps it.
@@ -97,7 +108,7 @@ struct CombineSender : CombineSums<Config> {
                              const WarpGroup& warp_group) const {
     if (any_of_warp_group(warp_group, kFirstBarrier, !present || op.state.failed) || warp_group.warp != 0) return;
     const int32_t begin = args.weights_to_send ? 0 : peers.layout.header_bytes;
-    put_row(op, peer, source, index, begin, peers.layout.header_bytes - begin + row_bytes());
+    put_row(op, peer, source, index, begin, peers.layout.header_bytes - begin + bytes_in_transit());
   }
 };
 

@@ -9,8 +9,9 @@ template <typename Config>
 struct CombineSums : CombineOperands<Config> {
   using Base = CombineOperands<Config>;
   using Base::add_weighted, Base::args, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
-      Base::kLoadsAhead, Base::kHasRing, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op,
-      Base::peers, Base::ring, Base::rounded, Base::row_bytes, Base::start_sum, Base::sums_own, Base::to_come;
+      Base::kLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize,
+      Base::kSumsAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers, Base::ring, Base::row_bytes,
+      Base::start_sum, Base::sums_own, Base::to_come;
   using typename Base::RowsOfToken;
   using typename Base::X;
 
@@ -77,24 +78,34 @@ struct CombineSums : CombineOperands<Config> {
     return __shfl_sync(kAllLanes, number, 0);
   }
 
-  // Sums a part. With a ring, the caller must go through all parts of a row in their order. Without one, N is 1 for a
-  // receiver, which sums own rows, and larger for a sender.
-  template <int N = kSumsAtOnce>
-  __device__ UnitSums<N> partial_sums(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group) const {
-    float total[N][kSize];
+  // Sums a part for a sender.
+  __device__ UnitSums<kSumsAtOnce> partial_sums(const RowsOfToken& token, int32_t part,
+                                                const WarpGroup& warp_group) const {
+    float total[kSumsAtOnce][kSize];
+    sum_part<kSumsAtOnce, false>(token, part, warp_group, total);
+    UnitSums<kSumsAtOnce> sums;
+#pragma unroll
+    for (int c = 0; c < kSumsAtOnce; ++c) {
+      sums.unit[c] = packed(total[c], Base::template chunk_of<kSumsAtOnce>(part, c, warp_group), sums.scale[c]);
+    }
+    return sums;
+  }
+
+  // Sums a part: for a sender or, if kIsOwn, for a receiver that sums own rows. With a ring, the caller must go
+  // through all parts of a row in their order.
+  template <int N, bool kIsOwn>
+  __device__ void sum_part(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group,
+                           float (&total)[N][kSize]) const {
 #pragma unroll
     for (int c = 0; c < N; ++c) start_sum(total[c]);
     if constexpr (kHasRing) {
       add_pieces(token, part, warp_group, total);
-    } else if constexpr (N > 1) {
+    } else if constexpr (!kIsOwn) {
       add_rows(token, part, warp_group, total);
     } else {
+      static_assert(N == 1);
       add_own_rows(token, part, total[0]);
     }
-    UnitSums<N> sums;
-#pragma unroll
-    for (int c = 0; c < N; ++c) sums.unit[c] = rounded(total[c]);
-    return sums;
   }
 
   // Sums a part for a sender. A sender's warps compete for instruction issue more than they wait for y. So each row
@@ -109,13 +120,14 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll
     for (int c = 0; c < N; ++c) {
       const int32_t chunk = Base::template chunk_of<N>(part, c, warp_group);
-      const auto offset = static_cast<uint32_t>(chunk * kChunkBytes + lane_id() * kUnitBytes);
-      of_first_row[c] = keep_address(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitBytes));
+      const auto offset = static_cast<uint32_t>(offset_in_y(chunk));
+      of_first_row[c] =
+          keep_address(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitsRead * kUnitBytes));
       has_chunk[c] = chunk < chunks();
     }
 #pragma unroll 1
     for (uint32_t rows = token.rows; rows;) {
-      Vector<X> y[kRowsAtOnce][N];
+      Vector<X> y[kRowsAtOnce][N][kUnitsRead];
       uint32_t weighted = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
@@ -124,7 +136,7 @@ struct CombineSums : CombineOperands<Config> {
         rows &= rows - 1;
 #pragma unroll
         for (int c = 0; c < N; ++c) {
-          if (has_chunk[c]) y[i][c].bits = load_unit_of_y<kReadsOnce>(of_first_row[c] + uint64_t{row} * bytes);
+          if (has_chunk[c]) load_units_of_y(of_first_row[c] + uint64_t{row} * bytes, y[i][c]);
         }
       }
       // The weights are first used here. Their loads depend on the row numbers, and the loads of y need not wait for
@@ -148,15 +160,14 @@ struct CombineSums : CombineOperands<Config> {
   __device__ void add_own_rows(const RowsOfToken& token, int32_t chunk, float (&total)[kSize]) const {
 #pragma unroll 1
     for (uint32_t rows = token.rows; rows;) {
-      Vector<X> y[kRowsAtOnce];
+      Vector<X> y[kRowsAtOnce][kUnitsRead];
       uint32_t weighted = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         const uint8_t* const row = row_of_y(token, rows);
-        y[i].bits = uint4{};
-        if (rows && has_unit(chunk)) {
-          y[i].bits = load_unit_of_y<kReadsOnce>(row + (chunk * kChunkBytes + lane_id() * kUnitBytes));
-        }
+#pragma unroll
+        for (int v = 0; v < kUnitsRead; ++v) y[i][v].bits = uint4{};
+        if (rows && has_unit(chunk)) load_units_of_y(row + offset_in_y(chunk), y[i]);
         rows &= rows - 1;
       }
 #pragma unroll
@@ -166,6 +177,15 @@ struct CombineSums : CombineOperands<Config> {
         weighted &= weighted - 1;
       }
     }
+  }
+
+  // The offset, in a row of y, of the units that this lane sums for its unit of `chunk`.
+  __device__ static int32_t offset_in_y(int32_t chunk) {
+    return (chunk * kChunkUnits + lane_id()) * (kUnitsRead * kUnitBytes);
+  }
+  __device__ static void load_units_of_y(const uint8_t* address, Vector<X> (&y)[kUnitsRead]) {
+#pragma unroll
+    for (int v = 0; v < kUnitsRead; ++v) y[v].bits = load_unit_of_y<kReadsOnce>(address + v * kUnitBytes);
   }
 
   // The address of the first row in `rows`.
@@ -196,10 +216,13 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll 1
     for (uint32_t rows = begin < row_bytes() ? token.rows : 0; rows; rows &= rows - 1) {
       const float weight = weight_of_first(token, rows);
-      const uint32_t piece = ring.next() + lane_id() * kUnitBytes;
-      Vector<X> y[N];
+      const uint32_t piece = ring.next();
+      Vector<X> y[N][kUnitsRead];
 #pragma unroll
-      for (int c = 0; c < N; ++c) y[c].bits = load_shared_unit(piece + c * kChunkBytes);
+      for (int c = 0; c < N; ++c) {
+#pragma unroll
+        for (int v = 0; v < kUnitsRead; ++v) y[c][v].bits = load_shared_unit(piece + offset_in_y(c) + v * kUnitBytes);
+      }
 #pragma unroll
       for (int c = 0; c < N; ++c) add_weighted(y[c], weight, total[c]);
       ring.drop();

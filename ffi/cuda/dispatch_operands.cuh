@@ -155,20 +155,14 @@ struct DispatchOperands {
     }
   }
 
-  // Packs the four scales of a chunk into a unit. Eight consecutive lanes share a block of 128 channels, and only the
-  // scale that the first of them passes is used. Whole warps call it.
-  __device__ uint4 scales_unit(float scale) const {
-    const uint32_t bits = __float_as_uint(scale);
-    return make_uint4(__shfl_sync(kAllLanes, bits, 0), __shfl_sync(kAllLanes, bits, 8),
-                      __shfl_sync(kAllLanes, bits, 16), __shfl_sync(kAllLanes, bits, 24));
-  }
-
   __device__ uint4 cast(const uint4 (&units)[kUnitsRead], float& scale) const {
     if constexpr (kCasts) {
       ChannelsOfUnit x;
 #pragma unroll
       for (int v = 0; v < kUnitsRead; ++v) x[v].bits = units[v];
-      return cast_to_fp8(x, static_cast<Cast>(args.cast), scale);
+      // No dispatch casts to E5M2, and this tells the compiler so.
+      const bool rounds_scale = args.cast == static_cast<int32_t>(Cast::kPowerOfTwo);
+      return cast_to_fp8(x, rounds_scale ? Cast::kPowerOfTwo : Cast::kAmax, scale);
     }
     return units[0];
   }

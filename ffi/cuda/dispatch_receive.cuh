@@ -13,9 +13,8 @@ struct DispatchReceiver : CombineBackward<Config> {
       Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
       Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
       Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::peers,
-      Base::row_here, Base::batch_at, Base::await_destinations, Base::plan, Base::scales_unit, Base::scratch,
-      Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
-      Base::write_counts, Base::zero_row;
+      Base::row_here, Base::batch_at, Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers,
+      Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -295,13 +294,8 @@ struct DispatchReceiver : CombineBackward<Config> {
                              const WarpGroup& warp_group) const {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
-      const uint4& unit = batch.units[kReceiveBatch];
-      const uint32_t scales[] = {__shfl_sync(kAllLanes, unit.x, i), __shfl_sync(kAllLanes, unit.y, i),
-                                 __shfl_sync(kAllLanes, unit.z, i), __shfl_sync(kAllLanes, unit.w, i)};
-      const int32_t block = lane_id() / 8;
-      const uint32_t scale = block < 2 ? (block == 0 ? scales[0] : scales[1]) : (block == 2 ? scales[2] : scales[3]);
       ChannelsOfUnit x;
-      cast_from_fp8(batch.units[i], __uint_as_float(scale), x);
+      cast_from_fp8(batch.units[i], scale_of_block(batch.units[kReceiveBatch], i), Cast::kAmax, x);
 #pragma unroll 1
       for (uint32_t left = targets; left; left &= left - 1) {
         uint4* out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1)) +

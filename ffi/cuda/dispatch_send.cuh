@@ -12,7 +12,7 @@ struct DispatchSender : Routing<Config> {
       Base::count_tokens, Base::experts_per_rank, Base::has_unit, Base::ids_to_count, Base::is_own, Base::kCasts,
       Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts, Base::new_route,
       Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::row_here, Base::plan,
-      Base::scales_unit, Base::shared;
+      Base::shared;
   using typename Base::Ids;
 
   // The units of x that a warp reads at once.

@@ -77,7 +77,8 @@ inline ffi::Error check_fits(const char* op, const Member& member, const Call& c
                                      std::to_string(layout.max_payload) + " bytes");
 }
 
-// Fails the group: the rank of `member` runs `op` in another order than `other_device` does.
+// Fails the group: the rank of `member` runs `op` in another order than `other_device` does. `expected` and `seen` are
+// the numbers of calls that conflict.
 inline void fail_for_order(const Group& group, const Member& member, FailureReason reason, uint32_t op,
                            int32_t other_device, uint64_t expected, uint64_t seen) {
   FailureRecord why = {};
@@ -96,8 +97,8 @@ struct OrderedCall {
   int32_t num_sms;  // at most
 };
 
-// Devices run programs of the group in different order: the group fails, and this throws PreconditionError.
-inline void refuse_run(const Group& group, const Member& member, uint32_t op, const RunConflict& conflict) {
+// Fails the group, and throws PreconditionError: devices run operations of the group in two different runs.
+inline void reject_run(const Group& group, const Member& member, uint32_t op, const RunConflict& conflict) {
   fail_for_order(group, member, FailureReason::kOtherRun, op, conflict.other_device, conflict.number, conflict.number);
   throw PreconditionError("devices run programs with operations of one group in different order: operation " +
                           std::to_string(conflict.number) + " of " + group.name() +
@@ -106,17 +107,17 @@ inline void refuse_run(const Group& group, const Member& member, uint32_t op, co
                           ". Call the programs from one host thread, or hold a lock around each call");
 }
 
-// Notes the call. If devices run it in different order, its group fails, so that kernels that wait already end at once,
-// and it throws PreconditionError. If the order is that of two groups, both fail.
+// Notes the call. Throws PreconditionError if devices run the call in different order: the calls of two runs, or the
+// calls of this group and of another group. First it fails the group, or both groups, so that waiting kernels end.
 inline void check_order(const OrderedCall& call, const Member& member, CallStream stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
   const auto op = static_cast<uint32_t>(call.op);
-  const auto conflicts = call_order().note(
-      {call.group, member.ep_group},
-      {member.ordinal, stream, call.num_sms, member.num_sms, op, capture != cudaStreamCaptureStatusNone, stream.run});
+  const auto conflicts =
+      call_order().note({call.group, member.ep_group}, {member.ordinal, stream, call.num_sms, member.num_sms, op,
+                                                        capture != cudaStreamCaptureStatusNone, stream.run_id});
   const Group& group = *find_group(call.group);
-  if (conflicts.run) refuse_run(group, member, op, *conflicts.run);
+  if (conflicts.run) reject_run(group, member, op, *conflicts.run);
   for (const OrderConflict& conflict : conflicts.orders) {
     const Group& other = *find_group(conflict.other.first);
     if (!refusal(&other).empty()) continue;  // it makes no more calls, and its kernels end
@@ -193,7 +194,7 @@ inline ffi::Error enqueue_combine(const char* op, CallStream stream, const Membe
   const LaunchPlan plan =
       kernels.adapt_combine_plan(peers, args,
                                  plan_combine(args.num_tokens, peers.num_ranks, args.recv_row ? args.top_k : 0,
-                                              num_chunks(static_cast<int32_t>(args.row_bytes)),
+                                              num_chunks(args.payload_bytes(size_of(type))),
                                               num_sms(group, args.phase, member.num_sms), member.num_sms));
   const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
     return kernels.launch_combine(peers, args, type, plan, on);

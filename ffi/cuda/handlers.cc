@@ -22,8 +22,12 @@ struct RouteAttrs {
   int64_t group, hash, layout, capacity, alignment;
 };
 
+struct CombineAttrs {
+  int64_t group, hash, cast;
+};
+
 struct DispatchBackAttrs {
-  int64_t group, hash, layout;
+  int64_t group, hash, layout, cast;
 };
 
 struct AllToAllAttrs {
@@ -246,8 +250,8 @@ ffi::Error all_to_all(CallStream stream, int32_t ordinal, AllToAllAttrs attrs, O
   return enqueue_dispatch("all_to_all", stream, **member, attrs.group, element_type(x), args);
 }
 
-CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, Operand row_weights, Operand send_index,
-                         Operand recv_row, Operand num_recv_per_rank, Operand out) {
+CombineArgs weighted_sum(const CombineAttrs& attrs, Operand axis_index, Operand y, Operand row_weights,
+                         Operand send_index, Operand recv_row, Operand num_recv_per_rank, Operand out) {
   CombineArgs args = {};
   args.op = OpKind::kCombine;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -257,6 +261,7 @@ CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, 
   args.y = y.untyped_data();
   args.row_bytes = row_bytes(y);
   args.row_weights = data<float>(row_weights);
+  args.cast = static_cast<int32_t>(attrs.cast);
   args.recv_row = data<int32_t>(recv_row);
   args.num_recv_per_rank = data<int32_t>(num_recv_per_rank);
   args.send_index = data<int32_t>(send_index);
@@ -265,25 +270,25 @@ CombineArgs weighted_sum(const CallAttrs& attrs, Operand axis_index, Operand y, 
   return args;
 }
 
-ffi::Error combine(CallStream stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+ffi::Error combine(CallStream stream, int32_t ordinal, CombineAttrs attrs, Operand axis_index, Operand y,
                    Operand row_weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank, Result out) {
   const auto member = member_for("combine", attrs.group, ordinal);
   if (member.has_error()) return member.error();
-  const ffi::Error error =
-      check_combine("combine", **member, axis_index, y, row_weights, send_index, recv_row, num_recv_per_rank, *out);
+  const ffi::Error error = check_combine("combine", **member, attrs.cast, axis_index, y, row_weights, send_index,
+                                         recv_row, num_recv_per_rank, *out);
   if (error.failure()) return error;
   const CombineArgs args =
       weighted_sum(attrs, axis_index, y, row_weights, send_index, recv_row, num_recv_per_rank, *out);
   return enqueue_combine("combine", stream, **member, attrs.group, element_type(y), args);
 }
 
-ffi::Error combine_start(CallStream stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
+ffi::Error combine_start(CallStream stream, int32_t ordinal, CombineAttrs attrs, Operand axis_index, Operand y,
                          Operand row_weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank,
                          Operand out, Result pending) {
   const auto member = member_for("combine_start", attrs.group, ordinal);
   if (member.has_error()) return member.error();
-  const ffi::Error error = first_error({check_combine("combine_start", **member, axis_index, y, row_weights, send_index,
-                                                      recv_row, num_recv_per_rank, out),
+  const ffi::Error error = first_error({check_combine("combine_start", **member, attrs.cast, axis_index, y, row_weights,
+                                                      send_index, recv_row, num_recv_per_rank, out),
                                         check_pending("combine_start", *pending)});
   if (error.failure()) return error;
   CombineArgs args = weighted_sum(attrs, axis_index, y, row_weights, send_index, recv_row, num_recv_per_rank, out);
@@ -313,6 +318,7 @@ ffi::Error dispatch_back(CallStream stream, int32_t ordinal, DispatchBackAttrs a
                                                : static_cast<int64_t>(weights.element_count());
   const ffi::Error error = first_error(
       {check_axis_index(op, axis_index), check_route(op, sizes, num_tokens, send_index, recv_row, num_recv_per_rank),
+       check_cast(op, attrs.cast, channels),
        check_buffers(op,
                      {{"y", y, Types::floats(), {num_rows, channels}, true},
                       {"weights", weights, ffi::F32, has_token_weights ? sizes.topk(num_rows) : Dims(weights), true},
@@ -330,6 +336,7 @@ ffi::Error dispatch_back(CallStream stream, int32_t ordinal, DispatchBackAttrs a
   args.row_bytes = args.y ? row_bytes(y) : 0;
   args.weights_to_send = data<float>(weights);
   args.has_token_weights = has_token_weights;
+  args.cast = static_cast<int32_t>(attrs.cast);
   args.recv_row = data<int32_t>(recv_row);
   args.num_recv_per_rank = data<int32_t>(num_recv_per_rank);
   args.send_index = data<int32_t>(send_index);
@@ -375,7 +382,7 @@ JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back, name_of(OpKin
                       (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all, "all_to_all"),
                       (with_buffers<5, 3>(bind_call<AllToAllAttrs>())), kTraits);
-JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine, "combine"), (with_buffers<6, 1>(bind_call<CallAttrs>())),
+JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine, "combine"), (with_buffers<6, 1>(bind_call<CombineAttrs>())),
                       kTraits);
 JAX_EP_DEFINE_HANDLER(kDispatchBack, with_order_token(dispatch_back, name_of(OpKind::kDispatchBack)),
                       (with_buffers<6, 2>(bind_call<DispatchBackAttrs>())), kTraits);
@@ -388,7 +395,7 @@ JAX_EP_DEFINE_HANDLER(kDispatchStart, with_order_token(dispatch_start, "dispatch
                       (with_buffers<17, 1>(bind_call<DispatchAttrs>())));
 JAX_EP_DEFINE_HANDLER(kDispatchDone, with_order_token(dispatch_done, "dispatch_done"), bind_done());
 JAX_EP_DEFINE_HANDLER(kCombineStart, with_order_token(combine_start, "combine_start"),
-                      (with_buffers<7, 1>(bind_call<CallAttrs>())));
+                      (with_buffers<7, 1>(bind_call<CombineAttrs>())));
 JAX_EP_DEFINE_HANDLER(kCombineDone, with_order_token(combine_done, "combine_done"), bind_done());
 
 }  // namespace
@@ -421,7 +428,10 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RouteAttrs, StructMember<int64_t>(
                                       StructMember<int64_t>("layout"), StructMember<int64_t>("capacity"),
                                       StructMember<int64_t>("alignment"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchBackAttrs, StructMember<int64_t>("group"),
-                                      StructMember<int64_t>("hash"), StructMember<int64_t>("layout"));
+                                      StructMember<int64_t>("hash"), StructMember<int64_t>("layout"),
+                                      StructMember<int64_t>("cast"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::CombineAttrs, StructMember<int64_t>("group"),
+                                      StructMember<int64_t>("hash"), StructMember<int64_t>("cast"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::AllToAllAttrs, StructMember<int64_t>("group"),
                                       StructMember<int64_t>("hash"), StructMember<int64_t>("cast"),
                                       StructMember<bool>("dequantize"), StructMember<bool>("zero_pad"));

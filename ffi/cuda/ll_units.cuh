@@ -104,6 +104,21 @@ struct Chunk {
   }
 };
 
+// Packs the four scales of a chunk of fp8 into a unit. Eight consecutive lanes share a block of 128 channels, and only
+// the scale that the first of them passes is used. Whole warps call it.
+__device__ __forceinline__ uint4 scales_unit(float scale) {
+  const uint32_t bits = __float_as_uint(scale);
+  return make_uint4(__shfl_sync(kAllLanes, bits, 0), __shfl_sync(kAllLanes, bits, 8), __shfl_sync(kAllLanes, bits, 16),
+                    __shfl_sync(kAllLanes, bits, 24));
+}
+// The scale of this lane's block, from the unit that lane `from` has. Whole warps call it.
+__device__ __forceinline__ float scale_of_block(const uint4& unit, int32_t from) {
+  const uint32_t scales[] = {__shfl_sync(kAllLanes, unit.x, from), __shfl_sync(kAllLanes, unit.y, from),
+                             __shfl_sync(kAllLanes, unit.z, from), __shfl_sync(kAllLanes, unit.w, from)};
+  const int32_t block = lane_id() / 8;
+  return __uint_as_float(block < 2 ? (block == 0 ? scales[0] : scales[1]) : (block == 2 ? scales[2] : scales[3]));
+}
+
 // Waits for the escape mask, and returns the unit for which the escape of the sender's lane `bit` stands.
 __device__ __noinline__ static uint4 true_unit(State& state, int32_t peer, const unsigned long long* escape_mask,
                                                int32_t bit) {

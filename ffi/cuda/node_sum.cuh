@@ -9,8 +9,9 @@ namespace jax_ep {
 template <typename Config>
 struct NodeSum : CombineReceiver<Config> {
   using Base = CombineReceiver<Config>;
-  using Base::add_all, Base::args, Base::chunks, Base::has_unit, Base::kRanksAtOnce, Base::kSize, Base::op, Base::peers,
-      Base::plan, Base::put_staged, Base::rounded, Base::row_number, Base::start_sum, Base::weight_of;
+  using Base::add_all, Base::args, Base::chunks, Base::has_unit, Base::kCasts, Base::kRanksAtOnce, Base::kSize,
+      Base::op, Base::packed, Base::peers, Base::plan, Base::put_staged, Base::row_number, Base::send_scales,
+      Base::start_sum, Base::weight_of;
 
   // Adds up this node's partial sums of the tokens of this rank's rail peers, and sends the totals to the rail peers.
   // The warps of a warp group meet at a barrier for each token. So none of them may return early, even if the operation
@@ -42,10 +43,12 @@ struct NodeSum : CombineReceiver<Config> {
         float total[1][kSize];
         start_sum(total[0]);
         Base::template add_all<1, kRanksAtOnce>(arena_row, sources, 0, chunks_added, total,
-                                                [](int) { return uint4{}; });
+                                                [](int, float (&)[1][kSize]) {});
         const bool present = has_unit(chunk);
-        Chunk::of(rounded(total[0]), present)
-            .send(op, peer, to.unit(op, chunk), [&] { return to.escape_masks + chunk; }, present);
+        float scale = 0;
+        const uint4 unit = packed(total[0], chunk, scale);
+        Chunk::of(unit, present).send(op, peer, to.unit(op, chunk), [&] { return to.escape_masks + chunk; }, present);
+        if constexpr (kCasts) send_scales(peer, to, chunk, scale);
       }
       put_staged(peer, as, token, true, warp_group);
     }

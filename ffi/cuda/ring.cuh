@@ -15,7 +15,7 @@ class PrefetchRing {
  public:
   // More pieces were slower, perhaps because they leave less of an SM's memory to the L1 cache, which holds spilled
   // registers.
-  static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes;
+  static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes, kBytesOfPiece = kPieceBytes;
   static constexpr int32_t kBytes = (kPieces + 1) * kPieceBytes;
   using Landed = uint64_t[kPieces];
   using LandedOfWarps = Landed[kMaxBlockWarps];

@@ -73,16 +73,30 @@ struct Fp8Scale {
 // block becomes NaN.
 __device__ __forceinline__ Fp8Scale fp8_scale(float amax, Cast cast) {
   const float scale = __fmul_rn(amax, 1.0f / 448.0f);
-  const uint32_t power = (__float_as_uint(scale) + 0x7fffffu) & ~0x7fffffu;
-  const Fp8Scale finite = cast == Cast::kAmax ? Fp8Scale{scale, __fdiv_rn(448.0f, amax)}
-                                              : Fp8Scale{__uint_as_float(power), __uint_as_float((254u << 23) - power)};
+  Fp8Scale finite;
+  if (cast == Cast::kPowerOfTwo) {
+    const uint32_t power = (__float_as_uint(scale) + 0x7fffffu) & ~0x7fffffu;
+    finite = {__uint_as_float(power), __uint_as_float((254u << 23) - power)};
+  } else {
+    finite = {scale, __fdiv_rn(448.0f, amax)};
+    // The largest value of E5M2 is 448 * 2**7. Multiplying by a power of two does not round.
+    if (cast == Cast::kE5m2) finite = {scale * 0x1p-7f, finite.factor * 0x1p7f};
+  }
   const float nan = __uint_as_float(0x7fc00000u);
   return isfinite(amax) ? finite : Fp8Scale{nan, nan};
 }
 
-// Two vectors of bfloat16, the only type that kernels cast to and from fp8: they have the channels of one unit of fp8.
-// (jax_ep/_backends/cuda.py casts rows of other types.)
+// Two vectors of bfloat16, with the channels of one unit of fp8. The dispatch kernel casts only bfloat16 rows:
+// jax_ep/_backends/cuda.py casts rows of other types. The combine kernel casts float32 sums.
 using ChannelsOfUnit = Vector<__nv_bfloat16>[2];
+constexpr int kChannelsPerUnit = 16;  // of fp8
+
+// The largest value of eight consecutive lanes, which share a block. Whole warps call it.
+__device__ __forceinline__ uint32_t largest_of_block(uint32_t largest) {
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, offset));
+  return largest;
+}
 
 // Returns the largest |x| of a block of 128 channels, but at least 1e-4. Eight consecutive lanes share a block. A lane
 // without channels passes zeros. Whole warps call it. If a channel is NaN, the result is NaN. fmaxf would drop the NaN,
@@ -96,45 +110,69 @@ __device__ __forceinline__ float block_amax(const ChannelsOfUnit& x) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) pairs = __vmaxu2(pairs, words[w] & 0x7fff7fffu);
   }
-  uint32_t largest = max(__float_as_uint(1e-4f), max(pairs << 16, pairs & 0xffff0000u));
-#pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, offset));
-  return __uint_as_float(largest);
+  return __uint_as_float(largest_of_block(max(__float_as_uint(1e-4f), max(pairs << 16, pairs & 0xffff0000u))));
 }
 
-// Casts 16 channels to fp8 and returns the scale of their block in `scale`. Whole warps call it.
-__device__ __forceinline__ uint4 cast_to_fp8(const ChannelsOfUnit& x, Cast cast, float& scale) {
-  constexpr int kSize = Vector<__nv_bfloat16>::kSize;
-  float values[2][kSize];
+// The same for 16 float32 channels per lane. All eight lanes of the block get the result. Whole warps call it.
+__device__ __forceinline__ float block_amax(const float (&x)[kChannelsPerUnit]) {
+  uint32_t largest = __float_as_uint(1e-4f);
 #pragma unroll
-  for (int v = 0; v < 2; ++v) to_floats(x[v], values[v]);
-  const Fp8Scale fp8 = fp8_scale(block_amax(x), cast);
-  scale = fp8.scale;
+  for (int c = 0; c < kChannelsPerUnit; ++c) largest = max(largest, __float_as_uint(x[c]) & 0x7fffffffu);
+  return __uint_as_float(largest_of_block(largest));
+}
+
+__device__ __forceinline__ uint4 cast_by_scale(const float (&x)[kChannelsPerUnit], const Fp8Scale& fp8, Cast cast) {
   union {
     __nv_fp8x2_storage_t pairs[8];
     uint4 unit;
   };
+  const auto format = cast == Cast::kE5m2 ? __NV_E5M2 : __NV_E4M3;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const auto channel = [&](int c) { return __fmul_rn(values[c / kSize][c % kSize], fp8.factor); };
-    pairs[i] = __nv_cvt_float2_to_fp8x2({channel(2 * i), channel(2 * i + 1)}, __NV_SATFINITE, __NV_E4M3);  // NaN: 0x7f
+    const auto channel = [&](int c) { return __fmul_rn(x[c], fp8.factor); };
+    pairs[i] = __nv_cvt_float2_to_fp8x2({channel(2 * i), channel(2 * i + 1)}, __NV_SATFINITE, format);  // NaN: 0x7f
   }
   return unit;
+}
+
+// Casts 16 channels to fp8 and returns the scale of their block in `scale`. Whole warps call it.
+__device__ __forceinline__ uint4 cast_to_fp8(const float (&x)[kChannelsPerUnit], Cast cast, float& scale) {
+  const Fp8Scale fp8 = fp8_scale(block_amax(x), cast);
+  scale = fp8.scale;
+  return cast_by_scale(x, fp8, cast);
+}
+__device__ __forceinline__ uint4 cast_to_fp8(const ChannelsOfUnit& x, Cast cast, float& scale) {
+  float values[2][kChannelsPerUnit / 2];
+#pragma unroll
+  for (int v = 0; v < 2; ++v) to_floats(x[v], values[v]);
+  const Fp8Scale fp8 = fp8_scale(block_amax(x), cast);
+  scale = fp8.scale;
+  float channels[kChannelsPerUnit];
+#pragma unroll
+  for (int c = 0; c < kChannelsPerUnit; ++c) channels[c] = values[c / 8][c % 8];
+  return cast_by_scale(channels, fp8, cast);
+}
+
+// Converts a unit of fp8 to float32.
+__device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, Cast cast, float (&x)[kChannelsPerUnit]) {
+  const auto format = cast == Cast::kE5m2 ? __NV_E5M2 : __NV_E4M3;
+  const auto* q = reinterpret_cast<const __nv_fp8_storage_t*>(&unit);
+#pragma unroll
+  for (int i = 0; i < kChannelsPerUnit; ++i) {
+    x[i] = __fmul_rn(__half2float(__half(__nv_cvt_fp8_to_halfraw(q[i], format))), scale);
+  }
 }
 
 // Replaces a GPU's NaN by NumPy's NaN in a word of two bfloat16. A GPU's arithmetic sets all bits of a NaN but the
 // sign, so its NaN is the largest signed integer. NumPy's NaN is larger than any number and infinity.
 __device__ __forceinline__ uint32_t with_numpy_nan(uint32_t word) { return __vmins2(word, 0x7fc07fc0u); }
 
-// Inverts cast_to_fp8 and rounds to bfloat16. Every NaN has NumPy's bits, as on the other backends.
-__device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, ChannelsOfUnit& x) {
-  constexpr int kSize = Vector<__nv_bfloat16>::kSize;
-  const auto* q = reinterpret_cast<const __nv_fp8_storage_t*>(&unit);
+// Converts a unit of fp8 to bfloat16. Every NaN has NumPy's bits, as on the other backends.
+__device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, Cast cast, ChannelsOfUnit& x) {
+  float values[kChannelsPerUnit];
+  cast_from_fp8(unit, scale, cast, values);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(q[i], __NV_E4M3)));
-    x[i / kSize].element[i % kSize] = from_float<__nv_bfloat16>(__fmul_rn(value, scale));
-  }
+  for (int i = 0; i < kChannelsPerUnit; ++i) x[i / 8].element[i % 8] = from_float<__nv_bfloat16>(values[i]);
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     const uint4 raw = x[v].bits;

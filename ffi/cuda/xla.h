@@ -1,6 +1,9 @@
-// How XLA calls a handler: with the device's stream, which ffi/emulator/xla.h gives for emulated GPUs, and with the run
-// of the program.
+// How XLA calls a handler: with a CallStream, which has the device's stream and XLA's run id. ffi/emulator/xla.h
+// defines DeviceStream for emulated GPUs.
 #pragma once
+
+#include <cstdint>
+#include <optional>
 
 #ifdef JAX_EP_EMULATOR
 #include "ffi/emulator/xla.h"
@@ -14,18 +17,19 @@ namespace jax_ep {
 using DeviceStream = xla::ffi::PlatformStream<cudaStream_t>;
 }
 
-// JAX_EP_DEFINE_HANDLER(name, handler, binding[, traits]) for a handler whose first parameter is the stream.
+// JAX_EP_DEFINE_HANDLER(name, handler, binding[, traits]) for a handler whose first parameter is a CallStream
+// or a stream.
 #define JAX_EP_DEFINE_HANDLER XLA_FFI_DEFINE_HANDLER
 
 #endif
 
 namespace jax_ep {
 
-// The stream on which XLA runs a call, and the run of a program to which the call belongs. A run has the same number on
-// all devices of a process, and another run has another number.
+// The stream on which XLA runs a call, and the id of the program's run. In one run, all devices of a process have the
+// same id. Two runs have different ids. (XLA_FFI_RunId_Get in xla/ffi/api/c_api.h)
 struct CallStream {
   cudaStream_t stream;
-  int64_t run;
+  int64_t run_id;
   operator cudaStream_t() const { return stream; }
 };
 
@@ -39,9 +43,9 @@ struct CtxDecoding<jax_ep::CallStream> {
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
                                     DiagnosticEngine& diagnostic) {
     const auto stream = CtxDecoding<jax_ep::DeviceStream>::Decode(api, context, diagnostic);
-    const auto run = CtxDecoding<RunId>::Decode(api, context, diagnostic);
-    if (!stream || !run) return std::nullopt;
-    return Type{*stream, run->run_id};
+    const auto run_id = CtxDecoding<RunId>::Decode(api, context, diagnostic);
+    if (!stream || !run_id) return std::nullopt;
+    return Type{*stream, run_id->run_id};
   }
 };
 

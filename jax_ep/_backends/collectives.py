@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _compat, _layouts
+from jax_ep import _compat, _layouts, _wires
 from jax_ep._backends.reference import ReferenceBackend, _from_bits, _size, _to_bits
 from jax_ep._layouts import take
 from jax_ep._types import DispatchCall, Route
+from jax_ep._wires import GradWire
 
 Carry = TypeVar("Carry")
 
@@ -47,7 +48,7 @@ class CollectivesBackend(ReferenceBackend):
     """Moves rows by `lax.all_to_all` in rounds. It takes from the reference all that does not move rows."""
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
     ) -> tuple[jax.Array, jax.Array | None]:
         num_rows, weights = _size(route.rows_shape), weights.reshape(-1)
         y = None if y is None else _to_carry(y.reshape(num_rows, -1))
@@ -58,7 +59,7 @@ class CollectivesBackend(ReferenceBackend):
             cotangents: tuple[jax.Array, jax.Array], row: jax.Array, arrived: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             of_y, of_weights = cotangents
-            rows = arrived.astype(jnp.float32)
+            rows = arrived.astype(jnp.float32) if wire is None else _wires.unpack(arrived, g.shape[-1], wire)
             weighted = (rows * take(weights, row)[..., None]).astype(g.dtype)
             of_y = of_y.at[row].set(_to_carry(weighted), mode="drop")
             if y is not None:
@@ -66,7 +67,7 @@ class CollectivesBackend(ReferenceBackend):
                 of_weights = of_weights.at[row].set(products, mode="drop")
             return of_y, of_weights
 
-        of_y, of_weights = self._receive(route, g, zeros, place)
+        of_y, of_weights = self._receive(route, g if wire is None else _wires.pack(g, wire), zeros, place)
         of_y = _from_bits(of_y, g.dtype).reshape(*route.rows_shape, -1)
         return of_y, None if y is None else of_weights.reshape(route.rows_shape)
 
@@ -99,7 +100,9 @@ class CollectivesBackend(ReferenceBackend):
 
         return lax.fori_loop(0, arrays.num_rounds, run_round, initial)
 
-    def _sum_rows(self, route: Route, rows: jax.Array, weights: jax.Array | None, out_dtype: Any) -> jax.Array:
+    def _sum_rows(
+        self, route: Route, rows: jax.Array, weights: jax.Array | None, out_dtype: Any, wire: GradWire | None
+    ) -> jax.Array:
         hidden, dtype = rows.shape[-1], rows.dtype
         rows = _to_carry(rows.reshape(-1, hidden))
         weights = None if weights is None else weights.reshape(-1)
@@ -114,7 +117,11 @@ class CollectivesBackend(ReferenceBackend):
                 return term if weights is None else term * take(weights, row)[..., None]
 
             total = lax.fori_loop(1, arrays.num_layers[i], lambda layer, total: total + term(layer), term(0))
-            arrived = self._exchange(total.astype(dtype).reshape(*arrays.sent_token[i].shape, hidden))
+            total = total.reshape(*arrays.sent_token[i].shape, hidden)
+            if wire is None:
+                arrived = self._exchange(total.astype(dtype))
+            else:
+                arrived = self._with_own(_wires.unpack(self._exchange(_wires.pack(total, wire)), hidden, wire), total)
 
             # One rank at a time: a rank has a token once. The order of the additions is the same on every run.
             def add_rank(rank: jax.Array, result: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ memory: only the native group knows that (ffi/cuda/group.h).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +23,7 @@ from jax_ep._constants import MAX_BALANCE_BLOCKS, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route, TokenSlots
+from jax_ep._wires import GradWire, Wire
 
 _BELOW_A_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")  # several elements share a byte
 _SentRows: TypeAlias = tuple[jax.Array, jax.Array | None]  # x as a kernel gets it; its scales if it is quantized
@@ -109,15 +111,19 @@ class _CudaOperations(Backend):
 
     def dispatch_like(self, route: Route, x: jax.Array, *, zero_pad: bool) -> jax.Array:
         del zero_pad  # the kernels always write zeros here
+        return self._send_along(route, x)
+
+    def _send_along(self, route: Route, x: jax.Array, packed_as: GradWire | None = None) -> jax.Array:
+        """Sends x [T, H'] along `route`. `packed_as`: the wire format if x is packed. All ranks must agree on it."""
         channels = x.shape[1]
         x = _pad_to_units(x)
         operands = {"x": x, **route.arrays._asdict()}
         results = targets.DISPATCH_LIKE.result_types(operands, {"*rows": route.rows_shape}, {"out": x.dtype})
-        got = self._call(targets.DISPATCH_LIKE, operands, results, **_route_attributes(route))
+        got = self._call(targets.DISPATCH_LIKE, operands, results, agreed=(packed_as,), **_route_attributes(route))
         return got["out"][..., :channels]
 
     def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         channels, absent, dtypes = 0, [], {}
         if rows is None:
@@ -129,22 +135,44 @@ class _CudaOperations(Backend):
             absent.append("topk_weights")
         operands = {"y": rows, "weights": weights, **_without_counts(route)}
         results = targets.DISPATCH_BACK.result_types(operands, {}, dtypes, absent)
-        got = self._call(targets.DISPATCH_BACK, operands, results, layout=_layout_number(route))
+        got = self._call(
+            targets.DISPATCH_BACK,
+            operands,
+            results,
+            agreed=(wire,),
+            layout=_layout_number(route),
+            cast=_wires.cast_of(wire),
+        )
         return (None if rows is None else got["out"][:, :channels]), (None if weights is None else got["topk_weights"])
 
-    def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any) -> _Started:
+    def combine_start(
+        self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, wire: Wire | None
+    ) -> _Started:
         operands, results = self._combine_call(route, y, weights, out_dtype)
-        return self._start(targets.COMBINE, operands, results)
+        return self._start(targets.COMBINE, operands, results, agreed=(wire,), cast=_wires.cast_of(wire))
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any) -> jax.Array:
+    def combine(
+        self, route: Route, y: jax.Array, weights: jax.Array, started: Any, out_dtype: Any, wire: Wire | None
+    ) -> jax.Array:
         operands, results = self._combine_call(route, y, weights, out_dtype)
         if started is None:
-            return self._call(targets.COMBINE, operands, results)["out"]
+            cast = _wires.cast_of(wire)
+            return self._call(targets.COMBINE, operands, results, agreed=(wire,), cast=cast)["out"]
         return self._done(targets.COMBINE, operands, started)["out"]
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
     ) -> tuple[jax.Array, jax.Array | None]:
+        if wire is not None:
+            packed = self._send_along(route, _wires.pack(g, wire), wire)
+            rows = _wires.unpack(packed, g.shape[-1], wire)
+            y_cotangent = (rows * weights[..., None]).astype(g.dtype)
+            if y is None:
+                return y_cotangent, None
+            holds_token = self._holds_token(route)
+            # y is unspecified where no token is. A NaN there must not reach the sum.
+            y = jnp.where(holds_token[..., None], y, 0).astype(jnp.float32)
+            return y_cotangent, jnp.sum(rows * y, axis=-1)
         operands = {"g": g, **route.arrays._asdict(), "y": y, "row_weights": weights}
         results = targets.COMBINE_BACK.result_types(
             operands,
@@ -154,6 +182,13 @@ class _CudaOperations(Backend):
         )
         got = self._call(targets.COMBINE_BACK, operands, results, **_route_attributes(route))
         return got["y_cotangent"], None if y is None else got["weights_cotangent"]
+
+    def _holds_token(self, route: Route) -> jax.Array:
+        """Which rows hold a token: bool [*rows]."""
+        row = route.arrays.recv_row.reshape(-1)
+        num_rows = math.prod(route.rows_shape)
+        none = jnp.zeros(num_rows, jnp.bool)
+        return none.at[jnp.where(row < 0, num_rows, row)].set(True, mode="drop").reshape(route.rows_shape)
 
     def all_to_all(
         self, x: jax.Array, splits: jax.Array, wire: str | None, *, dequantize: bool, zero_pad: bool

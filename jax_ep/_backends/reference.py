@@ -23,6 +23,7 @@ from jax_ep._backends import plain_replicate
 from jax_ep._layouts import take
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
+from jax_ep._wires import GradWire, Wire
 
 _DEBUG_NANS = "JAX_EP_DEBUG_NANS"  # in the environment, when a group is made: "1" fills unspecified rows with NaN
 
@@ -108,11 +109,11 @@ class ReferenceBackend(Backend):
         return rows if zero_pad else self._fill_unspecified(rows, self._holds_token(route))
 
     def dispatch_back(
-        self, route: Route, rows: jax.Array | None, weights: jax.Array | None
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         x = topk_weights = None
         if rows is not None:
-            x = self._sum_rows(route, rows, None, rows.dtype)
+            x = self._sum_rows(route, rows, None, rows.dtype, wire)
         if weights is not None:
             # Each (token, k) has a row on at most one rank; the other ranks add zero.
             topk_weights = self._sum_over_ranks(take(weights.reshape(-1), route.arrays.row), weights.dtype)
@@ -121,14 +122,19 @@ class ReferenceBackend(Backend):
     def combine_start(self, route: Route, *operands: Any) -> None:
         """The whole operation runs in its done."""
 
-    def combine(self, route: Route, y: jax.Array, weights: jax.Array, started: None, out_dtype: Any) -> jax.Array:
+    def combine(
+        self, route: Route, y: jax.Array, weights: jax.Array, started: None, out_dtype: Any, wire: Wire | None
+    ) -> jax.Array:
         del started
-        return self._sum_rows(route, y, weights, out_dtype)
+        return self._sum_rows(route, y, weights, out_dtype, wire)
 
     def combine_back(
-        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        rows = self._rows(route, g).astype(jnp.float32)
+        if wire is None:
+            rows = self._rows(route, g).astype(jnp.float32)
+        else:
+            rows = _wires.unpack(self._rows(route, _wires.pack(g, wire)), self.group.hidden, wire)
         holds_token = self._holds_token(route)
         y_cotangent = jnp.where(holds_token[..., None], rows * weights[..., None], 0).astype(g.dtype)
         if y is None:
@@ -215,9 +221,21 @@ class ReferenceBackend(Backend):
         zeros = jnp.zeros(_size(route.rows_shape), jnp.float32)
         return zeros.at[row].set(weights, mode="drop").reshape(route.rows_shape)
 
-    def _sum_rows(self, route: Route, rows: jax.Array, weights: jax.Array | None, out_dtype: Any) -> jax.Array:
+    def _sum_rows(
+        self, route: Route, rows: jax.Array, weights: jax.Array | None, out_dtype: Any, wire: GradWire | None
+    ) -> jax.Array:
         """Sums rows [rows, H'] times weights [rows], or unweighted, to [T, H'] on the tokens' ranks."""
-        return self._sum_over_ranks(_partial_sums(route, rows, weights).astype(rows.dtype), out_dtype)
+        sums = _partial_sums(route, rows, weights)
+        if wire is None:
+            return self._sum_over_ranks(sums.astype(rows.dtype), out_dtype)
+        arrived = _wires.unpack(self._exchange(_wires.pack(sums, wire)), rows.shape[-1], wire)
+        arrived = self._with_own(arrived, sums)
+        return reduce(operator.add, arrived).astype(out_dtype)
+
+    def _with_own(self, arrived: jax.Array, sums: jax.Array) -> jax.Array:
+        """`arrived` [R, ...] with this rank's own block of `sums` [R, ...], which no wire has rounded."""
+        own = lax.axis_index(self.group.axis_name)
+        return arrived.at[own].set(sums[own])
 
     def _gather(self, x: jax.Array) -> jax.Array:
         """Returns the x of every rank: [R, ...]."""

@@ -173,12 +173,13 @@ DISPATCH_BACK = Target(
     "dispatch_back",
     (_AXIS_INDEX, Array("y", "N H"), Array("weights", "*pairs", _FLOAT), *_ROUTE),
     (Array("out", "T H"), Array("topk_weights", "T K", _FLOAT)),
-    ("layout",),
+    ("layout", "cast"),
 )
 COMBINE = Target(
     "combine",
     (_AXIS_INDEX, Array("y", "*rows H"), Array("row_weights", "*rows", _FLOAT), *_ROUTE),
     (Array("out", "T H"),),
+    ("cast",),
 )
 COMBINE_BACK = Target(
     "combine_back",

@@ -116,11 +116,11 @@ class EpExchange:
         """
         backend = recv.route.backend
         if recv.topk_idx is not None:  # the layout "token", in which the weights belong to the experts
-            y_cotangent, _ = backend.combine_back(recv.route, g, None, jnp.sum(recv.weights, axis=-1))
-            x_cotangent, _ = _token_layout.dispatch_back(recv.route, recv.topk_idx, y_cotangent, recv.weights)
+            y_cotangent, _ = backend.combine_back(recv.route, g, None, jnp.sum(recv.weights, axis=-1), None)
+            x_cotangent, _ = _token_layout.dispatch_back(recv.route, recv.topk_idx, y_cotangent, recv.weights, None)
         else:
-            y_cotangent, weights_cotangent = backend.combine_back(recv.route, g, y, recv.weights)
-            x_cotangent, _ = backend.dispatch_back(recv.route, y_cotangent, weights_cotangent)
+            y_cotangent, weights_cotangent = backend.combine_back(recv.route, g, y, recv.weights, None)
+            x_cotangent, _ = backend.dispatch_back(recv.route, y_cotangent, weights_cotangent, None)
         assert x_cotangent is not None
         return x_cotangent
 

@@ -89,9 +89,9 @@ def mlp(
         layout: None takes the layout of `experts`. "token" sends and returns a row per token and rank, and copies rows
             for their experts on the rank (`jax_ep.expand`, `jax_ep.reduce`). docs/moe.md says when. The experts are
             then any but "einsum".
-        **dispatch_arguments: capacity, capacity_factor, alignment, wire, dequantize and zero_pad, as for `dispatch`.
-            The unit of `capacity` depends on the layout. The unit of `capacity_factor` does not. dequantize is True by
-            default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
+        **dispatch_arguments: capacity, capacity_factor, alignment, wire, grad_wire, dequantize and zero_pad, as for
+            `dispatch`. The unit of `capacity` depends on the layout. The unit of `capacity_factor` does not. dequantize
+            is True by default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
 
     Returns:
         [..., H] in group.dtype.

@@ -75,9 +75,9 @@ void test_other_order_of_late_calls() {
 void test_other_order_of_runs() {
   CallOrder order;
   order.open(kFirst, {0, 1, 2});
-  const auto note = [&](int32_t device, int64_t run) {
+  const auto note = [&](int32_t device, int64_t run_id) {
     NotedCall call = on(device);
-    call.run = run;
+    call.run_id = run_id;
     return order.note(kFirst, call).run;
   };
   for (int64_t run : {7, 7, 8}) EXPECT_EQ(note(0, run).has_value(), false);

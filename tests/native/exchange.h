@@ -67,6 +67,10 @@ class Session {
     return config_.network == nullptr || rank / config_.node_size == other / config_.node_size;
   }
   int32_t cast() const { return cast_; }
+  // From now on, sums travel by this Cast.
+  void set_sum_cast(int32_t cast) {
+    for (auto& rank : ranks_) rank->sum_cast = cast;
+  }
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
   int32_t num_slots() const { return group().members()[0].peers.layout.num_slots; }
@@ -154,9 +158,12 @@ class Session {
   void run_look_like_sentinels(std::mt19937& random) {
     for (auto& rank : ranks_) look_like_sentinels(rank->x.host, random), rank->x.upload();
     wait();
+    const int32_t sum_cast = ranks_[0]->sum_cast;
+    set_sum_cast(0);
     whole([&](Rank& rank) { return rank.dispatch(0); });
     whole([&](Rank& rank) { return rank.dispatch_back(); });
     wait();
+    set_sum_cast(sum_cast);
     expect_no_failure();
     check_bits(ranks_);
   }
@@ -165,7 +172,8 @@ class Session {
     wait();
     expect_no_failure();
     const float tolerance = (cast_ ? 0.1f : 3e-6f) * std::max(top_k, 3);  // as many rows are summed
-    for (auto& rank : ranks_) check_rank(*rank, tolerance);
+    // A value of E5M2 is off by an eighth at most. Over a network, some sums are cast twice.
+    for (auto& rank : ranks_) check_rank(*rank, tolerance, rank->sum_cast ? 0.26f : 0);
   }
   void expect_no_failure() const {
     const std::optional<FailureRecord> failure = group().failure();
@@ -236,7 +244,7 @@ class Session {
     } else {
       const LaunchPlan best =
           adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
-                              num_chunks(static_cast<int32_t>(call.row_bytes)), num_sms, member.num_sms));
+                              num_chunks(call.payload_bytes(size_of(type))), num_sms, member.num_sms));
       const LaunchPlan plan = kernels.adapt_combine_plan(peers, call, best);
       const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
         return kernels.launch_combine(peers, call, type, plan, stream);

@@ -112,6 +112,7 @@ struct Rows {
 struct Rank {
   int32_t ranks;
   Rows shape;
+  int32_t sum_cast = 0;  // Cast: how sums travel
   int32_t experts = ranks * experts_per_rank;
   int64_t most_rows = align_up(int64_t{ranks} * num_tokens * top_k + experts_per_rank * (kAlignment - 1), kAlignment);
   int64_t capacity = shape.capacity > 0 ? shape.capacity : most_rows;
@@ -207,6 +208,7 @@ struct Rank {
     args.recv_row = recv_row.device, args.num_recv_per_rank = num_recv_per_rank.device,
     args.send_index = send_index.device;
     args.out = result.device, args.out_type = ElementType::kFloat32;
+    args.cast = sum_cast;
     return args;
   }
   CombineArgs combine() {
