@@ -11,13 +11,14 @@ constexpr int kThreads = 1024;
 constexpr int kBlocksPerCluster = 8;
 
 // The share of one cluster of blocks, for a rank or a node. The cluster counts the tokens that name an expert of
-// [first, first + size). For a rank, it also writes num_tokens_per_expert and is_token_in_rank.
+// [first, first + size). For a rank, it also writes num_tokens_per_expert and is_token_in_rank. The counts are unsigned
+// here, as for all atomic additions.
 struct Share {
   bool is_rank;  // false: a node
   int32_t first, size;
-  int32_t* num_tokens;
-  int32_t* num_tokens_per_expert;  // [size], only for a rank
-  bool* is_token_in_rank;          // a column, only for a rank
+  uint32_t* num_tokens;
+  uint32_t* num_tokens_per_expert;  // [size], only for a rank
+  bool* is_token_in_rank;           // a column, only for a rank
 };
 
 // The first clusters take a rank each, the others a node.
@@ -28,13 +29,14 @@ __device__ Share share_of_cluster(const DispatchLayoutArgs& args, int32_t cluste
     return {true,
             first,
             size,
-            args.num_tokens_per_rank + cluster,
-            args.num_tokens_per_expert + first,
+            reinterpret_cast<uint32_t*>(args.num_tokens_per_rank) + cluster,
+            reinterpret_cast<uint32_t*>(args.num_tokens_per_expert) + first,
             args.is_token_in_rank + cluster};
   }
   const int32_t node = cluster - args.num_ranks;
   const int32_t size = args.num_experts / args.num_nodes;
-  return {false, node * size, size, args.num_tokens_per_node + node, nullptr, nullptr};
+  auto* const num_tokens = reinterpret_cast<uint32_t*>(args.num_tokens_per_node) + node;
+  return {false, node * size, size, num_tokens, nullptr, nullptr};
 }
 
 // Every cluster scans all ids, and no other cluster writes its share of the results. So it can zero its results itself,
@@ -48,10 +50,10 @@ __global__ void __launch_bounds__(kThreads) dispatch_layout_kernel(const Dispatc
   const int32_t num_counts = share.is_rank ? share.size : 0;
   wait_for_dependencies();
 
-  if (cluster.thread_rank() == 0) *share.num_tokens = 0;
+  if (cluster.thread_rank() == 0) store_relaxed(share.num_tokens, 0);
   for (int32_t i = threadIdx.x; i < num_counts; i += kThreads) {
     block_counts[i] = 0;
-    if (cluster.block_rank() == 0) share.num_tokens_per_expert[i] = 0;
+    if (cluster.block_rank() == 0) store_relaxed(share.num_tokens_per_expert + i, 0);
   }
   cluster.sync();
 
@@ -68,11 +70,11 @@ __global__ void __launch_bounds__(kThreads) dispatch_layout_kernel(const Dispatc
     if (share.is_rank) share.is_token_in_rank[token * args.num_ranks] = is_here;
   }
   count = __reduce_add_sync(kAllLanes, count);
-  if (lane_id() == 0 && count > 0) atomicAdd(share.num_tokens, count);
+  if (lane_id() == 0 && count > 0) atomic_add_relaxed_gpu(share.num_tokens, count);
 
   __syncthreads();
   for (int32_t i = threadIdx.x; i < num_counts; i += kThreads) {
-    if (block_counts[i] > 0) atomicAdd(share.num_tokens_per_expert + i, block_counts[i]);
+    if (block_counts[i] > 0) atomic_add_relaxed_gpu(share.num_tokens_per_expert + i, block_counts[i]);
   }
 }
 

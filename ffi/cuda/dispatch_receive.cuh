@@ -12,9 +12,10 @@ struct DispatchReceiver : CombineBackward<Config> {
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own,
       Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
       Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
-      Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::peers,
-      Base::row_here, Base::batch_at, Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers,
-      Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
+      Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::pad_some,
+      Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan, Base::scratch,
+      Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
+      Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -37,7 +38,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     // If the operation has failed, nothing may touch the arena: close() may have unmapped it.
     const bool looks = !op.warp_has_failed() && item < end;
     if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_recv_from(source); });
-    if (kStealsRows && lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
+    if (kStealsRows) open_claims();
     if (!kIsLowLatency) learn_destinations();
     if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);  // all rows arrive at about the same time
     op.stamp(Stamp::kLooked);
@@ -73,7 +74,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     const bool judges = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
     if (named_barrier_or(kWorkersBarrier, op.num_worker_threads, judges && !op.all_have_begun())) return;
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
-    if (lane_id() == 0 && !op.state.failed) op.open_claims(first_claimable_row());
+    open_claims();
     learn_destinations();
     if (!await_destinations()) return;
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, plan.num_blocks - 1, warp_id());
@@ -87,15 +88,29 @@ struct DispatchReceiver : CombineBackward<Config> {
     return WarpGroup::of_receivers(plan, plan.num_blocks - 1, 0).num_groups;
   }
 
+  __device__ void open_claims() const {
+    if (lane_id() != 0 || op.state.failed) return;
+    op.open_claims(&Control::claimed_rows, first_claimable_row());
+    if (args.zero_pad) op.open_claims(&Control::claimed_padding, 0);
+  }
+
   // Receives row `item`, and then the rows that the warp group claims. `looked`: look_for_row() has been called for
-  // `item`.
+  // `item`. A warp pads while its row is in transit and, when no rows are left, until no padding is left.
   __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Destinations& destinations,
                                     const WarpGroup& warp_group) const {
+    bool pads = args.zero_pad && !args.is_all_to_all;
 #pragma unroll 1
-    while (item < num_items()) {
-      if (!looked)
+    while (true) {
+      const bool has_item = item < num_items();
+      if (has_item && !looked)
         arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.num_rows_from[source]; });
       looked = false;
+#pragma unroll 1
+      while (pads && (!has_item || is_in_transit(arriving))) {
+        pads = pad_some(destinations);
+        if (has_item) look_at_batch(arriving.address, warp_group.warp, warp_group, arriving.batch);
+      }
+      if (!has_item) return;
       if (arriving.is_sent) await_row(arriving, warp_group);
       const uint32_t claimed = claim_row(warp_group);  // the claim's latency overlaps the writes of this row
       deliver_row(arriving, destinations, warp_group);
@@ -103,9 +118,19 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
+  // True if units of this warp's first batch are missing. (A row that comes with a signal must not be looked at before
+  // the signal, so it counts as arrived.) All lanes get the same answer.
+  __device__ bool is_in_transit(const Arriving& arriving) const {
+    if (!arriving.is_sent || arriving.is_own || arrives_by_signal(arriving.source)) return false;
+    bool is_missing = false;
+#pragma unroll
+    for (const uint4& unit : arriving.batch.units) is_missing |= is_sentinel(unit);
+    return __any_sync(kAllLanes, is_missing);
+  }
+
   // The first thread of a warp group claims a row. claimed_row() returns it to all of the warp group's threads.
   __device__ uint32_t claim_row(const WarpGroup& warp_group) const {
-    return warp_group.warp == 0 && lane_id() == 0 ? op.claim() : 0;
+    return warp_group.warp == 0 && lane_id() == 0 ? op.claim(&Control::claimed_rows) : 0;
   }
   __device__ uint32_t claimed_row(uint32_t claimed, const WarpGroup& warp_group) const {
     if (warp_group.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);

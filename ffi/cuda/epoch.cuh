@@ -203,16 +203,17 @@ struct Epoch : Roles {
 
   // --- work stealing ------------------------------------------------------------------------------------------------
 
-  // Sets the claim counter of the operation to `num_rows`: the first `num_rows` rows cannot be claimed. Each thread
-  // calls it before its first claim(), and one of them succeeds.
-  __device__ __forceinline__ void open_claims(int32_t num_rows) const {
-    unsigned long long* const word = &own().claimed[state.slot];
+  // Sets a claim counter of the operation to `first`, the first number that can be claimed. Each thread calls it before
+  // its first claim(), and one of them succeeds. `counter`: Control::claimed_rows or claimed_padding.
+  using ClaimCounter = unsigned long long (Control::*)[kMaxSlots];
+  __device__ __forceinline__ void open_claims(ClaimCounter counter, int32_t first) const {
+    unsigned long long* const word = &(own().*counter)[state.slot];
     const unsigned long long seen = load_relaxed(word);
-    if (seen >> 32 != state.epoch) atomic_cas_relaxed_gpu(word, seen, tagged(state.epoch, num_rows));
+    if (seen >> 32 != state.epoch) atomic_cas_relaxed_gpu(word, seen, tagged(state.epoch, first));
   }
   // Returns the next number that has not been claimed.
-  __device__ __forceinline__ uint32_t claim() const {
-    return static_cast<uint32_t>(atomic_add_relaxed_gpu(&own().claimed[state.slot], 1ull));
+  __device__ __forceinline__ uint32_t claim(ClaimCounter counter) const {
+    return static_cast<uint32_t>(atomic_add_relaxed_gpu(&(own().*counter)[state.slot], 1ull));
   }
 
   // True if all blocks of the launch have begun. Then a sender may wait for rows: no block of this launch needs the

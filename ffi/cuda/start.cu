@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kWarp)
   op.stamp(Stamp::kBegun);
   op.enter([](int32_t) { return false; });
   if (threadIdx.x == 0) {
-    *call.pending = {state.epoch, 0};
+    store_relaxed(&call.pending->epoch, state.epoch);
+    store_relaxed(&call.pending->blocks_begun, 0);
   }
   op.tell_former_finished();
   op.end([] {});

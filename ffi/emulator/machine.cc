@@ -7,6 +7,7 @@
 #include "ffi/emulator/adversary.h"
 #include "ffi/emulator/fiber.h"
 #include "ffi/emulator/scheduler.h"
+#include "ffi/emulator/weak_memory.h"
 
 namespace emulator {
 
@@ -279,6 +280,7 @@ void sync_cluster() {
   launch.cluster_arrived.resize(launch.num_blocks);
   launch.cluster_waiting.resize(launch.num_blocks);
   scheduler().note_progress();
+  release_here()->settle();
   if (++launch.cluster_arrived[cluster] == static_cast<int>(launch.cluster * launch.block_threads)) {
     launch.cluster_arrived[cluster] = 0;
     for (Thread* thread : launch.cluster_waiting[cluster]) make_ready(*thread);

@@ -53,7 +53,9 @@ class Session {
     open_group();
     for (const Member& member : group().members()) {
       Control control = initial_control(member.peers.layout.num_slots, newest_epoch);
-      std::fill(std::begin(control.claimed), std::end(control.claimed), uint64_t{newest_epoch} << 32);
+      for (auto* claimed : {&control.claimed_rows, &control.claimed_padding}) {
+        std::fill(std::begin(*claimed), std::end(*claimed), uint64_t{newest_epoch} << 32);
+      }
       must(cudaMemcpy(member.peers.control, &control, sizeof(control), cudaMemcpyHostToDevice));
     }
     for (int32_t rank = 0; rank < num_ranks; ++rank) ranks_.push_back(std::make_unique<Rank>(num_ranks, rank, shape));
