@@ -107,12 +107,11 @@ LaunchPlan adapt_dispatch_plan(const Peers& peers, const DispatchArgs& args, con
 
 cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,
                             cudaStream_t stream) {
-  if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
+  if (!plan.is_possible_dispatch(args.phase)) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * prefetched_y_bytes(args.delivery, plan.variant);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.delivery, plan.variant);
-  const int32_t num_threads = plan.block_threads() + (has_extra_control_warp(plan.variant) ? 32 : 0);
-  return launch(kernel, {plan.num_blocks, num_threads, scratch}, stream, peers, args, plan);
+  return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
 }
 
 cudaError_t load_dispatch() {

@@ -7,9 +7,8 @@
 //
 // CUDA may start the blocks of a launch in any order, and few at a time. So no block may wait for rows before all
 // senders of its launch have entered: a block that waits keeps its SM, and could starve the sender. Senders have the
-// first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in a
-// low-latency dispatch (roles.cuh). With work stealing, a sender that has sent its rows may receive, but only after
-// all_have_begun().
+// first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in a low-latency
+// launch (roles.cuh). With work stealing, a sender that has sent its rows may receive, but only after all_have_begun().
 #pragma once
 
 #include "ffi/cuda/roles.cuh"
