@@ -35,8 +35,10 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   const void* result = args.out ? args.out : args.topk_weights;
   using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
   using Outgoing = typename Combine::Outgoing;
-  constexpr bool kRoleByIndex = is_low_latency(kVariant);
   const Combine combine = {peers, args, plan, {peers, args, result, state, num_worker_threads}, ring, to_come};
+  // A sender of an all_to_all_back waits for numbers that the blocks with role 0 send. So there, the block that enters
+  // first must have role 0.
+  const bool role_by_index = is_low_latency(kVariant) && !combine.is_all_to_all();
   if (!combine.op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);
@@ -45,15 +47,15 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   combine.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return combine.uses_rail_peers() && plan.forwards(role); };
   if (combine.op.is_control_warp()) {
-    combine.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
-                                            kRoleByIndex || plan.senders_enter_first ? plan.num_senders : 0);
+    combine.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); }, role_by_index,
+                     role_by_index || plan.senders_enter_first ? plan.num_senders : 0);
   }
   Outgoing outgoing = {};
-  if (kRoleByIndex && combine.op.is_worker()) outgoing = combine.prepare(static_cast<int32_t>(blockIdx.x));
+  if (role_by_index && combine.op.is_worker()) outgoing = combine.prepare(static_cast<int32_t>(blockIdx.x));
   __syncthreads();  // the block has entered
   const int32_t role = state.role;
   if (combine.op.is_worker()) {
-    if (!kRoleByIndex) outgoing = combine.prepare(role);
+    if (!role_by_index) outgoing = combine.prepare(role);
     if (role == 0) combine.notify();
     if (plan.sends_rows(role)) combine.send(outgoing);
     if (forwards(role)) {
@@ -61,11 +63,12 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
       combine.forward();
     }
     if (role >= plan.first_receiver) combine.receive();
-  } else if (plan.is_sender(role) && lane_id() == 0) {
+  } else if (role_by_index && plan.is_sender(role) && lane_id() == 0) {
     combine.op.begin_sending(plan.num_senders);
   }
-  if constexpr (kRoleByIndex) {
-    if (plan.is_sender(role) && role < plan.first_receiver) take_given_roles<Combine>(peers, args, plan, state);
+  if constexpr (is_low_latency(kVariant)) {
+    const bool takes_roles = role_by_index && plan.is_sender(role) && role < plan.first_receiver;
+    if (takes_roles) take_given_roles<Combine>(peers, args, plan, state);
   }
   combine.op.end([&] { combine.poison(); });
 }

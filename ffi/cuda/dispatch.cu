@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   const auto forwards = [&](int32_t role) { return dispatch.uses_rail_peers() && plan.forwards(role); };
   if (dispatch.op.is_control_warp()) {
     if (lane_id() == 0) shared.gives_up = 0;
-    dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
-                                             kRoleByIndex || plan.senders_enter_first ? plan.num_senders : 0);
+    dispatch.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); }, kRoleByIndex,
+                      kRoleByIndex || plan.senders_enter_first ? plan.num_senders : 0);
   }
   Outgoing outgoing = {};
   if (kRoleByIndex && dispatch.op.is_worker()) outgoing = dispatch.prepare(blockIdx.x);
