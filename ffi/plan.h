@@ -32,9 +32,9 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 // The variants of a kernel.
 //
 // kLowLatency, for few rows: small blocks, of which at least two fit on an SM, and little code, because latency depends
-// on instruction fetch. A block's role is its index (ffi/cuda/roles.cuh), so a block loads its first rows while its
-// control warp enters the operation (ffi/cuda/epoch.cuh). This control warp is an extra warp, and moves no rows. In the
-// other variants, the control warp is the last of the warps that move rows.
+// on instruction fetch. In a dispatch, its control warp, which enters the operation (ffi/cuda/epoch.cuh), is an extra
+// warp and moves no rows. In a combine, and in the other variants, the control warp is the last of the warps that move
+// rows.
 //
 // kBalanced: large blocks, one per SM.
 //
@@ -44,18 +44,18 @@ enum class Variant : int32_t { kLowLatency, kBalanced, kThroughput };
 inline constexpr Variant kVariants[] = {Variant::kLowLatency, Variant::kBalanced, Variant::kThroughput};
 constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLowLatency; }
 inline constexpr int32_t kLowLatencyBlockWarps = 8;
-constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }
+constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }  // of a dispatch
 constexpr int32_t most_block_warps(Variant variant) {
   return is_low_latency(variant) ? kLowLatencyBlockWarps : kMaxBlockWarps;
 }
 // How many of a kernel's largest blocks must fit on an SM. This limits the registers of a thread (__launch_bounds__).
-// (A low-latency block also has the extra control warp.)
+// (The largest block of a low-latency dispatch also has the extra control warp.)
 constexpr int32_t blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
 // A thread block is a sender or a receiver; over a network, it may be a forwarder (num_forwarders). With work stealing,
 // senders and forwarders also receive, after they have sent. Senders have the first roles, and wait for no peer's rows.
 // A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh). So the rows that a receiver
-// waits for are always sent. In a launch of one block, the block sends and then receives. A low-latency dispatch needs
+// waits for are always sent. In a launch of one block, the block sends and then receives. The low-latency variant needs
 // two blocks: while a receiver's workers wait, its control warp writes the destinations of rows to the memory in which
 // a sender's workers count rows.
 //
@@ -74,14 +74,13 @@ struct LaunchPlan {
   bool sums_own = false;  // combine: receivers sum the rows of this rank's own tokens; senders do not send them
   bool senders_enter_first = false;  // the other blocks wait for them for a short time (Epoch::await_entries)
 
-  constexpr int32_t block_warps() const { return 1 << log_block_warps; }  // without an extra control warp
-  constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
+  constexpr int32_t block_warps() const { return 1 << log_block_warps; }
+  constexpr int32_t block_threads() const { return 32 * block_warps(); }  // without an extra control warp
 
-  // False for a done of the low-latency variant, whose roles need an epoch of their launch's own (roles.cuh).
-  constexpr bool is_possible(Phase phase) const { return !is_low_latency(variant) || phase != Phase::kDone; }
-  // Also false if a block of a low-latency dispatch would have two roles.
-  constexpr bool is_possible_dispatch(Phase phase = Phase::kWhole) const {
-    return is_possible(phase) && (!is_low_latency(variant) || first_receiver >= num_senders);
+  // Of a dispatch: false if a block would have two roles that the variant cannot give to one block, and for a done of
+  // the low-latency variant, whose roles need an epoch of their launch's own (roles.cuh).
+  constexpr bool is_possible(Phase phase = Phase::kWhole) const {
+    return !has_extra_control_warp(variant) || (first_receiver >= num_senders && phase != Phase::kDone);
   }
 
   constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }

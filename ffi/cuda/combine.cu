@@ -5,22 +5,8 @@
 namespace jax_ep {
 namespace {
 
-// Receives for the blocks that have given their roles away (roles.cuh). This happens seldom. Inlined, it would take
-// registers that the kernel needs.
-template <typename Combine>
-__device__ __noinline__ void take_given_roles(const Peers& peers, const CombineArgs& args, const LaunchPlan& plan,
-                                              State& state) {
-  PrefetchRingOfY ring;
-  Pieces to_come = {};
-  const Combine combine = {peers, args, plan, operation_of<Operation>(state), ring, to_come};
-  while (combine.op.take_given_role() != kNoRole) {
-    if (combine.op.is_worker()) combine.receive();
-  }
-}
-
 template <typename X, Variant kVariant, bool kCasts>
-__global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_control_warp(kVariant)),
-                                  blocks_per_sm(kVariant))
+__global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm(kVariant))
     combine_kernel(const __grid_constant__ Peers peers, const __grid_constant__ CombineArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   JAX_EP_SHARED(State, state);
@@ -31,14 +17,10 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
     JAX_EP_SHARED(PrefetchRingOfY::LandedOfWarps, landed);
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
-  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
+  const auto num_threads = static_cast<int32_t>(blockDim.x);
   const void* result = args.out ? args.out : args.topk_weights;
   using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
-  using Outgoing = typename Combine::Outgoing;
-  const Combine combine = {peers, args, plan, {peers, args, result, state, num_worker_threads}, ring, to_come};
-  // A sender of an all_to_all_back waits for numbers that the blocks with role 0 send. So there, the block that enters
-  // first must have role 0.
-  const bool role_by_index = is_low_latency(kVariant) && !combine.is_all_to_all();
+  const Combine combine = {peers, args, plan, {peers, args, result, state, num_threads}, ring, to_come};
   if (!combine.op.is_control_warp()) {
     fetch_arguments(peers);
     fetch_arguments(args);
@@ -47,29 +29,18 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   combine.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return combine.uses_rail_peers() && plan.forwards(role); };
   if (combine.op.is_control_warp()) {
-    combine.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); }, role_by_index,
-                     role_by_index || plan.senders_enter_first ? plan.num_senders : 0);
+    combine.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
+                     !is_low_latency(kVariant) && plan.senders_enter_first ? plan.num_senders : 0);
   }
-  Outgoing outgoing = {};
-  if (role_by_index && combine.op.is_worker()) outgoing = combine.prepare(static_cast<int32_t>(blockIdx.x));
   __syncthreads();  // the block has entered
   const int32_t role = state.role;
-  if (combine.op.is_worker()) {
-    if (!role_by_index) outgoing = combine.prepare(role);
-    if (role == 0) combine.notify();
-    if (plan.sends_rows(role)) combine.send(outgoing);
-    if (forwards(role)) {
-      if (plan.sends_rows(role)) __syncthreads();  // forward() uses the same ids of named barriers as send() has used
-      combine.forward();
-    }
-    if (role >= plan.first_receiver) combine.receive();
-  } else if (role_by_index && plan.is_sender(role) && lane_id() == 0) {
-    combine.op.begin_sending(plan.num_senders);
+  if (role == 0) combine.notify();
+  if (plan.sends_rows(role)) combine.send();
+  if (forwards(role)) {
+    if (plan.sends_rows(role)) __syncthreads();  // forward() uses the same ids of named barriers as send() has used
+    combine.forward();
   }
-  if constexpr (is_low_latency(kVariant)) {
-    const bool takes_roles = role_by_index && plan.is_sender(role) && role < plan.first_receiver;
-    if (takes_roles) take_given_roles<Combine>(peers, args, plan, state);
-  }
+  if (role >= plan.first_receiver) combine.receive();
   combine.op.end([&] { combine.poison(); });
 }
 
@@ -97,7 +68,6 @@ LaunchPlan adapt_combine_plan(const Peers& peers, const CombineArgs& args, const
 
 cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream) {
-  if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
   return with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.variant, args.cast != 0);
     const int32_t scratch = plan.block_warps() * ring_bytes(plan.variant);

@@ -88,8 +88,8 @@ struct CombineOperands {
   static constexpr bool kLoadsAhead = kVariant == Variant::kBalanced;
   static constexpr int kRanksAtOnce = 4;                       // the ranks whose sums a lane usually awaits at once
   static constexpr int kSize = kUnitsRead * Vector<X>::kSize;  // channels of a unit that is sent
-  // The rows of a token that a lane loads before it adds them.
-  static constexpr int kRowsAtOnce = kUnitsRead > 2 ? 2 : is_low_latency(kVariant) ? 3 : 4;
+  static constexpr int kRowsAtOnce =
+      kUnitsRead > 2 ? 2 : 4;  // the rows of a token that a lane loads before it adds them
   // True if the L2 cache evicts y first. y is read once; if it does not fit into the L2 cache together with rows in
   // transit, it must not evict them. (The ring always reads y this way.)
   static constexpr bool kReadsOnce = kVariant == Variant::kBalanced;

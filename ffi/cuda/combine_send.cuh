@@ -24,44 +24,21 @@ struct CombineSender : CombineSums<Config> {
     op.tell_former_finished();
   }
 
-  // A row that is sent, this warp's first part of its sum, and the metadata of its next row.
-  struct Outgoing {
-    RowsOfToken row, next;
-    Sums sums;
-  };
-
-  // The rows of a warp group. An item is a row that may exist. Consecutive items go to different ranks, beginning with
-  // the rank after this one.
-  __device__ uint32_t num_items(const WarpGroup& warp_group) const {
-    return warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
-  }
-
-  // Sums the first row of a sender, for which it needs no epoch. (A row of all_to_all_back waits for a number that the
-  // peer sends, so send() sums it.)
-  __device__ Outgoing prepare(int32_t role) const {
-    Outgoing outgoing = {};
-    if (!plan.sends_rows(role)) return outgoing;
-    const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id());
-    if (warp_group.index < num_items(warp_group) && !is_all_to_all()) {
-      outgoing.row = issue_row_loads(warp_group.index);
-      sum_row(warp_group.index, warp_group, outgoing);
-    }
-    return outgoing;
-  }
-
-  // Sums the row of `item`, whose metadata is in outgoing.row.
-  __device__ void sum_row(uint32_t item, const WarpGroup& warp_group, Outgoing& outgoing) const {
-    const uint32_t next_item = item + warp_group.num_groups;
-    if (kLoadsAhead && !is_all_to_all() && next_item < num_items(warp_group))
-      outgoing.next = issue_row_loads(next_item);
-    outgoing.row = complete_row(outgoing.row);
-    outgoing.sums = partial_sums(outgoing.row, warp_group.warp, warp_group);
-  }
-
-  __device__ void send(Outgoing& outgoing) const {
+  // Sends rows. An item is a row that may exist. Consecutive items go to different ranks, beginning with the rank after
+  // this one.
+  __device__ void send() const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id());
-    const uint32_t num_items = this->num_items(warp_group);
-    const RowsOfToken& row = outgoing.row;
+    const uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
+    uint32_t item = warp_group.index;
+    RowsOfToken row = {}, next = {};
+    Sums sums = {};
+    const auto sum_row = [&](RowsOfToken issued) {
+      const uint32_t next_item = item + warp_group.num_groups;
+      if (kLoadsAhead && !is_all_to_all() && next_item < num_items) next = issue_row_loads(next_item);
+      row = complete_row(issued);
+      sums = partial_sums(row, warp_group.warp, warp_group);
+    };
+    if (item < num_items && !is_all_to_all()) sum_row(issue_row_loads(item));
     op.stamp(Stamp::kEntered);
     bool gives_up = op.warp_has_failed();
     // The warps of a warp group meet at a barrier for each row to a remote rank. So they must agree: all of them go on
@@ -72,12 +49,10 @@ struct CombineSender : CombineSums<Config> {
       return;
     }
 #pragma unroll 1
-    for (uint32_t item = warp_group.index; item < num_items; item += warp_group.num_groups) {
-      if (item >= warp_group.num_groups || is_all_to_all()) {
-        outgoing.row = kLoadsAhead && !is_all_to_all() ? outgoing.next : issue_row_loads(item);
-        sum_row(item, warp_group, outgoing);
-      }
-      if (row.present) send_row(row, outgoing.sums, warp_group);
+    for (; item < num_items; item += warp_group.num_groups) {
+      if (item >= warp_group.num_groups || is_all_to_all())
+        sum_row(kLoadsAhead && !is_all_to_all() ? next : issue_row_loads(item));
+      if (row.present) send_row(row, sums, warp_group);
       if (is_remote(peers, row.peer) && !uses_rail_peers())
         put_staged(row.peer, peers.rank, row.index, row.present, warp_group);
     }

@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   const auto forwards = [&](int32_t role) { return dispatch.uses_rail_peers() && plan.forwards(role); };
   if (dispatch.op.is_control_warp()) {
     if (lane_id() == 0) shared.gives_up = 0;
-    dispatch.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); }, kRoleByIndex,
-                      kRoleByIndex || plan.senders_enter_first ? plan.num_senders : 0);
+    dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
+                                             kRoleByIndex || plan.senders_enter_first ? plan.num_senders : 0);
   }
   Outgoing outgoing = {};
   if (kRoleByIndex && dispatch.op.is_worker()) outgoing = dispatch.prepare(blockIdx.x);
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   if (dispatch.op.is_worker()) {
     if (!kRoleByIndex) outgoing = dispatch.prepare(role);
     if (role == 0) dispatch.notify(outgoing.ids);
-    if (role == 0 && plan.sends_rows(0)) dispatch.clear_again();
+    // All workers have read the counts that notify() keeps in the scratch memory; send() uses the same memory.
+    if (role == 0 && plan.sends_rows(0)) dispatch.op.sync_workers();
     if (plan.sends_rows(role)) dispatch.send(outgoing);
     if constexpr (kHasNetwork) {
       if (forwards(role)) dispatch.forward();
@@ -106,11 +107,12 @@ LaunchPlan adapt_dispatch_plan(const Peers& peers, const DispatchArgs& args, con
 
 cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,
                             cudaStream_t stream) {
-  if (!plan.is_possible_dispatch(args.phase)) return cudaErrorInvalidConfiguration;
+  if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * prefetched_y_bytes(args.delivery, plan.variant);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.delivery, plan.variant);
-  return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
+  const int32_t num_threads = plan.block_threads() + (has_extra_control_warp(plan.variant) ? 32 : 0);
+  return launch(kernel, {plan.num_blocks, num_threads, scratch}, stream, peers, args, plan);
 }
 
 cudaError_t load_dispatch() {

@@ -7,8 +7,9 @@
 //
 // CUDA may start the blocks of a launch in any order, and few at a time. So no block may wait for rows before all
 // senders of its launch have entered: a block that waits keeps its SM, and could starve the sender. Senders have the
-// first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in a low-latency
-// launch (roles.cuh). With work stealing, a sender that has sent its rows may receive, but only after all_have_begun().
+// first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in a
+// low-latency dispatch (roles.cuh). With work stealing, a sender that has sent its rows may receive, but only after
+// all_have_begun().
 #pragma once
 
 #include "ffi/cuda/roles.cuh"
@@ -40,27 +41,27 @@ struct Epoch : Roles {
 
   // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
   // writes to peers. Such a block waits until all peers have read the former rows of the slot, and another block until
-  // this rank has. With `role_by_index`, the block's role is its index (roles.cuh). A role from `num_senders` on is a
-  // receiver's, and may be given away: then state.role is kNoRole. Without `role_by_index`, the role is the block's
+  // this rank has. With kRoleByIndex, the block's role is its index (roles.cuh). A role from `num_senders` on is a
+  // receiver's, and may be given away: then state.role is kNoRole. Without kRoleByIndex, the role is the block's
   // ticket. If `num_senders` is positive, blocks with an index from `num_senders` on first wait until num_senders
   // blocks have entered (await_entries).
-  template <typename Sends>
-  __device__ __forceinline__ void enter(Sends sends, bool role_by_index = false, int32_t num_senders = 0) const {
+  template <bool kRoleByIndex = false, typename Sends>
+  __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();
     uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
     if (lane_id() == 0) {
       publish();
       const bool is_later = num_senders > 0 && static_cast<int32_t>(blockIdx.x) >= num_senders;
-      if (!role_by_index && is_later) await_entries(state, num_senders);
+      if (!kRoleByIndex && is_later) await_entries(state, num_senders);
       if (takes_epoch()) {
-        enter_epoch(role_by_index);
+        enter_epoch<kRoleByIndex>();
       } else {
         enter_started();
       }
-      state.role = role_by_index ? static_cast<int32_t>(blockIdx.x) : state.ticket;
+      state.role = kRoleByIndex ? static_cast<int32_t>(blockIdx.x) : state.ticket;
       state.roles_to_take = 0;
-      if (role_by_index && state.role >= num_senders) await_senders(state, num_senders);
+      if (kRoleByIndex && state.role >= num_senders) await_senders(state, num_senders);
     }
     state.table.arena[peer] = arena;
     state.table.control[peer] = control;
@@ -110,7 +111,8 @@ struct Epoch : Roles {
 
   // Takes the next epoch; the atomic addition that returns it also counts the blocks that have entered. All loads are
   // issued before the first result is used.
-  __device__ __forceinline__ void enter_epoch(bool role_by_index) const {
+  template <bool kRoleByIndex>
+  __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
     const int32_t axis_index = *call.axis_index;
     const uint4 launches = load_unit(own().num_left);
@@ -132,7 +134,7 @@ struct Epoch : Roles {
     }
     // The block with role 0 checks the rank, because it notifies the peers. Without its notification, no peer completes
     // the operation.
-    const bool notifies = role_by_index ? blockIdx.x == 0 : state.ticket == 0;
+    const bool notifies = kRoleByIndex ? blockIdx.x == 0 : state.ticket == 0;
     if (notifies && !state.failed) check_rank(axis_index);
     if (state.ticket != 0) return;
     // At the other index are the words of the former launch, and the next launch will use them. All blocks of the

@@ -1,4 +1,4 @@
-// The roles of the blocks of a low-latency launch: a block's role is its index. So a block can load its first rows
+// The roles of the blocks of a low-latency dispatch: a block's role is its index. So a block can load its first rows
 // while it enters, and saves a round trip to memory.
 //
 // CUDA may start the blocks of a launch in any order, and few at a time. A receiver that waits for rows keeps its SM,

@@ -40,7 +40,7 @@ void expect_valid(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
   EXPECT_EQ(plan.block_warps() <= most_block_warps(plan.variant), true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
   if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
-  EXPECT_EQ(plan.is_possible_dispatch(), true);
+  EXPECT_EQ(plan.is_possible(), true);
   std::set<int32_t> senders, receivers;
   for (int32_t block = 0; block < plan.num_senders; ++block) senders.insert(plan.row_sender(block));
   for (int32_t block = plan.first_receiver; block < plan.num_blocks; ++block) {
@@ -86,14 +86,12 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
 void test_plans_of_one_block() {
   LaunchPlan plan = plan_dispatch(4096, 2, 8, 28, 1, false);
   EXPECT_EQ(plan.num_blocks, 1);
-  EXPECT_EQ(plan.is_possible_dispatch(), true);
+  EXPECT_EQ(plan.is_possible(), true);
   plan.variant = Variant::kLowLatency;
-  EXPECT_EQ(plan.is_possible_dispatch(), false);
+  EXPECT_EQ(plan.is_possible(), false);
   const LaunchPlan few_tokens = plan_dispatch(8, 2, 8, 28, 0, false);
-  EXPECT_EQ(few_tokens.is_possible_dispatch(), true);
-  EXPECT_EQ(few_tokens.is_possible_dispatch(Phase::kDone), false);
-  EXPECT_EQ(plan_combine(8, 2, 8, 28, 0).is_possible(Phase::kWhole), true);
-  EXPECT_EQ(plan_combine(8, 2, 8, 28, 0).is_possible(Phase::kDone), false);
+  EXPECT_EQ(few_tokens.is_possible(), true);
+  EXPECT_EQ(few_tokens.is_possible(Phase::kDone), false);
 }
 
 // With few SMs, as emulated devices have, for each number of ranks and of experts per token.
