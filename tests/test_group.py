@@ -147,6 +147,41 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch, function, subject, reason
     assert ep.backends()["cuda"] == ep.BackendStatus(not is_of_device, reason if is_of_device else "")
 
 
+# What CUDA reports, whether of devices or of links, and how the reason for a refusal begins.
+REPORTS = {
+    "capability": ({"major": 8}, "unsupported_device", "emulated has compute capability 8.0; the kernels need 9.0"),
+    "shared memory": (
+        {"shared_bytes": 101376},
+        "unsupported_device",
+        "emulated has 101376 bytes of shared memory for a thread block; the kernels need ",
+    ),
+    "access": ({"can_access_peer": False}, "unsupported_pair", "CUDA device 0 cannot reach the memory of CUDA device 1"),
+    "atomics": (
+        {"has_native_atomics": False},
+        "unsupported_pair",
+        "the link from CUDA device 0 to CUDA device 1 may split a 16-byte store",
+    ),
+}
+
+
+@pytest.mark.skipif(not HAS_EMULATED, reason="there are no emulated GPUs")
+@pytest.mark.parametrize(("report", "function", "reason"), REPORTS.values(), ids=REPORTS)
+def test_facts_are_asked_of_cuda(make_group, mesh, report, function, reason):
+    """ffi/cuda/device.h asks CUDA for each fact that ffi/device.h judges."""
+    native = _native.emulated
+    try:
+        native.set_report(**report)
+        reasons = {"unsupported_device": native.unsupported_device(0), "unsupported_pair": native.unsupported_pair([0, 1])}
+        if function == "unsupported_pair":
+            with pytest.raises(RuntimeError, match=f"^{re.escape(reason)}.*, or backend='reference'$"):
+                make_group(mesh, SMALL, backend="emulated")
+    finally:
+        native.set_report()
+    assert reasons.pop(function).startswith(reason)
+    assert list(reasons.values()) == [""]
+    assert native.unsupported_device(0) == native.unsupported_pair([0, 1]) == ""
+
+
 def test_public_names():
     """The contract's names are there, and nothing else is public."""
     assert set(ep.__all__) >= {

@@ -99,6 +99,13 @@ void set_num_sms(int num_sms) {
   scheduler().set_num_sms(num_sms);
 }
 
+static DeviceReport device_report;
+
+void set_report(const DeviceReport& report) {
+  const Lock lock;
+  device_report = report;
+}
+
 void set_patience(double patience_seconds) {
   const Lock lock;
   host().patience_seconds = patience_seconds;
@@ -232,40 +239,42 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int ordinal) {
   const int32_t process = getpid();
   std::memcpy(properties->uuid.bytes, &process, sizeof(process));
   std::memcpy(properties->uuid.bytes + sizeof(process), &ordinal, sizeof(ordinal));
-  properties->major = 9;
-  properties->sharedMemPerBlockOptin = kSharedBytes;
   const Lock lock;
+  properties->major = device_report.major;
+  properties->sharedMemPerBlockOptin = device_report.shared_bytes;
   properties->multiProcessorCount = scheduler().device(ordinal)->num_sms;
   return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int ordinal) {
+  const Lock lock;
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: {
-      const Lock lock;
+    case cudaDevAttrMultiProcessorCount:
       *value = scheduler().device(ordinal)->num_sms;
       return cudaSuccess;
-    }
     case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
+      *value = device_report.major;
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor:
       *value = 0;
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = static_cast<int>(kSharedBytes);
+      *value = static_cast<int>(device_report.shared_bytes);
       return cudaSuccess;
   }
   return failed(cudaErrorInvalidValue);
 }
 
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-  *can = 1;
+  const Lock lock;
+  *can = device_report.can_access_peer;
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int, int) {
-  *value = 1;
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int, int) {
+  if (attribute != cudaDevP2PAttrNativeAtomicSupported) return failed(cudaErrorInvalidValue);
+  const Lock lock;
+  *value = device_report.has_native_atomics;
   return cudaSuccess;
 }
 

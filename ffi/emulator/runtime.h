@@ -24,6 +24,16 @@ cudaError_t failed(cudaError_t status);
 // Sets the number of SMs of new devices, and of devices that run no kernel now. Few SMs keep launches small.
 void set_num_sms(int num_sms);
 
+inline constexpr size_t kSharedBytes = size_t{227} << 10;  // of a block, and of an SM
+
+// What CUDA reports of all emulated devices and of the links between them.
+struct DeviceReport {
+  int major = 9;  // of the compute capability
+  size_t shared_bytes = kSharedBytes;
+  bool can_access_peer = true, has_native_atomics = true;
+};
+void set_report(const DeviceReport& report);
+
 // Replaces the adversary. Derives its settings from `seed`, and overrides them by `settings` (adversary.h).
 void set_adversary(uint64_t seed, const std::string& settings = "");
 

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "ffi/emulator/machine.h"
+#include "ffi/emulator/runtime.h"
 
 namespace emulator {
 
-inline constexpr size_t kSharedBytes = size_t{227} << 10;  // of a block, and of an SM
 inline constexpr int kThreadsPerSm = 2048;
 
 // Defined in machine.cc.

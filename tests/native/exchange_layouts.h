@@ -121,6 +121,35 @@ void check_rows(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, 
   expect_near(rank.weights_cotangent.download(), products, 1e-3f, "combine (backward), weights");
 }
 
+// Without zero_pad, the rows that alignment has added are zero, and the rows behind the last group are as they were.
+void check_rows_without_zero_pad(Session& session) {
+  for (auto& rank : session.ranks()) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));
+  session.wait();
+  session.whole([](Rank& rank) {
+    DispatchArgs args = rank.dispatch(0);
+    args.zero_pad = false;
+    return args;
+  });
+  session.wait();
+  session.expect_no_failure();
+  const std::vector<float> zeros(kHidden);
+  for (int32_t r = 0; r < session.num_ranks(); ++r) {
+    Rank& rank = *session.ranks()[r];
+    const ExpectedRows held = expected_rows_of(session.ranks(), r, rank.shape.layout, rank.capacity);
+    rank.recv.download();
+    int64_t row = 0;
+    int32_t not_zero = 0, written = 0;
+    for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
+      const int64_t end = row + held.group_sizes[expert];
+      for (row += held.counts[expert]; row < end; ++row)
+        not_zero += !same_bits(&rank.recv.host[row * kHidden], zeros.data());
+    }
+    for (; row < rank.num_rows; ++row) written += !std::isnan(rank.recv.host[row * kHidden]);
+    EXPECT_EQ(not_zero, 0);
+    EXPECT_EQ(written, 0);
+  }
+}
+
 // Runs each operation once. Before that, the results have arbitrary values.
 void run_layout(Session& session) {
   for (auto& rank : session.ranks()) {
@@ -146,6 +175,7 @@ void run_layout(Session& session) {
     expect_near(rank.x_cotangent.download(), returned[r].summed, 1e-5f, "dispatch (backward), x");
     expect_near(rank.topk_cotangent.download(), returned[r].weights, 0, "dispatch (backward), topk_weights");
   }
+  if (session.ranks()[0]->shape.layout == Layout::kRagged) check_rows_without_zero_pad(session);
 }
 
 // The capacities leave room for most rows, for some rows, and for one row.

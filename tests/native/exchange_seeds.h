@@ -8,9 +8,11 @@
 #include <vector>
 
 #include "exchange_balance.h"
+#include "exchange_dispatch_layout.h"
 #include "exchange_emulated.h"
 #include "exchange_failures.h"
 #include "exchange_group_arrays.h"
+#include "exchange_layouts.h"
 #include "exchange_rare_orders.h"
 #include "exchange_successes.h"
 
@@ -64,6 +66,7 @@ std::string run_exchange(uint64_t seed) {
   emulator::set_num_sms(num_sms);
   Session session(num_ranks, cast, blocks, kTimeout, newest_epoch, max_tokens, {}, node_size);
   EXPECT_EQ(session.num_slots(), has_two_slots ? 2 : 4);
+  EXPECT_EQ(session.group().members()[0].num_sms, num_sms);
   session.set_sum_cast(pick<int32_t>(of_casts, {0, 0, 1, 2, 3}));
   session.randomize(random);
   session.run_whole();
@@ -98,6 +101,17 @@ std::string run_seed(uint64_t seed) {
   // One seed of 16 has more groups than the kernel has threads (kThreads in groups.cu).
   const int32_t extra_groups = seed % 16 == 6 ? 1024 : 0;
   if (check::failures == 0) run_group_arrays_of(random, extra_groups + 1 + random() % 40);
+  if (check::failures == 0 && seed % 8 == 2) {
+    what += ", then dispatch_layout";
+    run_dispatch_layout(1 + random() % 40, 4, 6, 2, 1, random);
+  }
+  if (check::failures == 0 && seed % 8 == 6) {
+    what += ", then layouts";
+    const PlanOverrides blocks = pick<PlanOverrides>(
+        random,
+        {{0, Variant::kLowLatency}, {2, Variant::kBalanced}, {1, Variant::kThroughput}, {3, Variant::kThroughput}});
+    run_layouts(pick<int32_t>(random, {1, 2, 2, 4}), blocks, random);
+  }
   if (check::failures == 0) what += run_balance(seed);
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
   if (check::failures == 0 && seed % 4 == 1) {
