@@ -186,8 +186,8 @@ struct Control {
   // of all blocks to num_blocks, when it leaves.
   alignas(16) uint32_t num_left[2];
   uint32_t num_blocks[2];
-  uint32_t done_left[kMaxSlots];          // blocks that have left the done of each slot
-  uint32_t poisons[2][kMaxSlots];         // 1 while a block poisons the results in each slot; indexed like first_wait
+  uint32_t done_left[kMaxSlots];   // blocks that have left the done of each slot
+  uint32_t poisons[2][kMaxSlots];  // 1 while a block poisons the results in each slot; indexed like first_wait
   // {epoch, number of claimed items} in each slot: rows (or tracks of a replicate), and parts of the padding.
   unsigned long long claimed_rows[kMaxSlots], claimed_padding[kMaxSlots];
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_ep as ep
+from conftest import HAS_EMULATED
 from helpers import PURE_JAX, open_group, without_gpus
 from jax_ep import _backends, _native
 from shapes import SMALL
@@ -155,7 +156,11 @@ REPORTS = {
         "unsupported_device",
         "emulated has 101376 bytes of shared memory for a thread block; the kernels need ",
     ),
-    "access": ({"can_access_peer": False}, "unsupported_pair", "CUDA device 0 cannot reach the memory of CUDA device 1"),
+    "access": (
+        {"can_access_peer": False},
+        "unsupported_pair",
+        "CUDA device 0 cannot reach the memory of CUDA device 1",
+    ),
     "atomics": (
         {"has_native_atomics": False},
         "unsupported_pair",
@@ -166,15 +171,18 @@ REPORTS = {
 
 @pytest.mark.skipif(not HAS_EMULATED, reason="there are no emulated GPUs")
 @pytest.mark.parametrize(("report", "function", "reason"), REPORTS.values(), ids=REPORTS)
-def test_facts_are_asked_of_cuda(make_group, mesh, report, function, reason):
+def test_facts_are_asked_of_cuda(mesh, report, function, reason):
     """ffi/cuda/device.h asks CUDA for each fact that ffi/device.h judges."""
     native = _native.emulated
     try:
         native.set_report(**report)
-        reasons = {"unsupported_device": native.unsupported_device(0), "unsupported_pair": native.unsupported_pair([0, 1])}
+        reasons = {
+            "unsupported_device": native.unsupported_device(0),
+            "unsupported_pair": native.unsupported_pair([0, 1]),
+        }
         if function == "unsupported_pair":
-            with pytest.raises(RuntimeError, match=f"^{re.escape(reason)}.*, or backend='reference'$"):
-                make_group(mesh, SMALL, backend="emulated")
+            with pytest.raises(ep.Error, match=f"^Group: {re.escape(reason)}.*, or backend='reference'$"):
+                open_group(mesh, SMALL, backend="emulated")
     finally:
         native.set_report()
     assert reasons.pop(function).startswith(reason)
