@@ -37,13 +37,20 @@ BATCH = P(model.AXES)  # windows of text are split over all devices
 PARTS = P(None, *BATCH)  # the leading axis is the parts of a step
 HELD_OUT_BATCHES = 16
 SAMPLE_BYTES = 256
+# Wire formats of ep.moe.mlp: the argument and the option, and what travels.
+WIRES = {
+    "wire": "tokens on their way to the experts",
+    "combine_wire": "the experts' outputs on their way back",
+    "combine_grad_wire": "the cotangents of the layer's output on their way to the experts",
+    "grad_wire": "the cotangents of tokens on their way back",
+}
 
 
 class Programs(NamedTuple):
     """The jitted programs of a run. A state is {"params", "optimizer"}; a window is int32 [seq_len + 1]."""
 
     init: Callable  # key -> state
-    train_step: Callable  # state (donated), windows [parts, batch / parts] -> state, metrics of each part
+    train_step: Callable  # state (donated), windows [parts, batch / parts] -> state, metrics of the step
     evaluate: Callable  # params, windows [batch / parts] -> nats per byte
     sample: Callable  # params, prompts [devices, seq_len], key -> [devices, SAMPLE_BYTES]
 
@@ -77,6 +84,7 @@ def make_programs(cfg: model.Config, group: ep.Group, optimizer: optax.GradientT
         # The parts run one after another, so only one part's activations are in memory.
         total, metrics = jax.lax.scan(add_gradients, jax.tree.map(jnp.zeros_like, state["params"]), windows)
         grads = jax.tree.map(lambda g: g / len(windows), total)
+        metrics["grad_norm"] = optax.global_norm(grads)
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer_state}, metrics
 
@@ -139,7 +147,7 @@ def run(options: argparse.Namespace, cfg: model.Config, group: ep.Group) -> None
 def initial_state(options: argparse.Namespace, programs: Programs) -> tuple[dict, dict, Checkpoints | None]:
     """Returns a new state, or the state of the latest checkpoint, with the history of its steps."""
     state = programs.init(jax.random.key(options.seed))
-    history = {"loss": [], "dropped": [], "load": []}
+    history = {"loss": [], "grad_norm": [], "dropped": [], "load": []}
     if options.checkpoint_dir is None:
         return state, history, None
     checkpoints = Checkpoints(options.checkpoint_dir)
@@ -200,6 +208,9 @@ def mismatches(options: argparse.Namespace) -> Iterator[str]:
             f"--batch {options.batch} must be a multiple of the mesh's {math.prod(shape)} devices times "
             f"--accumulate {options.accumulate}, such as {-(-options.batch // unit) * unit}"
         )
+    for leg in WIRES:
+        if getattr(options, leg) and options.hidden % 16:
+            yield f"--{leg.replace('_', '-')} needs --hidden {options.hidden} to be a multiple of 16"
     if options.balance is not None and not 0 <= options.balance < math.inf:
         yield f"--balance {options.balance} must be 0 or more, such as 0.1"
     if options.seed < 0:
@@ -249,6 +260,9 @@ def make_parser() -> argparse.ArgumentParser:
         type=positive(float),
         help="capacity of a rank, divided by its rows under a balanced load (room for all rows)",
     )
+    for leg, moved in WIRES.items():
+        formats = ["fp8", "fp8_pow2", *(["fp8_e5m2"] if "grad" in leg else [])]
+        add(f"--{leg.replace('_', '-')}", choices=formats, help=f"wire format of {moved} (none)")
     add("--remat", action="store_true", help="compute layers again in the backward pass, to save memory")
     add("--dtype", choices=["bfloat16", "float32"], help="of activations (bfloat16 on GPUs, else float32)")
     add("--backend", default="auto", choices=["auto", "cuda", "collectives", "reference"], help="of jax_ep (auto)")
@@ -284,6 +298,7 @@ def main() -> None:
         balance_loss=options.balance_loss,
         balance=options.balance,
         remat=options.remat,
+        wires=tuple((leg, value) for leg in WIRES if (value := getattr(options, leg)) is not None),
         dtype=jnp.dtype(options.dtype or ("bfloat16" if on_gpu else "float32")),
     )
     group = ep.Group(

@@ -210,6 +210,10 @@ def make_case(shape, num_ranks, routing="uneven"):
     return *inputs, weights(H, 2 * INNER), weights(INNER, H), cotangent
 
 
+# What value_and_gradients returns.
+NAMES = ("output", "x", "topk_weights", "w_gate_up", "w_down")
+
+
 def value_and_gradients(layer, case):
     """Of the sum of a layer's outputs times the cotangent: in x, topk_weights, w_gate_up and w_down."""
     x, topk_idx, topk_weights, *weights, cotangent = case
@@ -244,8 +248,7 @@ def dense_value_and_gradients(x, topk_idx, topk_weights, cotangent, w_gate_up, w
 
 
 def assert_close(actual, expected, tolerance):
-    names = ("output", "x", "topk_weights", "w_gate_up", "w_down")
-    for name, a, b in zip(names, actual, expected, strict=True):
+    for name, a, b in zip(NAMES, actual, expected, strict=True):
         assert a.shape == b.shape
         assert np.linalg.norm(a.astype(np.float32) - b) <= tolerance * np.linalg.norm(b), name
 
@@ -349,6 +352,18 @@ def test_fp8_rows_are_dequantised_on_arrival(reference_group, mesh):
     actual = value_and_gradients(mlp_on(mesh, group, wire="fp8"), case)
     assert_close(actual, value_and_gradients(mlp_on(mesh, group), rounded), 1e-6)
     assert_same_bits(to_numpy(jax.jit(mlp_on(mesh, group, wire="fp8", dequantize=False))(*case[:-1])), actual[0])
+
+
+def test_wire_formats_of_combine(reference_group, mesh, monkeypatch):
+    shape = dataclasses.replace(SHAPE, hidden=128)
+    group, case = reference_group(mesh, shape), make_case(shape, mesh.size)
+    plain = value_and_gradients(mlp_on(mesh, group), case)
+    formats = {"combine_wire": "fp8", "combine_grad_wire": "fp8_e5m2"}
+    actual = value_and_gradients(mlp_on(mesh, group, **formats), case)
+    monkeypatch.setattr(_layer, "combine", lambda *args, **_: ep.combine(*args, wire="fp8", grad_wire="fp8_e5m2"))
+    for name, a, b, without in zip(NAMES, actual, value_and_gradients(mlp_on(mesh, group), case), plain, strict=True):
+        assert_same_bits(a, b, name)
+        assert 0 < np.linalg.norm(a - without) <= 0.1 * np.linalg.norm(without), name
 
 
 def test_any_leading_dimensions(reference_group, mesh):
@@ -586,6 +601,8 @@ MLP = [
     ({"capacty": 8}, TypeError, ["capacty", "capacity"]),
     ({"capacity": 10, "alignment": 4}, ValueError, [10, 4, 12]),
     ({"wire": "fp4"}, ValueError, ["fp4", "fp8"]),
+    ({"combine_wire": "fp8_e5m2"}, ValueError, ["fp8_e5m2", "'fp8_pow2'"]),
+    ({"combine_grad_wire": "fp4"}, ValueError, ["fp4", "fp8_e5m2"]),
     ({"group": "ep"}, TypeError, ["str", "Group"]),
 ]
 

@@ -31,6 +31,7 @@ class Config:
     balance_loss: float = 0.0  # weight of the load-balancing loss
     balance: float | None = None  # tolerance of ep.balance; None: each expert's rows stay on its rank
     remat: bool = False  # recompute layers in the backward pass: keep only each layer's input, no dispatched rows
+    wires: tuple[tuple[str, str], ...] = ()  # wire formats: arguments of ep.moe.mlp and their values
 
 
 def init(key: jax.Array, cfg: Config) -> dict:
@@ -112,7 +113,7 @@ def moe(x: jax.Array, layer: dict, cfg: Config, group: ep.Group) -> tuple[jax.Ar
     """Mixture of experts, x [T, H] -> [T, H], and its metrics, equal on all devices."""
     logits, routing = route(x, layer, cfg)
     capacity = None if cfg.capacity_factor is None else math.ceil(cfg.capacity_factor * len(x) * cfg.top_k)
-    out = experts(x, routing, layer, group, capacity=capacity, balance=cfg.balance)
+    out = experts(x, routing, layer, group, capacity=capacity, balance=cfg.balance, **dict(cfg.wires))
 
     # The loss of ep.moe.route balances each device's tokens by themselves. This one balances those of all devices.
     load = jax.lax.pmean(routing.load, AXES)

@@ -38,9 +38,10 @@ class Report:
         self._progress.stop()
 
     def step(self, metrics: dict[str, np.ndarray]) -> None:
-        """Adds the metrics of a step: the metrics of `model.loss`, on the host, stacked over the parts of the step."""
+        """Adds the metrics of a step: those of `model.loss`, stacked over the parts of the step, and grad_norm."""
         self._clock.append(time.perf_counter())
         self.history["loss"].append(metrics["nats"].mean().item())
+        self.history["grad_norm"].append(metrics["grad_norm"].item())
         self.history["dropped"].append(metrics["dropped"].sum().item())
         self.history["load"].append(metrics["load"].mean(axis=0).tolist())
         done = len(self.history["loss"])

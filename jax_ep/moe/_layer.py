@@ -21,6 +21,7 @@ from jax_ep._group import Group, check_usable
 from jax_ep._layouts import capacity_of_factor
 from jax_ep._token_layout import expand, reduce
 from jax_ep._types import Dispatched, Expanded
+from jax_ep._wires import GRAD_WIRES, GradWire, Wire
 from jax_ep.moe._grouped_matmul import Implementation, no_grouped_reason
 from jax_ep.moe._portable_matmul import portable_matmul
 
@@ -54,6 +55,8 @@ def mlp(
     balance: float | None = None,
     experts: Experts = "auto",
     layout: Literal["token"] | None = None,
+    combine_wire: Wire | None = None,
+    combine_grad_wire: GradWire | None = None,
     **dispatch_arguments: Any,
 ) -> Annotated[jax.Array, "group.dtype [..., H]"]:
     """A mixture of gated MLPs: dispatch, the experts, combine. Call it inside `jax.shard_map` over `group.mesh`.
@@ -89,6 +92,8 @@ def mlp(
         layout: None takes the layout of `experts`. "token" sends and returns a row per token and rank, and copies rows
             for their experts on the rank (`jax_ep.expand`, `jax_ep.reduce`). docs/moe.md says when. The experts are
             then any but "einsum".
+        combine_wire: `wire` of `combine`: the format in which the experts' outputs come back.
+        combine_grad_wire: `grad_wire` of `combine`: the format in which the cotangent of the result travels.
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, grad_wire, dequantize and zero_pad, as for
             `dispatch`. The unit of `capacity` depends on the layout. The unit of `capacity_factor` does not. dequantize
             is True by default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
@@ -135,6 +140,8 @@ def mlp(
         _checks.not_negative(f"{op}: balance", balance)
     _checks.choice(f"{op}: experts", experts, EXPERTS)
     _check_layout(op, layout, experts)
+    _checks.wire(op, combine_wire, group.hidden, "combine_wire")
+    _checks.wire(op, combine_grad_wire, group.hidden, "combine_grad_wire", GRAD_WIRES)
     _check_dispatch_arguments(op, dispatch_arguments)
 
     channels = group.hidden, 2 * inner, inner
@@ -186,7 +193,8 @@ def mlp(
     y = checkpoint_name(matmul(hidden, for_down), "jax_ep_moe_down")
     if isinstance(arrived, Expanded):
         y = reduce(y, arrived)
-    out = checkpoint_name(combine(y, recv), "jax_ep_moe_output")
+    out = combine(y, recv, wire=combine_wire, grad_wire=combine_grad_wire)
+    out = checkpoint_name(out, "jax_ep_moe_output")
     return out.reshape(x.shape)
 
 

@@ -1,0 +1,41 @@
+"""benchmarks/leg_training.py."""
+
+import importlib.util
+import json
+
+from helpers import ROOT
+
+SPEC = importlib.util.spec_from_file_location("leg_training", ROOT / "benchmarks" / "leg_training.py")
+leg_training = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(leg_training)
+
+
+def test_each_choice_trains_with_each_seed(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def train(options):
+        asked.append(options)
+        return {"held_out": len(asked), "loss": 1.5, "grad_norm": 0.25}
+
+    monkeypatch.setattr(leg_training, "train", train)
+    file = tmp_path / "legs.json"
+    options = [
+        "--seeds",
+        "3",
+        "4",
+        "--choices",
+        "no wire format",
+        "all four: fp8",
+        "--json",
+        str(file),
+        "--",
+        "--mesh=1x2",
+    ]
+    assert leg_training.main(options) == 0
+    common = ["--steps=300", "--dtype=bfloat16", "--mesh=1x2"]
+    wires = ["--wire=fp8", "--combine-wire=fp8", "--combine-grad-wire=fp8", "--grad-wire=fp8"]
+    assert asked == [[*common, f"--seed={seed}", *legs] for seed in (3, 4) for legs in ([], wires)]
+    assert [row["held_out"] for row in json.loads(file.read_text())] == [1, 2, 3, 4]
+    assert "| no wire format | 2.000 (1.000 to 3.000) | 1.500 (1.500 to 1.500) | 0.250 (0.250 to 0.250) |" in (
+        capsys.readouterr().out
+    )
