@@ -188,8 +188,9 @@ struct Control {
   uint32_t num_blocks[2];
   uint32_t done_left[kMaxSlots];   // blocks that have left the done of each slot
   uint32_t poisons[2][kMaxSlots];  // 1 while a block poisons the results in each slot; indexed like first_wait
-  // {epoch, number of claimed items} in each slot: rows (or tracks of a replicate), and parts of the padding.
-  unsigned long long claimed_rows[kMaxSlots], claimed_padding[kMaxSlots];
+  // {epoch, the next item to claim} in each slot. claimed_items: rows of a dispatch; or tracks, then parts of slots, of
+  // a replicate. claimed_padding: ranges of rows of a dispatch's result.
+  unsigned long long claimed_items[kMaxSlots], claimed_padding[kMaxSlots];
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.
   unsigned long long first_wait[2][kMaxSlots];
   // [slot][rank]: the newest operation of the slot whose rows the rank has read in its own memory.

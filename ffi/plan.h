@@ -62,7 +62,7 @@ constexpr int32_t blocks_per_sm(Variant variant) { return is_low_latency(variant
 // If there are several senders, the first sends no rows: it notifies the peers of the call and of the number of rows.
 // If there are several receivers, the first starts without a row: one of its warps waits for the notifications of all
 // ranks, and counts (wait_peers). In a combine, the first receiver does nothing else. In a dispatch, it writes the
-// small results, pads (alone or with the other receivers), and with work stealing then claims rows.
+// small results, and pads (padding.cuh). With work stealing, it then claims rows and padding.
 struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;
@@ -349,7 +349,7 @@ inline constexpr Shape kLongRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{1
 inline constexpr Shape kMostTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
                                                 Receive{WarpsPerRow::exactly(2)}, ReceiverSixteenths{11}};
 // The backward pass of combine with more than 32 tokens. Few blocks send, because receivers do most of the work: for
-// each expert of a token, they read y and write a row. All receivers share the padding. A sender that has sent all its
+// each expert of a token, they read y and write a row. Warps claim the padding. A sender that has sent all its
 // tokens steals rows.
 inline constexpr Shape kCombineBack = {Variant::kThroughput,
                                        BlockWarps{16},

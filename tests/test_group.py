@@ -148,7 +148,7 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch, function, subject, reason
     assert ep.backends()["cuda"] == ep.BackendStatus(not is_of_device, reason if is_of_device else "")
 
 
-# What CUDA reports, whether of devices or of links, and how the reason for a refusal begins.
+# Each case: the facts that emulated CUDA reports, the function that must refuse them, and the start of its reason.
 REPORTS = {
     "capability": ({"major": 8}, "unsupported_device", "emulated has compute capability 8.0; the kernels need 9.0"),
     "shared memory": (
@@ -171,11 +171,11 @@ REPORTS = {
 
 @pytest.mark.skipif(not HAS_EMULATED, reason="there are no emulated GPUs")
 @pytest.mark.parametrize(("report", "function", "reason"), REPORTS.values(), ids=REPORTS)
-def test_facts_are_asked_of_cuda(mesh, report, function, reason):
+def test_device_facts_come_from_cuda(mesh, report, function, reason):
     """ffi/cuda/device.h asks CUDA for each fact that ffi/device.h judges."""
     native = _native.emulated
     try:
-        native.set_report(**report)
+        native.set_device_report(**report)
         reasons = {
             "unsupported_device": native.unsupported_device(0),
             "unsupported_pair": native.unsupported_pair([0, 1]),
@@ -184,7 +184,7 @@ def test_facts_are_asked_of_cuda(mesh, report, function, reason):
             with pytest.raises(ep.Error, match=f"^Group: {re.escape(reason)}.*, or backend='reference'$"):
                 open_group(mesh, SMALL, backend="emulated")
     finally:
-        native.set_report()
+        native.set_device_report()
     assert reasons.pop(function).startswith(reason)
     assert list(reasons.values()) == [""]
     assert native.unsupported_device(0) == native.unsupported_pair([0, 1]) == ""

@@ -12,7 +12,7 @@ constexpr int kBlocksPerCluster = 8;
 
 // The share of one cluster of blocks, for a rank or a node. The cluster counts the tokens that name an expert of
 // [first, first + size). For a rank, it also writes num_tokens_per_expert and is_token_in_rank. The counts are unsigned
-// here, as for all atomic additions.
+// here, because the atomic additions of ptx.cuh take unsigned words.
 struct Share {
   bool is_rank;  // false: a node
   int32_t first, size;

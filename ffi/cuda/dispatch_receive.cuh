@@ -12,9 +12,9 @@ struct DispatchReceiver : CombineBackward<Config> {
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own,
       Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
       Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
-      Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad, Base::pad_some,
-      Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan, Base::scratch,
-      Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
+      Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad,
+      Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan,
+      Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
       Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
@@ -90,15 +90,18 @@ struct DispatchReceiver : CombineBackward<Config> {
 
   __device__ void open_claims() const {
     if (lane_id() != 0 || op.state.failed) return;
-    op.open_claims(&Control::claimed_rows, first_claimable_row());
-    if (args.zero_pad) op.open_claims(&Control::claimed_padding, 0);
+    op.open_claims(&Control::claimed_items, first_claimable_row());
+    if (claims_padding()) op.open_claims(&Control::claimed_padding, 0);
   }
+  // True if warps claim the padding of the result. (all_to_all zeroes the places of rows that are not sent.)
+  __device__ bool claims_padding() const { return args.zero_pad && !args.is_all_to_all; }
 
   // Receives row `item`, and then the rows that the warp group claims. `looked`: look_for_row() has been called for
-  // `item`. A warp pads while its row is in transit and, when no rows are left, until no padding is left.
+  // `item`. While its row is in transit, a warp zeroes padding. After the last row, it does so until no padding is
+  // left.
   __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Destinations& destinations,
                                     const WarpGroup& warp_group) const {
-    bool pads = args.zero_pad && !args.is_all_to_all;
+    bool has_padding_left = claims_padding();
 #pragma unroll 1
     while (true) {
       const bool has_item = item < num_items();
@@ -106,8 +109,8 @@ struct DispatchReceiver : CombineBackward<Config> {
         arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.num_rows_from[source]; });
       looked = false;
 #pragma unroll 1
-      while (pads && (!has_item || is_in_transit(arriving))) {
-        pads = pad_some(destinations);
+      while (has_padding_left && !op.warp_has_failed() && (!has_item || first_batch_is_missing(arriving))) {
+        has_padding_left = zero_claimed_padding(destinations);
         if (has_item) look_at_batch(arriving.address, warp_group.warp, warp_group, arriving.batch);
       }
       if (!has_item) return;
@@ -118,9 +121,9 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // True if units of this warp's first batch are missing. (A row that comes with a signal must not be looked at before
-  // the signal, so it counts as arrived.) All lanes get the same answer.
-  __device__ bool is_in_transit(const Arriving& arriving) const {
+  // True if units of this warp's first batch are missing. All lanes get the same answer. (A row that comes with a
+  // signal must not be loaded before the signal has come. So for such a row, the answer is false.)
+  __device__ bool first_batch_is_missing(const Arriving& arriving) const {
     if (!arriving.is_sent || arriving.is_own || arrives_by_signal(arriving.source)) return false;
     bool is_missing = false;
 #pragma unroll
@@ -130,7 +133,7 @@ struct DispatchReceiver : CombineBackward<Config> {
 
   // The first thread of a warp group claims a row. claimed_row() returns it to all of the warp group's threads.
   __device__ uint32_t claim_row(const WarpGroup& warp_group) const {
-    return warp_group.warp == 0 && lane_id() == 0 ? op.claim(&Control::claimed_rows) : 0;
+    return warp_group.warp == 0 && lane_id() == 0 ? op.claim(&Control::claimed_items) : 0;
   }
   __device__ uint32_t claimed_row(uint32_t claimed, const WarpGroup& warp_group) const {
     if (warp_group.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);

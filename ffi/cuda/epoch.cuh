@@ -162,7 +162,7 @@ struct Epoch : Roles {
   __device__ __forceinline__ void enter_started() const {
     state.entered = true;
     state.failed = load_relaxed(&own().failed) != 0;
-    state.epoch = call.pending->epoch;
+    state.epoch = load_relaxed(&call.pending->epoch);
     state.slot = slot_of(state.epoch);
     state.slot_is_free = false;
     state.ticket = static_cast<int32_t>(atomic_add_relaxed_gpu(&call.pending->blocks_begun, 1));
@@ -203,15 +203,15 @@ struct Epoch : Roles {
 
   // --- work stealing ------------------------------------------------------------------------------------------------
 
-  // Sets a claim counter of the operation to `first`, the first number that can be claimed. Each thread calls it before
-  // its first claim(), and one of them succeeds. `counter`: Control::claimed_rows or claimed_padding.
-  using ClaimCounter = unsigned long long (Control::*)[kMaxSlots];
+  using ClaimCounter = unsigned long long (Control::*)[kMaxSlots];  // claimed_items or claimed_padding
+  // Sets a claim counter to `first`, the first item that can be claimed. Each thread calls it before its first claim().
+  // Only the first of these calls changes the counter.
   __device__ __forceinline__ void open_claims(ClaimCounter counter, int32_t first) const {
     unsigned long long* const word = &(own().*counter)[state.slot];
     const unsigned long long seen = load_relaxed(word);
     if (seen >> 32 != state.epoch) atomic_cas_relaxed_gpu(word, seen, tagged(state.epoch, first));
   }
-  // Returns the next number that has not been claimed.
+  // Claims the next item, and returns its number.
   __device__ __forceinline__ uint32_t claim(ClaimCounter counter) const {
     return static_cast<uint32_t>(atomic_add_relaxed_gpu(&(own().*counter)[state.slot], 1ull));
   }

@@ -10,11 +10,13 @@ struct Padding : DispatchSender<Config> {
   using Base = DispatchSender<Config>;
   using Base::args, Base::experts_per_rank, Base::kStealsRows, Base::op, Base::out_row, Base::plan;
 
-  // Pads the rows behind each group, and behind the last one. Their weights become zero. The rows become zero with
-  // zero_pad, or if alignment has added them. With zero_pad, all receivers share the work; otherwise the first receiver
-  // does it. With work stealing, rows that are zero because of zero_pad are left to pad_some().
+  // Pads the rows after each group, and after the last group. Their weights become zero, and their recv_topk_idx -1.
+  // The rows become zero with zero_pad, or if alignment has added them. With zero_pad, all receivers share the work;
+  // otherwise the first receiver does it. With work stealing and zero_pad, the first receiver does all but the rows
+  // themselves, which zero_claimed_padding() zeroes.
   __device__ void pad(const Destinations& destinations) const {
-    const bool shares_buffer = !has_buffer_per_expert(args.layout), zeroes = args.zero_pad && !kStealsRows;
+    const bool zeroes = args.zero_pad && !kStealsRows;  // all padding
+    const bool zeroes_gaps = zeroes || (!has_buffer_per_expert(args.layout) && !args.zero_pad);
     const bool is_first = op.state.role == plan.first_receiver;
     if (!zeroes && !is_first) return;
     const int32_t worker = (zeroes ? op.state.role - plan.first_receiver : 0) * plan.block_warps() + warp_id();
@@ -26,15 +28,14 @@ struct Padding : DispatchSender<Config> {
       int32_t begin = 0, end = 0;  // the gap behind the group of this lane's expert
       if (expert < experts_per_rank()) {
         begin = destinations.first_row[expert] + destinations.counts[expert];
-        end = destinations.first_row[expert] +
-              (shares_buffer ? destinations.group_sizes[expert] : static_cast<int32_t>(args.capacity));
+        end = destinations.first_row[expert] + (has_buffer_per_expert(args.layout) ? static_cast<int32_t>(args.capacity)
+                                                                                   : destinations.group_sizes[expert]);
       }
       last = __reduce_max_sync(kAllLanes, max(last, end));
 #pragma unroll 1
       for (uint32_t gaps = __ballot_sync(kAllLanes, begin < end); gaps; gaps &= gaps - 1) {
         const int32_t lane = __ffs(gaps) - 1;
-        pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane),
-                 zeroes || (shares_buffer && !args.zero_pad), worker, workers);
+        pad_rows(__shfl_sync(kAllLanes, begin, lane), __shfl_sync(kAllLanes, end, lane), zeroes_gaps, worker, workers);
       }
     }
     pad_rows(last, static_cast<int32_t>(args.num_rows), zeroes, worker, workers);
@@ -53,24 +54,27 @@ struct Padding : DispatchSender<Config> {
   }
 
   // Work stealing: a warp claims the next rows of the result, and zeroes those that hold no token. Returns false if no
-  // rows are left. All claims are additions to one word, so a warp claims several of many rows.
-  __device__ bool pad_some(const Destinations& destinations) const {
-    constexpr int32_t kClaimsPerWarp = 2, kMostAtOnce = 8;
+  // rows are left. All claims add to one word. To make fewer additions, a warp claims several rows at once if there are
+  // many.
+  __device__ bool zero_claimed_padding(const Destinations& destinations) const {
+    constexpr int32_t kClaimsPerWarp = 2, kMaxRowsPerClaim = 8;
     const auto num_rows = static_cast<int32_t>(args.num_rows);
     const int32_t claims = kClaimsPerWarp * plan.num_blocks * plan.block_warps();
-    const int32_t rows_at_once = min(max(num_rows / claims, 1), kMostAtOnce);
+    const int32_t rows_per_claim = min(max(num_rows / claims, 1), kMaxRowsPerClaim);
     const uint32_t claimed = __shfl_sync(kAllLanes, lane_id() == 0 ? op.claim(&Control::claimed_padding) : 0, 0);
-    const uint64_t begin = uint64_t{claimed} * rows_at_once;
+    const uint64_t begin = uint64_t{claimed} * rows_per_claim;
     if (begin >= num_rows) return false;
     const int32_t row = static_cast<int32_t>(begin) + lane_id();
-    const bool zeroes = lane_id() < rows_at_once && row < num_rows && holds_no_token(destinations, row);
+    const bool zeroes_row = lane_id() < rows_per_claim && row < num_rows && is_padding(destinations, row);
 #pragma unroll 1
-    for (uint32_t left = __ballot_sync(kAllLanes, zeroes); left; left &= left - 1) zero_row(begin + __ffs(left) - 1);
+    for (uint32_t left = __ballot_sync(kAllLanes, zeroes_row); left; left &= left - 1)
+      zero_row(begin + __ffs(left) - 1);
     return true;
   }
 
-  // Finds the last expert whose group does not begin behind the row: the row is in this group, or in the gap behind it.
-  __device__ bool holds_no_token(const Destinations& destinations, int32_t row) const {
+  // True if the row holds no token. Finds the last expert whose group begins at or before the row: the row is in this
+  // group, or in the gap after it.
+  __device__ bool is_padding(const Destinations& destinations, int32_t row) const {
     int32_t expert = 0;
 #pragma unroll 1
     for (int32_t end = experts_per_rank(); end - expert > 1;) {

@@ -213,9 +213,9 @@ __global__ void __launch_bounds__(kCopyWarps * 32, 1)
   if (!replicate.has_rows()) {
     replicate.clear_slots();
   } else if (!op.warp_has_failed()) {
-    if (lane_id() == 0) op.open_claims(&Control::claimed_rows, 0);
+    if (lane_id() == 0) op.open_claims(&Control::claimed_items, 0);
     while (true) {  // a warp claims tracks, then parts of slots to clear
-      const int64_t claimed = __shfl_sync(kAllLanes, lane_id() == 0 ? op.claim(&Control::claimed_rows) : 0, 0),
+      const int64_t claimed = __shfl_sync(kAllLanes, lane_id() == 0 ? op.claim(&Control::claimed_items) : 0, 0),
                     part = claimed - plan.num_tracks;
       if (part >= replicate.num_parts() || op.warp_has_failed()) break;
       const auto track = static_cast<int32_t>(claimed);

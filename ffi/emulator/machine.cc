@@ -280,7 +280,7 @@ void sync_cluster() {
   launch.cluster_arrived.resize(launch.num_blocks);
   launch.cluster_waiting.resize(launch.num_blocks);
   scheduler().note_progress();
-  release_here()->settle();
+  release_here()->settle();  // all threads see the stores at once: stronger than the barrier's release in PTX
   if (++launch.cluster_arrived[cluster] == static_cast<int>(launch.cluster * launch.block_threads)) {
     launch.cluster_arrived[cluster] = 0;
     for (Thread* thread : launch.cluster_waiting[cluster]) make_ready(*thread);

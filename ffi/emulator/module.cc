@@ -14,9 +14,9 @@ void bind(nanobind::module_& module) {
   module.def("set_patience", set_patience, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
   module.def("set_num_sms", set_num_sms, nb::arg("num_sms"), nb::call_guard<nb::gil_scoped_release>());
   module.def(
-      "set_report",
+      "set_device_report",
       [](int major, size_t shared_bytes, bool can_access_peer, bool has_native_atomics) {
-        set_report({major, shared_bytes, can_access_peer, has_native_atomics});
+        set_device_report({major, shared_bytes, can_access_peer, has_native_atomics});
       },
       nb::kw_only(), nb::arg("major") = DeviceReport().major, nb::arg("shared_bytes") = DeviceReport().shared_bytes,
       nb::arg("can_access_peer") = true, nb::arg("has_native_atomics") = true,

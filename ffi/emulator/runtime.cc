@@ -101,7 +101,7 @@ void set_num_sms(int num_sms) {
 
 static DeviceReport device_report;
 
-void set_report(const DeviceReport& report) {
+void set_device_report(const DeviceReport& report) {
   const Lock lock;
   device_report = report;
 }

@@ -32,7 +32,7 @@ struct DeviceReport {
   size_t shared_bytes = kSharedBytes;
   bool can_access_peer = true, has_native_atomics = true;
 };
-void set_report(const DeviceReport& report);
+void set_device_report(const DeviceReport& report);
 
 // Replaces the adversary. Derives its settings from `seed`, and overrides them by `settings` (adversary.h).
 void set_adversary(uint64_t seed, const std::string& settings = "");

@@ -53,7 +53,7 @@ class Session {
     open_group();
     for (const Member& member : group().members()) {
       Control control = initial_control(member.peers.layout.num_slots, newest_epoch);
-      for (auto* claimed : {&control.claimed_rows, &control.claimed_padding}) {
+      for (auto* claimed : {&control.claimed_items, &control.claimed_padding}) {
         std::fill(std::begin(*claimed), std::end(*claimed), uint64_t{newest_epoch} << 32);
       }
       must(cudaMemcpy(member.peers.control, &control, sizeof(control), cudaMemcpyHostToDevice));

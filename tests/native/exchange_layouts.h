@@ -121,7 +121,8 @@ void check_rows(const std::vector<std::unique_ptr<Rank>>& ranks, int32_t index, 
   expect_near(rank.weights_cotangent.download(), products, 1e-3f, "combine (backward), weights");
 }
 
-// Without zero_pad, the rows that alignment has added are zero, and the rows behind the last group are as they were.
+// Runs a dispatch without zero_pad. Checks that rows added by alignment are zero, and that rows after the last group
+// are unchanged.
 void check_rows_without_zero_pad(Session& session) {
   for (auto& rank : session.ranks()) must(cudaMemset(rank->recv.device, 0xff, rank->recv.host.size() * sizeof(float)));
   session.wait();
@@ -138,15 +139,15 @@ void check_rows_without_zero_pad(Session& session) {
     const ExpectedRows held = expected_rows_of(session.ranks(), r, rank.shape.layout, rank.capacity);
     rank.recv.download();
     int64_t row = 0;
-    int32_t not_zero = 0, written = 0;
+    int32_t num_not_zero = 0, num_written = 0;
     for (int32_t expert = 0; expert < experts_per_rank; ++expert) {
       const int64_t end = row + held.group_sizes[expert];
       for (row += held.counts[expert]; row < end; ++row)
-        not_zero += !same_bits(&rank.recv.host[row * kHidden], zeros.data());
+        num_not_zero += !same_bits(&rank.recv.host[row * kHidden], zeros.data());
     }
-    for (; row < rank.num_rows; ++row) written += !std::isnan(rank.recv.host[row * kHidden]);
-    EXPECT_EQ(not_zero, 0);
-    EXPECT_EQ(written, 0);
+    for (; row < rank.num_rows; ++row) num_written += !std::isnan(rank.recv.host[row * kHidden]);
+    EXPECT_EQ(num_not_zero, 0);
+    EXPECT_EQ(num_written, 0);
   }
 }
 
