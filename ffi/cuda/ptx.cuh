@@ -2,8 +2,8 @@
 // stores and atomics by order and scope, copies to shared memory, barriers, the clock. ffi/emulator/ptx.h implements
 // the same functions for tests on CPUs.
 //
-// Some kernels also use plain CUDA: atomics on shared memory; the cluster barrier of dispatch_layout.cu; and in floor.cu,
-// plain stores to the memory of peers. CUTLASS has PTX of its own.
+// Some kernels also use plain CUDA: atomics on shared memory, the cluster barrier of dispatch_layout.cu, and plain
+// stores of floor.cu to the memory of peers. CUTLASS has PTX of its own.
 #pragma once
 
 #include <cstdint>
