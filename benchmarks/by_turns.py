@@ -49,7 +49,7 @@ def main() -> None:
     rounds = [{name: bench(folder, options) for name, folder in builds.items()} for _ in range(arguments.rounds)]
     report = []
     for number, case in enumerate(next(iter(rounds[0].values()))):
-        what = " ".join(f"{setting}={case[setting]}" for setting in SETTINGS)
+        what = " ".join(f"{setting}={case[setting]}" for setting in SETTINGS if setting in case)
         measured = [name for name in TIMES if case.get(name)]
         times = {build: {name: [turn[build][number][name] for turn in rounds] for name in measured} for build in builds}
         report.append({"case": what, "times": times})

@@ -17,7 +17,7 @@ from jax_ep.bench import balance
 from jax_ep.bench.__main__ import _parse, main
 from jax_ep.bench.cases import ROUTINGS, Case, make_inputs
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange
-from jax_ep.bench.floor import dispatch_row_bytes, measure_floor, over_network, rows_between_ranks
+from jax_ep.bench.floor import combine_row_bytes, dispatch_row_bytes, measure_floor, over_network, rows_between_ranks
 from jax_ep.bench.models import MODELS
 from jax_ep.bench.report import LiveReport
 from jax_ep.bench.timeline import KINDS, Event, TimeLine, events_of_gpus, operations_of, time_line
@@ -279,8 +279,10 @@ def test_bytes_over_a_network(top_k, wire, expected):
         ("bfloat16", "fp8", 2880, 8, 2880 + 96 + 128),  # 23 scales, rounded up to whole units of 16 bytes
     ],
 )
-def test_bytes_of_a_dispatched_row(dtype, wire, hidden, top_k, expected):
-    assert dispatch_row_bytes(Case(2, 1, hidden, top_k, 32, dtype, wire, "ragged", "uniform")) == expected
+def test_bytes_of_a_row(dtype, wire, hidden, top_k, expected):
+    case = Case(2, 1, hidden, top_k, 32, dtype, wire, "ragged", "uniform", combine_wire=wire)
+    assert dispatch_row_bytes(case) == expected
+    assert combine_row_bytes(case) == expected - 16 * top_k  # without headers
 
 
 @pytest.mark.gpu
@@ -304,7 +306,7 @@ def test_floor_of_the_link():
         ("--tokens=1,3", 2),
         ("--wire=none,fp8 --routing=skewed --num-sms=auto,8 --no-lax", 4),
         ("--wire=fp8_pow2 --dtype=float16 --layout=expert --grad --no-lax", 1),
-        ("--wire=fp8 --layout=token --grad --no-lax", 1),
+        ("--wire=fp8 --layout=token --combine-wire=fp8 --grad-wire=fp8,fp8_e5m2 --grad --no-lax", 2),
     ],
 )
 def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
@@ -391,6 +393,8 @@ def test_live_table(capsys):
         ("--model=bert", "argument --model: invalid choice: 'bert'"),
         ("--model=mixtral-8x7b --top-k=9", "--top-k is 9; it must be 1 to 8, with --experts=8"),
         ("--wire=fp4", "'fp4' is no wire; choose from none, fp8, fp8_pow2"),
+        ("--combine-wire=fp8_pow2", "'fp8_pow2' is no wire; choose from none, fp8"),
+        ("--hidden=72 --grad-wire=fp8", "--hidden is 72; it must be a multiple of 16, with --grad-wire=fp8"),
         ("--chain=0", "--chain is 0; it must be at least 1"),
         ("--tokens=8,0", "--tokens is 0; it must be at least 1"),
         ("--tokens=-8", "--tokens is -8; it must be at least 1"),

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep._layouts import LayoutName
-from jax_ep._wires import Wire
+from jax_ep._wires import GradWire, Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Case:
     layout: LayoutName
     routing: str
     num_sms: int | None = None
+    combine_wire: Wire | None = None  # of combine; `wire` is that of dispatch
+    grad_wire: GradWire | None = None  # of both legs of the backward pass
 
     @property
     def experts_per_rank(self) -> int:
@@ -47,7 +49,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     rng = np.random.default_rng(seed)
     # A weighted sum over some of a token's experts is a multiple of 1/32 below 8. It has 8 bits, which fit in bfloat16.
     x = rng.integers(-7, 8, (case.ranks, case.tokens, case.hidden), dtype=np.int8)
-    x[..., ::CHANNELS_PER_SCALE] = 7  # the largest value of each block: fp8 rows are then 64 * x
+    x[..., ::CHANNELS_PER_SCALE] = 7  # the largest value of each block: fp8 rows, and fp8 sums of them, are then 64 * x
     shares = rng.multinomial(32 - case.top_k, np.full(case.top_k, 1 / case.top_k), (case.ranks, case.tokens))
     topk_idx = ROUTINGS[case.routing](rng, case)
     return Inputs(x.astype(jnp.dtype(case.dtype)), topk_idx.astype(np.int32), (1 + shares).astype(np.float32) / 32)

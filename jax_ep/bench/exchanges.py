@@ -16,7 +16,7 @@ import jax_ep as ep
 from jax_ep import _layouts, _token_layout
 from jax_ep._group import BackendName
 from jax_ep._layouts import LayoutName
-from jax_ep._wires import Wire
+from jax_ep._wires import GradWire, Wire
 from jax_ep.bench.cases import Case
 
 AXIS = "ep"
@@ -74,6 +74,8 @@ class EpExchange:
     group: ep.Group
     layout: LayoutName
     wire: Wire | None
+    combine_wire: Wire | None = None
+    grad_wire: GradWire | None = None
     capacity: int | None = None
     zero_pad: bool | None = None
 
@@ -106,7 +108,7 @@ class EpExchange:
         return _times(rows, jnp.sum(recv.weights * factors[recv.topk_idx], axis=-1))
 
     def combine(self, y: jax.Array, recv: ep.Dispatched) -> jax.Array:
-        return ep.combine(y, recv)
+        return ep.combine(y, recv, wire=self.combine_wire)
 
     def backward(self, g: jax.Array, y: jax.Array, recv: ep.Dispatched) -> jax.Array:
         """Runs the backward pass of a pair. g [T, H] is the cotangent of its result; returns the cotangent of x.
@@ -114,13 +116,13 @@ class EpExchange:
         It calls the two backward operations directly, as the gradient rules do. jax.grad of a pair would also run the
         forward pass in the same executable.
         """
-        backend = recv.route.backend
+        backend, wire = recv.route.backend, self.grad_wire
         if recv.topk_idx is not None:  # the layout "token", in which the weights belong to the experts
-            y_cotangent, _ = backend.combine_back(recv.route, g, None, jnp.sum(recv.weights, axis=-1), None)
-            x_cotangent, _ = _token_layout.dispatch_back(recv.route, recv.topk_idx, y_cotangent, recv.weights, None)
+            y_cotangent, _ = backend.combine_back(recv.route, g, None, jnp.sum(recv.weights, axis=-1), wire)
+            x_cotangent, _ = _token_layout.dispatch_back(recv.route, recv.topk_idx, y_cotangent, recv.weights, wire)
         else:
-            y_cotangent, weights_cotangent = backend.combine_back(recv.route, g, y, recv.weights, None)
-            x_cotangent, _ = backend.dispatch_back(recv.route, y_cotangent, weights_cotangent, None)
+            y_cotangent, weights_cotangent = backend.combine_back(recv.route, g, y, recv.weights, wire)
+            x_cotangent, _ = backend.dispatch_back(recv.route, y_cotangent, weights_cotangent, wire)
         assert x_cotangent is not None
         return x_cotangent
 

@@ -30,7 +30,7 @@ def measure_floor(case: Case, topk_idx: np.ndarray, mesh: Mesh) -> Floor | None:
     """Times pushes of the rows of topk_idx [R, T, K] between the mesh's GPUs, if link_floor can."""
     rows = rows_between_ranks(case, topk_idx)
     dispatch_us = link_floor(mesh, rows, dispatch_row_bytes(case))
-    combine_us = link_floor(mesh, rows.T, row_bytes(case))
+    combine_us = link_floor(mesh, rows.T, combine_row_bytes(case))
     return None if dispatch_us is None or combine_us is None else Floor(dispatch_us, combine_us)
 
 
@@ -67,7 +67,7 @@ def over_network(case: Case, topk_idx: np.ndarray, node_size: int) -> tuple[int,
     node = np.arange(case.ranks) // node_size
     rows = np.where(node[:, None] == node, 0, rows)
     dispatched, combined = rows.sum(axis=1), rows.sum(axis=0)
-    num_bytes = dispatched * dispatch_row_bytes(case, header_unit=_HEADER_ROOM) + combined * row_bytes(case)
+    num_bytes = dispatched * dispatch_row_bytes(case, header_unit=_HEADER_ROOM) + combined * combine_row_bytes(case)
     return int((dispatched + combined).max()), int(num_bytes.max())
 
 
@@ -85,13 +85,21 @@ def dispatch_row_bytes(case: Case, header_unit: int = _UNIT) -> int:
     Over a network, a row is one message. It includes the arena's whole room for the header, a multiple of
     `header_unit`.
     """
+    return _payload_bytes(case, case.wire) + _round_up(_HEADER_BYTES * case.top_k, header_unit)
+
+
+def combine_row_bytes(case: Case) -> int:
+    """Returns the bytes of one sum that travels back: payload and scales."""
+    return _payload_bytes(case, case.combine_wire)
+
+
+def _payload_bytes(case: Case, wire: str | None) -> int:
     fp8_bytes = case.hidden + 4 * num_scales(case.hidden)
-    payload = row_bytes(case) if case.wire is None else fp8_bytes
-    return _round_up(payload, _UNIT) + _round_up(_HEADER_BYTES * case.top_k, header_unit)
+    return row_bytes(case) if wire is None else _round_up(fp8_bytes, _UNIT)
 
 
 def row_bytes(case: Case) -> int:
-    """Returns the bytes of one row in the case's dtype. Sums travel back in this dtype."""
+    """Returns the bytes of one row in the case's dtype."""
     return case.hidden * jnp.dtype(case.dtype).itemsize
 
 

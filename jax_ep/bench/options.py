@@ -61,8 +61,9 @@ def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
     for hidden in given("hidden"):
         if hidden % (unit := 16 // itemsize):
             yield f"--hidden is {hidden}; it must be a multiple of {unit}, 16 bytes in {options.dtype}"
-        if given("wire") and hidden % (unit := CHANNELS_PER_UNIT):
-            yield f"--hidden is {hidden}; it must be a multiple of {unit}, with --wire={given('wire')[0]}"
+        for name in ("wire", "combine_wire", "grad_wire"):
+            if given(name) and hidden % (unit := CHANNELS_PER_UNIT):
+                yield f"--hidden is {hidden}; it must be a multiple of {unit}, with {flag(name)}={given(name)[0]}"
     for backend in given("backend"):
         if backend != "auto" and not (status := ep.backends()[backend]).available:
             yield f"--backend is {backend}, which cannot be used here: {status.reason}"

@@ -11,7 +11,13 @@ from typing import Any, Protocol
 from jax_ep.bench.cases import Case
 
 SETTINGS_OF_LAX = ("hidden", "top_k", "experts", "tokens")
-SETTINGS = ("wire", "num_sms", *SETTINGS_OF_LAX)  # the settings that may differ between the cases of a run
+SETTINGS = (
+    "wire",
+    "combine_wire",
+    "grad_wire",
+    "num_sms",
+    *SETTINGS_OF_LAX,
+)  # the settings that may differ between the cases of a run
 HEADINGS = {
     "dispatch_us": "dispatch",
     "combine_us": "combine",
@@ -126,7 +132,7 @@ def _heading(column: str) -> str:
 
 def _text(column: str, cell: Any) -> str:
     if cell is None:
-        return {"wire": "none", "num_sms": "auto"}.get(column, "-")
+        return "none" if column.endswith("wire") else {"num_sms": "auto"}.get(column, "-")
     if isinstance(cell, bool):
         return "yes" if cell else "WRONG"
     return f"{cell:.1f}" if isinstance(cell, float) else str(cell)

@@ -71,7 +71,7 @@ def time_forward(exchange: Exchange, case: Case, mesh: Mesh, pairs: int, *, trac
         signs = jnp.asarray(signs_of_experts(case)).reshape(case.ranks, -1)[lax.axis_index(AXIS)]
         signed = exchange.combine(exchange.scaled_rows(recv, signs), recv)
         expected = inputs.x.astype(jnp.float32) * weights[:, None]
-        return (out == inputs.x).all() & (signed.astype(jnp.float32) == expected).all()
+        return _agree(out, inputs.x, case.combine_wire) & _agree(signed, expected, case.combine_wire)
 
     signed_weights = (host_inputs.topk_weights * signs_of_experts(case)[host_inputs.topk_idx]).sum(-1)
     right = _on_all_ranks(lambda: spmd(check, mesh)(inputs, out, recv, place(signed_weights, mesh)))
@@ -88,8 +88,14 @@ def time_backward(exchange: EpExchange, forward: Forward, mesh: Mesh, pairs: int
 
     g = forward.inputs.x  # the result must equal g: x is exact, and the weights add up to 1
     wall, found, out = _time_chain(chain, mesh, pairs, (g, forward.y, forward.recv), traced=True)
-    right = _on_all_ranks(lambda: spmd(lambda out, g: (out == g).all(), mesh)(out, g))
+    right = _on_all_ranks(lambda: spmd(lambda out, g: _agree(out, g, exchange.grad_wire), mesh)(out, g))
     return Timing(wall, found, right)
+
+
+def _agree(a: jax.Array, b: jax.Array, wire: str | None) -> jax.Array:
+    """True if a equals b. Sums that travelled as fp8 are exact but for the rounding of their float32 scales."""
+    tolerance = 0.0 if wire is None else 1e-4
+    return (jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)) <= tolerance).all()
 
 
 def place(arrays: Any, mesh: Mesh) -> Any:
