@@ -59,7 +59,7 @@ def main() -> None:
                 f"{name} {statistics.median(column):8.2f} {_ratio(column, first[name]):6.3f}"
                 for name, column in columns.items()
             ]
-            print(f"{what:70} {build:10} {'  '.join(medians)}", flush=True)
+            print(f"{what:100} {build:10} {'  '.join(medians)}", flush=True)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(report, file)

@@ -37,13 +37,15 @@ BATCH = P(model.AXES)  # windows of text are split over all devices
 PARTS = P(None, *BATCH)  # the leading axis is the parts of a step
 HELD_OUT_BATCHES = 16
 SAMPLE_BYTES = 256
-# Wire formats of ep.moe.mlp: the argument and the option, and what travels.
-WIRES = {
+# The wire arguments of ep.moe.mlp, and the rows that each casts. The options have the same names.
+WIRE_ARGUMENTS = {
     "wire": "tokens on their way to the experts",
     "combine_wire": "the experts' outputs on their way back",
     "combine_grad_wire": "the cotangents of the layer's output on their way to the experts",
     "grad_wire": "the cotangents of tokens on their way back",
 }
+FORMATS = ["none", "fp8", "fp8_pow2"]
+GRAD_FORMATS = [*FORMATS, "fp8_e5m2"]
 
 
 class Programs(NamedTuple):
@@ -158,7 +160,9 @@ def initial_state(options: argparse.Namespace, programs: Programs) -> tuple[dict
             f"--checkpoint-dir {options.checkpoint_dir} holds a run of {checkpoints.latest()} steps: "
             "add --resume to continue it, or name another directory"
         )
-    return *checkpoints.restore(state), checkpoints
+    state, restored = checkpoints.restore(state)
+    steps = len(restored["loss"])
+    return state, {name: restored.get(name, [math.nan] * steps) for name in history}, checkpoints
 
 
 def describe(params: dict, cfg: model.Config, group: ep.Group) -> str:
@@ -208,9 +212,12 @@ def mismatches(options: argparse.Namespace) -> Iterator[str]:
             f"--batch {options.batch} must be a multiple of the mesh's {math.prod(shape)} devices times "
             f"--accumulate {options.accumulate}, such as {-(-options.batch // unit) * unit}"
         )
-    for leg in WIRES:
-        if getattr(options, leg) and options.hidden % 16:
-            yield f"--{leg.replace('_', '-')} needs --hidden {options.hidden} to be a multiple of 16"
+    for argument in WIRE_ARGUMENTS:
+        if getattr(options, argument) != "none" and options.hidden % 16:
+            yield (
+                f"--hidden {options.hidden} must be a multiple of 16 with --{argument.replace('_', '-')}, such as "
+                f"{-(-options.hidden // 16) * 16}"
+            )
     if options.balance is not None and not 0 <= options.balance < math.inf:
         yield f"--balance {options.balance} must be 0 or more, such as 0.1"
     if options.seed < 0:
@@ -260,9 +267,10 @@ def make_parser() -> argparse.ArgumentParser:
         type=positive(float),
         help="capacity of a rank, divided by its rows under a balanced load (room for all rows)",
     )
-    for leg, moved in WIRES.items():
-        formats = ["fp8", "fp8_pow2", *(["fp8_e5m2"] if "grad" in leg else [])]
-        add(f"--{leg.replace('_', '-')}", choices=formats, help=f"wire format of {moved} (none)")
+    for argument, rows in WIRE_ARGUMENTS.items():
+        formats = GRAD_FORMATS if argument.endswith("grad_wire") else FORMATS
+        name = f"--{argument.replace('_', '-')}"
+        add(name, choices=formats, default="none", help=f"wire format of {rows} (none)")
     add("--remat", action="store_true", help="compute layers again in the backward pass, to save memory")
     add("--dtype", choices=["bfloat16", "float32"], help="of activations (bfloat16 on GPUs, else float32)")
     add("--backend", default="auto", choices=["auto", "cuda", "collectives", "reference"], help="of jax_ep (auto)")
@@ -298,7 +306,7 @@ def main() -> None:
         balance_loss=options.balance_loss,
         balance=options.balance,
         remat=options.remat,
-        wires=tuple((leg, value) for leg in WIRES if (value := getattr(options, leg)) is not None),
+        wires=tuple((name, format) for name in WIRE_ARGUMENTS if (format := getattr(options, name)) != "none"),
         dtype=jnp.dtype(options.dtype or ("bfloat16" if on_gpu else "float32")),
     )
     group = ep.Group(

@@ -163,7 +163,11 @@ def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processe
         ("train_moe.py", "--checkpoint-every 0", "--checkpoint-every: 0 must be 1 or more"),
         ("train_moe.py", "--mesh four", "--mesh: four must be DATAxEP, such as 2x4"),
         ("train_moe.py", "--balance=-1", "--balance -1.0 must be 0 or more, such as 0.1"),
-        ("train_moe.py", "--hidden 40 --combine-wire fp8", "--combine-wire needs --hidden 40 to be a multiple of 16"),
+        (
+            "train_moe.py",
+            "--hidden 40 --combine-wire fp8",
+            "--hidden 40 must be a multiple of 16 with --combine-wire, such as 48",
+        ),
         ("train_moe.py", "--heads 3", "--hidden 128 must be a multiple of 24 with --heads 3"),
         ("train_moe.py", "--top-k 9", "--top-k 9 must be at most 8, with --experts 8"),
         ("train_moe.py", "--mesh 1x8 --experts 12", "--experts 12 must be a multiple of the 8 devices"),

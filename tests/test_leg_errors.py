@@ -13,13 +13,13 @@ BOUNDS = {"none": 0.002, "fp8": 0.03, "fp8_pow2": 0.03, "fp8_e5m2": 0.06}
 
 
 def test_errors_of_each_leg():
-    """Of bfloat16 rows. The other backends give the same bits or almost the same: test_legs.py."""
+    """Of bfloat16 rows. Other backends give the same bits, or almost the same bits (test_legs.py)."""
     shape = Shape("errors", num_experts=64, top_k=8, hidden=1024, tokens=64, dtype="bfloat16")
     with open_group(make_mesh((8,)), shape, backend="reference") as group:
-        rows = list(leg_errors.errors(group, num_tokens=64))
+        rows = list(leg_errors.measure_errors(group, num_tokens=64))
     assert [(leg, name) for leg, name, _ in sorted(rows)] == sorted(
         (leg, name) for leg in leg_errors.LEGS for name in leg_errors.formats_of(leg)
     )
     for leg, name, error in rows:
         assert BOUNDS[name] / 3 <= error <= BOUNDS[name] or name == "none" and error == 0, (leg, name, error)
-    assert leg_errors.table(iter(rows)) in (ROOT / "docs" / "concepts.md").read_text()
+    assert leg_errors.table(rows) in (ROOT / "docs" / "concepts.md").read_text()

@@ -210,8 +210,8 @@ def make_case(shape, num_ranks, routing="uneven"):
     return *inputs, weights(H, 2 * INNER), weights(INNER, H), cotangent
 
 
-# What value_and_gradients returns.
-NAMES = ("output", "x", "topk_weights", "w_gate_up", "w_down")
+# The names of the arrays that value_and_gradients returns.
+RESULT_NAMES = ("output", "x", "topk_weights", "w_gate_up", "w_down")
 
 
 def value_and_gradients(layer, case):
@@ -248,7 +248,7 @@ def dense_value_and_gradients(x, topk_idx, topk_weights, cotangent, w_gate_up, w
 
 
 def assert_close(actual, expected, tolerance):
-    for name, a, b in zip(NAMES, actual, expected, strict=True):
+    for name, a, b in zip(RESULT_NAMES, actual, expected, strict=True):
         assert a.shape == b.shape
         assert np.linalg.norm(a.astype(np.float32) - b) <= tolerance * np.linalg.norm(b), name
 
@@ -361,7 +361,9 @@ def test_wire_formats_of_combine(reference_group, mesh, monkeypatch):
     formats = {"combine_wire": "fp8", "combine_grad_wire": "fp8_e5m2"}
     actual = value_and_gradients(mlp_on(mesh, group, **formats), case)
     monkeypatch.setattr(_layer, "combine", lambda *args, **_: ep.combine(*args, wire="fp8", grad_wire="fp8_e5m2"))
-    for name, a, b, without in zip(NAMES, actual, value_and_gradients(mlp_on(mesh, group), case), plain, strict=True):
+    for name, a, b, without in zip(
+        RESULT_NAMES, actual, value_and_gradients(mlp_on(mesh, group), case), plain, strict=True
+    ):
         assert_same_bits(a, b, name)
         assert 0 < np.linalg.norm(a - without) <= 0.1 * np.linalg.norm(without), name
 

@@ -136,7 +136,9 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     def wires(formats: Iterable[str]) -> Callable[[str], list[Any]]:
         def wire(text: str) -> str | None:
             if text not in ["none", *formats]:
-                raise argparse.ArgumentTypeError(f"{text!r} is no wire; choose from none, {', '.join(formats)}")
+                raise argparse.ArgumentTypeError(
+                    f"{text!r} is no choice of this option; choose from none, {', '.join(formats)}"
+                )
             return None if text == "none" else text
 
         return listed(wire, "wires")
@@ -161,11 +163,15 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     add("--hidden", type=numbers, default=argparse.SUPPRESS, help=f"channels of a token; a list (default: {hidden})")
     add("--top-k", type=numbers, default=argparse.SUPPRESS, help=f"experts per token; a list (default: {top_k})")
     add("--experts", type=numbers, default=argparse.SUPPRESS, help=f"experts in all; a list (default: {experts})")
-    # Sums of "fp8_pow2" are not exact, so the bench could not check them. They take the same time as "fp8".
+    # The bench cannot check "fp8_pow2" on the other legs: with its scales, sums of make_inputs are not exact in fp8.
     for name, formats, what in (
-        ("--wire", list(_wires.WIRES), "rows travel"),
+        ("--wire", list(_wires.WIRES), "tokens travel to the experts"),
         ("--combine-wire", ["fp8"], "the experts' outputs come back"),
-        ("--grad-wire", ["fp8", "fp8_e5m2"], "cotangents travel, there and back, with --grad"),
+        (
+            "--grad-wire",
+            ["fp8", "fp8_e5m2"],
+            "cotangents travel, with --grad: the grad_wire of dispatch and of combine",
+        ),
     ):
         add(
             name,

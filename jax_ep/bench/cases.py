@@ -28,8 +28,8 @@ class Case:
     layout: LayoutName
     routing: str
     num_sms: int | None = None
-    combine_wire: Wire | None = None  # of combine; `wire` is that of dispatch
-    grad_wire: GradWire | None = None  # of both legs of the backward pass
+    combine_wire: Wire | None = None  # the `wire` of combine
+    grad_wire: GradWire | None = None  # the `grad_wire` of dispatch and of combine
 
     @property
     def experts_per_rank(self) -> int:
@@ -49,7 +49,9 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     rng = np.random.default_rng(seed)
     # A weighted sum over some of a token's experts is a multiple of 1/32 below 8. It has 8 bits, which fit in bfloat16.
     x = rng.integers(-7, 8, (case.ranks, case.tokens, case.hidden), dtype=np.int8)
-    x[..., ::CHANNELS_PER_SCALE] = 7  # the largest value of each block: fp8 rows, and fp8 sums of them, are then 64 * x
+    # The largest value of each block. So "fp8" and "fp8_e5m2" represent x and its weighted sums exactly, except for the
+    # rounding of the scale.
+    x[..., ::CHANNELS_PER_SCALE] = 7
     shares = rng.multinomial(32 - case.top_k, np.full(case.top_k, 1 / case.top_k), (case.ranks, case.tokens))
     topk_idx = ROUTINGS[case.routing](rng, case)
     return Inputs(x.astype(jnp.dtype(case.dtype)), topk_idx.astype(np.int32), (1 + shares).astype(np.float32) / 32)

@@ -64,6 +64,8 @@ def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
         for name in ("wire", "combine_wire", "grad_wire"):
             if given(name) and hidden % (unit := CHANNELS_PER_UNIT):
                 yield f"--hidden is {hidden}; it must be a multiple of {unit}, with {flag(name)}={given(name)[0]}"
+    if given("grad_wire") and not getattr(options, "grad", False):
+        yield f"--grad-wire is {given('grad_wire')[0]}; it needs --grad"
     for backend in given("backend"):
         if backend != "auto" and not (status := ep.backends()[backend]).available:
             yield f"--backend is {backend}, which cannot be used here: {status.reason}"

@@ -92,8 +92,10 @@ def mlp(
         layout: None takes the layout of `experts`. "token" sends and returns a row per token and rank, and copies rows
             for their experts on the rank (`jax_ep.expand`, `jax_ep.reduce`). docs/moe.md says when. The experts are
             then any but "einsum".
-        combine_wire: `wire` of `combine`: the format in which the experts' outputs come back.
-        combine_grad_wire: `grad_wire` of `combine`: the format in which the cotangent of the result travels.
+        combine_wire: passed to `combine` as `wire`. The experts' outputs come back in this format; with None, in
+            group.dtype.
+        combine_grad_wire: passed to `combine` as `grad_wire`. The cotangent of the result travels to the experts in
+            this format.
         **dispatch_arguments: capacity, capacity_factor, alignment, wire, grad_wire, dequantize and zero_pad, as for
             `dispatch`. The unit of `capacity` depends on the layout. The unit of `capacity_factor` does not. dequantize
             is True by default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
