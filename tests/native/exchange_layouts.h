@@ -172,8 +172,9 @@ void run_layout(Session& session) {
   for (int32_t r = 0; r < session.num_ranks(); ++r) check_rows(session.ranks(), r, returned);
   for (int32_t r = 0; r < session.num_ranks(); ++r) {
     Rank& rank = *session.ranks()[r];
-    expect_near(rank.out.download(), returned[r].combined, 1e-5f, "combine");
-    expect_near(rank.x_cotangent.download(), returned[r].summed, 1e-5f, "dispatch (backward), x");
+    const float tolerance = 3e-6f * std::max(top_k, 3);  // as many rows are summed
+    expect_near(rank.out.download(), returned[r].combined, tolerance, "combine");
+    expect_near(rank.x_cotangent.download(), returned[r].summed, tolerance, "dispatch (backward), x");
     expect_near(rank.topk_cotangent.download(), returned[r].weights, 0, "dispatch (backward), topk_weights");
   }
   if (session.ranks()[0]->shape.layout == Layout::kRagged) check_rows_without_zero_pad(session);
