@@ -306,7 +306,7 @@ def main() -> None:
         balance_loss=options.balance_loss,
         balance=options.balance,
         remat=options.remat,
-        wires=tuple((name, format) for name in WIRE_ARGUMENTS if (format := getattr(options, name)) != "none"),
+        wires=tuple((name, wire) for name in WIRE_ARGUMENTS if (wire := getattr(options, name)) != "none"),
         dtype=jnp.dtype(options.dtype or ("bfloat16" if on_gpu else "float32")),
     )
     group = ep.Group(

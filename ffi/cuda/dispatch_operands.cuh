@@ -97,8 +97,7 @@ struct DispatchOperands {
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
   static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
   static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant);
-  static constexpr bool kStealsRows =
-      kVariant == Variant::kThroughput;  // work stealing: rows and padding are claimed, not shared out
+  static constexpr bool kStealsRows = kVariant == Variant::kThroughput;  // work stealing: warps claim rows and padding
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = kCasts ? 2 : 1;  // units of x for one unit that is sent
   static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kDelivery != Delivery::kDequantize));

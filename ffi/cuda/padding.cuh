@@ -11,9 +11,9 @@ struct Padding : DispatchSender<Config> {
   using Base::args, Base::experts_per_rank, Base::kStealsRows, Base::op, Base::out_row, Base::plan;
 
   // Pads the rows after each group, and after the last group. Their weights become zero, and their recv_topk_idx -1.
-  // The rows become zero with zero_pad, or if alignment has added them. With zero_pad, all receivers share the work;
-  // otherwise the first receiver does it. With work stealing and zero_pad, the first receiver does all but the rows
-  // themselves, which zero_claimed_padding() zeroes.
+  // The rows become zero with zero_pad, or if alignment has added them. With zero_pad and no work stealing, all
+  // receivers share the work. Otherwise, the first receiver does it. With zero_pad and work stealing, it does not zero
+  // the rows: zero_claimed_padding() zeroes them.
   __device__ void pad(const Destinations& destinations) const {
     const bool zeroes = args.zero_pad && !kStealsRows;  // all padding
     const bool zeroes_gaps = zeroes || (!has_buffer_per_expert(args.layout) && !args.zero_pad);

@@ -11,13 +11,8 @@ from typing import Any, Protocol
 from jax_ep.bench.cases import Case
 
 SETTINGS_OF_LAX = ("hidden", "top_k", "experts", "tokens")
-SETTINGS = (
-    "wire",
-    "combine_wire",
-    "grad_wire",
-    "num_sms",
-    *SETTINGS_OF_LAX,
-)  # the settings that may differ between the cases of a run
+# The settings that may differ between the cases of a run.
+SETTINGS = ("wire", "combine_wire", "grad_wire", "num_sms", *SETTINGS_OF_LAX)
 HEADINGS = {
     "dispatch_us": "dispatch",
     "combine_us": "combine",
