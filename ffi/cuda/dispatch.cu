@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   if (dispatch.op.is_worker()) {
     if (!kRoleByIndex) outgoing = dispatch.prepare(role);
     if (role == 0) dispatch.notify(outgoing.ids);
-    // All workers have read the counts that notify() keeps in the scratch memory; send() uses the same memory.
-    if (role == 0 && plan.sends_rows(0)) dispatch.op.sync_workers();
+    if (role == 0 && plan.sends_rows(0)) dispatch.clear_again();
     if (plan.sends_rows(role)) dispatch.send(outgoing);
     if constexpr (kHasNetwork) {
       if (forwards(role)) dispatch.forward();

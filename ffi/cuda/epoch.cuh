@@ -133,9 +133,8 @@ struct Epoch : Roles {
       return fail_overlap();
     }
     // The block with role 0 checks the rank, because it notifies the peers. Without its notification, no peer completes
-    // the operation.
-    const bool notifies = kRoleByIndex ? blockIdx.x == 0 : state.ticket == 0;
-    if (notifies && !state.failed) check_rank(axis_index);
+    // the operation. (If roles are tickets, the check is at the end, so that the other blocks do not fetch its code.)
+    if (kRoleByIndex && blockIdx.x == 0) check_rank(axis_index);
     if (state.ticket != 0) return;
     // At the other index are the words of the former launch, and the next launch will use them. All blocks of the
     // former launch must have left. The words are reset for the next launch.
@@ -144,6 +143,7 @@ struct Epoch : Roles {
     store_relaxed(&own().num_left[~epoch & 1], 0);
     store_relaxed(&own().begun[~epoch & 1], 0ull);
     if (newest_is_whole) store_relaxed(&own().finished[slot_of(epoch - 1)][peers.rank], epoch - 1);
+    if (!kRoleByIndex) check_rank(axis_index);
   }
 
   // Fails the operation: blocks of two launches are in operations of the group at the same time.
@@ -171,7 +171,8 @@ struct Epoch : Roles {
   __device__ __forceinline__ int32_t slot_of(uint32_t epoch) const { return epoch & (peers.layout.num_slots - 1); }
 
   __device__ __forceinline__ void check_rank(int32_t axis_index) const {
-    if (axis_index != peers.rank) fail(state, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
+    if (!state.failed && axis_index != peers.rank)
+      fail(state, FailureReason::kWrongRank, peers.rank, peers.rank, axis_index);
   }
 
   // Waits until every peer has read the former rows of the slot: before that, this rank must not write to the peer's

@@ -23,9 +23,8 @@ struct Routing : DispatchOperands<Config> {
   // for each expert of that rank.
   __device__ void notify(const Ids& ids) const {
     const SendCounts counts = this->send_counts();
-    clear(counts);
     if (new_route()) {
-      count_tokens(counts, 0, args.num_tokens, ids);
+      count_tokens(counts, 0, args.num_tokens, ids, kIsLowLatency);
     } else if (args.splits) {
       op.sync_workers();
       count_splits(counts);
@@ -57,6 +56,13 @@ struct Routing : DispatchOperands<Config> {
       counts.experts[i] = 0;
   }
 
+  // For a block that notifies and then sends, and counts for both in the same memory.
+  __device__ void clear_again() const {
+    op.sync_workers();  // all have read the counts
+    clear(send_counts());
+    op.sync_workers();
+  }
+
   __device__ void count_splits(const SendCounts& counts) const {
 #pragma unroll 1
     for (int32_t expert = threadIdx.x; expert < num_experts(); expert += op.num_worker_threads) {
@@ -80,9 +86,9 @@ struct Routing : DispatchOperands<Config> {
     return ids;
   }
 
-  // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier before
-  // they count, and at another one at the end.
-  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids) const {
+  // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier at the
+  // end, and before they count, if they have not `met` since the counts were zeroed or read.
+  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids, bool met) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
     Pair pairs[kCountsAtOnce];
@@ -91,7 +97,7 @@ struct Routing : DispatchOperands<Config> {
       for (int i = 0; i < kCountsAtOnce; ++i) pairs[i] = pair(ids.expert[i], k);
     };
     look_at();
-    op.sync_workers();
+    if (!met) op.sync_workers();
     op.stamp(Stamp::kEntered);
 #pragma unroll 1
     while (first < last) {
