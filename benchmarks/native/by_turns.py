@@ -1,6 +1,7 @@
 """Compares builds of timeline.cu by turns, on one machine: medians in microseconds, and ratios to the first build.
 
-    python benchmarks/native/by_turns.py old=build/old/timeline new=build/native-gpu/timeline
+    cmake --build build/native-gpu --target op_times    (and so on for each version)
+    python benchmarks/native/by_turns.py old=build/old/op_times new=build/native-gpu/op_times
     python benchmarks/native/by_turns.py --cases few,grad --rounds 5 old=... new=...
 
 Each round runs every case with every build, one after the other. So a change of the machine's clocks or memory meets

@@ -1,5 +1,7 @@
 // Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the
 // thread blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
+// Built without JAX_EP_TIMELINE, as the program op_times, it leaves out what the blocks did: to record that takes up to
+// 0.7 microseconds of an operation, in some versions more than in others.
 //
 //   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per block, per row sent and per
 //   row received, of dispatch] [of combine]
@@ -73,7 +75,9 @@ struct Rank {
   Rank(const Member& member, int32_t rank, int32_t num_ranks, int32_t tokens, int32_t cast)
       : device(member.ordinal), rank(rank), num_ranks(num_ranks), tokens(tokens), cast(cast), peers(member.peers) {
     must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+#ifdef JAX_EP_TIMELINE
     peers.timeline = device_array<uint64_t>(int64_t{kTimelineOps} * kTimelineBlocks * kTimelinePhases);
+#endif
     must(cudaMemcpy(axis_index, &rank, 4, cudaMemcpyHostToDevice));
     std::mt19937 random(rank);
     std::vector<int32_t> host, experts(kExperts);
@@ -185,6 +189,7 @@ float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::functi
   return times[times.size() / 2];
 }
 
+#ifdef JAX_EP_TIMELINE
 double mean(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / values.size();
 }
@@ -242,6 +247,9 @@ void print_timeline(const std::vector<std::unique_ptr<Rank>>& ranks, const Launc
   }
   std::printf("    gap %.2f\n", mean(gaps));
 }
+#else
+void print_timeline(const std::vector<std::unique_ptr<Rank>>&, const LaunchPlan&) {}
+#endif
 
 }  // namespace
 
