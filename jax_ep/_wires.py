@@ -3,9 +3,9 @@
 An fp8 wire carries values of 8 bits (`Fp8Type`) and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
 activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the remaining channels. On the CUDA
 backend, the dispatch kernel casts bfloat16 rows, and the combine kernel casts float32 sums. The functions of this file
-cast rows of other dtypes, and the cotangent of combine's result. Every backend makes the same bits, so nothing here may
-depend on how a compiler rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the
-rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
+cast rows of other dtypes. Every backend makes the same bits, so nothing here may depend on how a compiler rounds: XLA
+divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the rounding to a 16-bit type between two
+float32 computations where no barrier keeps them apart.
 """
 
 from __future__ import annotations

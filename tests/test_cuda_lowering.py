@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep as ep
 from helpers import without_gpus
+from jax_ep._constants import Cast
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 128, 2, 8
 
@@ -292,6 +293,23 @@ def test_kernels_cast_bfloat16_only(group, layout, dtype, is_split):
     assert settings == (("1", "true") if in_kernel else ("0", "false"))
     casts = re.findall(r"stablehlo.convert .*-> tensor<[\dx]*f8E4M3FN>", text)
     assert len(casts) == (0 if in_kernel else 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
+def test_kernels_cast_cotangents_of_bfloat16_only(group, layout, dtype):
+    """XLA casts the cotangent of combine's result in other dtypes, and sends packed rows."""
+
+    def body(x, topk_idx, topk_weights):
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout)
+        out, transpose = jax.vjp(lambda y: ep.combine(y, recv, grad_wire="fp8_e5m2"), recv.x)
+        return transpose(out)
+
+    text = lowered(group, body, (X[0], dtype), IDS, WEIGHTS)
+    if dtype == jnp.bfloat16:
+        assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_back"]
+        assert re.findall(r"custom_call @jax_ep_combine_back\(.*?cast = (\d+)", text) == [str(int(Cast.E5M2))]
+    else:
+        assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine", "jax_ep_dispatch_like"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)

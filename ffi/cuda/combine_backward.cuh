@@ -9,10 +9,11 @@ namespace jax_ep {
 template <typename Config>
 struct CombineBackward : DispatchArrival<Config> {
   using Base = DispatchArrival<Config>;
-  using Base::args, Base::chunk_of, Base::experts_per_rank, Base::has_unit, Base::kReceiveBatch, Base::out_row,
-      Base::peers, Base::scratch, Base::shared, Base::sync_warp_group;
+  using Base::args, Base::chunk_of, Base::experts_per_rank, Base::has_unit, Base::kCasts, Base::kReceiveBatch,
+      Base::kUnitsRead, Base::out_row, Base::peers, Base::scratch, Base::shared, Base::sync_warp_group, Base::wire_cast;
   using typename Base::Arriving;
   using typename Base::X;
+  static constexpr int kChannels = kUnitsRead * Vector<X>::kSize;  // of a unit that arrives
 
   // Prefetches the first kRowsAhead rows of y, before the row arrives with which they are multiplied. The other rows of
   // y follow when these have been used. The copies go to shared memory, in which each lane writes and reads only its
@@ -33,31 +34,52 @@ struct CombineBackward : DispatchArrival<Config> {
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);
-        if (has_unit(chunk))
-          copy_unit_async(y_unit(slot, i), row_of_y + (chunk * kChunkUnits + lane_id()) * kUnitBytes);
+        if (!has_unit(chunk)) continue;
+#pragma unroll
+        for (int v = 0; v < kUnitsRead; ++v)
+          copy_unit_async(y_unit(slot, i, v), row_of_y + (unit_of_row(chunk) + v) * kUnitBytes);
       }
     }
     end_copies();
     return left & (left - 1);
   }
 
-  __device__ uint4* y_unit(int32_t slot, int i) const {
+  __device__ uint4* y_unit(int32_t slot, int i, int v) const {
     auto* y = static_cast<uint8_t*>(scratch) + dispatch_scratch_bytes(peers.num_ranks, experts_per_rank());
-    return reinterpret_cast<uint4*>(y) + ((warp_id() * kRowsAhead + slot) * kReceiveBatch + i) * kChunkUnits +
-           lane_id();
+    const int32_t of_warp = ((warp_id() * kRowsAhead + slot) * kReceiveBatch + i) * kUnitsRead + v;
+    return reinterpret_cast<uint4*>(y) + of_warp * kChunkUnits + lane_id();
   }
 
-  __device__ float combine_back_unit(const uint4& unit, const uint4& unit_of_y, int64_t row, int32_t chunk,
+  // In a row of y or of the result: the first unit with the channels of this lane's unit of a chunk.
+  __device__ static int32_t unit_of_row(int32_t chunk) { return (chunk * kChunkUnits + lane_id()) * kUnitsRead; }
+
+  // The channels of a unit that has arrived. `scale`: of the unit's block, only if the rows are cast.
+  __device__ void channels_of(const uint4& unit, float scale, float (&g)[kChannels]) const {
+    if constexpr (kCasts) {
+      cast_from_fp8(unit, scale, wire_cast(), g);
+    } else {
+      Vector<X> channels;
+      channels.bits = unit;
+      to_floats(channels, g);
+    }
+  }
+
+  // Writes a unit's part of weight * row. Returns its part of the product with a row of y.
+  __device__ float combine_back_unit(const float (&g)[kChannels], int32_t slot, int i, int64_t row, int32_t chunk,
                                      float weight) const {
-    Vector<X> g, y, cotangent;
-    g.bits = unit, y.bits = unit_of_y;
     float product = 0;
 #pragma unroll
-    for (int e = 0; e < Vector<X>::kSize; ++e) {
-      cotangent.element[e] = from_float<X>(weight * to_float(g.element[e]));
-      product += to_float(g.element[e]) * to_float(y.element[e]);
+    for (int v = 0; v < kUnitsRead; ++v) {
+      Vector<X> y, cotangent;
+      y.bits = args.y ? *y_unit(slot, i, v) : uint4{};
+#pragma unroll
+      for (int e = 0; e < Vector<X>::kSize; ++e) {
+        const float channel = g[v * Vector<X>::kSize + e];
+        cotangent.element[e] = from_float<X>(weight * channel);
+        product += channel * to_float(y.element[e]);
+      }
+      out_row(row)[unit_of_row(chunk) + v] = cotangent.bits;
     }
-    out_row(row)[chunk * kChunkUnits + lane_id()] = cotangent.bits;
     return product;
   }
 
@@ -68,6 +90,11 @@ struct CombineBackward : DispatchArrival<Config> {
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) ahead &= ahead - 1;
     int32_t slot = 0;
+    float scale[kReceiveBatch] = {};  // of this lane's block in each chunk
+    if constexpr (kCasts) {
+#pragma unroll
+      for (int i = 0; i < kReceiveBatch; ++i) scale[i] = scale_of_block(arriving.batch.units[kReceiveBatch], i);
+    }
 #pragma unroll 1
     for (uint32_t left = targets; left; left &= left - 1) {
       const int32_t k = __ffs(left) - 1;
@@ -79,8 +106,9 @@ struct CombineBackward : DispatchArrival<Config> {
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);
         if (!has_unit(chunk)) continue;
-        product +=
-            combine_back_unit(arriving.batch.units[i], args.y ? *y_unit(slot, i) : uint4{}, target, chunk, weight);
+        float g[kChannels];
+        channels_of(arriving.batch.units[i], scale[i], g);
+        product += combine_back_unit(g, slot, i, target, chunk, weight);
       }
       __syncwarp();
       if (!args.y) continue;

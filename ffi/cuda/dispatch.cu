@@ -75,6 +75,7 @@ template <Variant kVariant>
 Kernel kernel_of(ElementType type, bool casts, Delivery delivery) {
   switch (delivery) {
     case Delivery::kCombineBack:
+      if (casts) return dispatch_kernel<__nv_bfloat16, true, Delivery::kCombineBack, kVariant>;
       return with_element_type(type, [](auto element) -> Kernel {
         return dispatch_kernel<decltype(element), false, Delivery::kCombineBack, kVariant>;
       });
@@ -108,7 +109,7 @@ cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, Elemen
                             cudaStream_t stream) {
   if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
-                          int64_t{plan.block_warps()} * prefetched_y_bytes(args.delivery, plan.variant);
+                          int64_t{plan.block_warps()} * prefetched_y_bytes(args.delivery, plan.variant, args.cast != 0);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.delivery, plan.variant);
   const int32_t num_threads = plan.block_threads() + (has_extra_control_warp(plan.variant) ? 32 : 0);
   return launch(kernel, {plan.num_blocks, num_threads, scratch}, stream, peers, args, plan);
@@ -122,7 +123,7 @@ cudaError_t load_dispatch() {
         for (Variant variant : kVariants) {
           if (status != cudaSuccess) return status;
           status = load_kernel(kernel_of(type, casts, delivery, variant),
-                               kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(delivery, variant));
+                               kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(delivery, variant, casts));
         }
       }
     }

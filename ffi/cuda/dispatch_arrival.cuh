@@ -9,11 +9,12 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchArrival : Padding<Config> {
   using Base = Padding<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::kDelivery, Base::kReceiveBatch, Base::op, Base::payload_bytes;
+  using Base::args, Base::chunk_of, Base::chunks, Base::kMayHaveScales, Base::kReceiveBatch, Base::op,
+      Base::payload_bytes;
 
-  // The units of a batch that a lane takes: one in each chunk and, except in the backward pass of combine, a last one,
-  // which is the scales of the chunk with this lane's number.
-  static constexpr int kUnitsTaken = kReceiveBatch + (kDelivery != Delivery::kCombineBack);
+  // The units of a batch that a lane takes: one in each chunk and, if rows may have scales, a last one, which is the
+  // scales of the chunk with this lane's number.
+  static constexpr int kUnitsTaken = kReceiveBatch + kMayHaveScales;
   struct ArrivingBatch {
     uint4 units[kUnitsTaken];
   };

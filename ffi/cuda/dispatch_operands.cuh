@@ -55,20 +55,27 @@ struct Destinations {
 };
 
 // The chunks of an arriving row that a warp processes at once.
-constexpr int receive_batch(Delivery delivery, Variant variant) {
+constexpr int receive_batch(Delivery delivery, Variant variant, bool casts) {
   if (is_low_latency(variant)) return 2;
-  return delivery == Delivery::kDequantize ? 2 : 4;
+  return delivery == Delivery::kDequantize || (delivery == Delivery::kCombineBack && casts) ? 2 : 4;
 }
+
+// The units of bfloat16 for one unit that travels.
+constexpr int units_per_unit_sent(bool casts) { return casts ? 2 : 1; }
 
 // Backward pass of combine: the rows of y that a warp prefetches, and their bytes in shared memory, per warp.
 constexpr int kRowsAhead = 3;
-constexpr int prefetched_y_bytes(Delivery delivery, Variant variant) {
-  return delivery == Delivery::kCombineBack ? kRowsAhead * receive_batch(delivery, variant) * kChunkBytes : 0;
+constexpr int prefetched_y_bytes(Delivery delivery, Variant variant, bool casts) {
+  if (delivery != Delivery::kCombineBack) return 0;
+  return kRowsAhead * receive_batch(delivery, variant, casts) * units_per_unit_sent(casts) * kChunkBytes;
 }
 
-static_assert(kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(Delivery::kCombineBack, Variant::kThroughput) +
-                  sizeof(DispatchShared) <=
-              kMaxBlockSharedBytes);
+constexpr bool fits(bool casts) {
+  return kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(Delivery::kCombineBack, Variant::kThroughput, casts) +
+             sizeof(DispatchShared) <=
+         kMaxBlockSharedBytes;
+}
+static_assert(fits(false) && fits(true));
 
 // True if a row is sent once to each other node: to this rank's rail peer there (Nodes, in ffi/layout.h), which
 // forwards it to the ranks of that node. (A row of all_to_all has one destination, and needs no forwarding.)
@@ -96,10 +103,11 @@ struct DispatchOperands {
   // The batches are the chunks that a warp processes at once.
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
   static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
-  static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant);
+  static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant, kCasts);
   static constexpr bool kStealsRows = kVariant == Variant::kThroughput;  // work stealing: warps claim rows and padding
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
-  static constexpr int kUnitsRead = kCasts ? 2 : 1;  // units of x for one unit that is sent
+  static constexpr int kUnitsRead = units_per_unit_sent(kCasts);
+  static constexpr bool kMayHaveScales = kCasts || kDelivery != Delivery::kCombineBack;
   static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kDelivery != Delivery::kDequantize));
 
   const Peers& peers;
@@ -159,11 +167,14 @@ struct DispatchOperands {
       ChannelsOfUnit x;
 #pragma unroll
       for (int v = 0; v < kUnitsRead; ++v) x[v].bits = units[v];
-      // No dispatch casts to E5M2, and this tells the compiler so.
-      const bool rounds_scale = args.cast == static_cast<int32_t>(Cast::kPowerOfTwo);
-      return cast_to_fp8(x, rounds_scale ? Cast::kPowerOfTwo : Cast::kAmax, scale);
+      return cast_to_fp8(x, wire_cast(), scale);
     }
     return units[0];
+  }
+  // args.cast. Only the backward pass of combine casts to E5M2, and this tells the compiler so.
+  __device__ Cast wire_cast() const {
+    if constexpr (kDelivery == Delivery::kCombineBack) return static_cast<Cast>(args.cast);
+    return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;
   }
 
   // Loads the part of x that this lane needs for its unit of a chunk. If the lane has no unit in the chunk, `units` and

@@ -10,9 +10,9 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own,
-      Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kReceiveBatch, Base::kStealsRows, Base::kUnitsRead,
-      Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
-      Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad,
+      Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
+      Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
+      Base::look_at_batch, Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad,
       Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan,
       Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
       Base::write_counts, Base::zero_row;
@@ -196,7 +196,7 @@ struct DispatchReceiver : CombineBackward<Config> {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
       arriving.batch.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
-      if constexpr (kDelivery != Delivery::kCombineBack) {
+      if constexpr (kMayHaveScales) {
         if (!args.num_scales) continue;
         const uint4 unit = scales_unit(has_unit(chunk_of(first, i, warp_group)) ? scales[i] : 0);
         if (lane_id() == i) arriving.batch.units[kReceiveBatch] = unit;

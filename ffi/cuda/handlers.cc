@@ -26,6 +26,10 @@ struct CombineAttrs {
   int64_t group, hash, cast;
 };
 
+struct CombineBackAttrs : RouteAttrs {
+  int64_t cast;
+};
+
 struct DispatchBackAttrs {
   int64_t group, hash, layout, cast;
 };
@@ -50,9 +54,10 @@ void set_out(DispatchArgs& args, const ffi::AnyBuffer& out) {
 }
 
 // The rows to send: in x's dtype; fp8 already, with their scales; or bfloat16, to be cast on their way.
-void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const Operand& x_scales) {
+// Sets how rows of x travel. `x_scales`: of rows that are fp8 already, or null.
+void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const float* x_scales) {
   args.row_bytes = row_bytes(x);
-  args.x_scales = data<float>(x_scales);
+  args.x_scales = x_scales;
   args.cast = static_cast<int32_t>(cast);
   const bool is_fp8 = args.x_scales != nullptr || args.cast != 0;
   args.num_scales = is_fp8 ? static_cast<int32_t>(divide_up(x.dimensions()[1], kChannelsPerScale)) : 0;
@@ -67,7 +72,7 @@ DispatchArgs new_route(const DispatchAttrs& attrs, Operand axis_index, Operand x
   args.num_tokens = static_cast<int32_t>(topk_idx.dimensions()[0]);
   args.top_k = static_cast<int32_t>(topk_idx.dimensions()[1]);
   args.x = x.untyped_data();
-  set_wire(args, attrs.cast, x, x_scales);
+  set_wire(args, attrs.cast, x, data<float>(x_scales));
   args.topk_idx = data<int32_t>(topk_idx);
   args.named_slot = data<int32_t>(named_slot);
   args.topk_weights = data<float>(topk_weights);
@@ -184,7 +189,7 @@ ffi::Error dispatch_like(CallStream stream, int32_t ordinal, RouteAttrs attrs, O
   return enqueue_dispatch("dispatch_like", stream, **member, attrs.group, element_type(x), args);
 }
 
-ffi::Error combine_back(CallStream stream, int32_t ordinal, RouteAttrs attrs, Operand axis_index, Operand g,
+ffi::Error combine_back(CallStream stream, int32_t ordinal, CombineBackAttrs attrs, Operand axis_index, Operand g,
                         Operand send_index, Operand recv_row, Operand num_recv_per_rank, Operand counts,
                         Operand group_sizes, Operand y, Operand row_weights, Result y_cotangent,
                         Result weights_cotangent) {
@@ -197,7 +202,8 @@ ffi::Error combine_back(CallStream stream, int32_t ordinal, RouteAttrs attrs, Op
   const bool lacks_y = !has_elements(y);
   const ffi::Error error =
       first_error({check_axis_index(op, axis_index), check_layout(op, attrs.layout, attrs.capacity, attrs.alignment),
-                   check_buffers(op, {{"g", g, Types::floats(), {num_tokens, channels}},
+                   check_cast(op, attrs.cast, channels),
+                   check_buffers(op, {{"g", g, attrs.cast ? Types(ffi::BF16) : Types::floats(), {num_tokens, channels}},
                                       {"y", y, g.element_type(), rows.then(channels), true},
                                       {"row_weights", row_weights, ffi::F32, rows},
                                       {"y_cotangent", *y_cotangent, g.element_type(), rows.then(channels)},
@@ -209,6 +215,7 @@ ffi::Error combine_back(CallStream stream, int32_t ordinal, RouteAttrs attrs, Op
   DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, send_index, recv_row, num_recv_per_rank,
                                   counts, group_sizes, y_cotangent);
   args.delivery = Delivery::kCombineBack;
+  set_wire(args, attrs.cast, g, nullptr);
   args.row_weights = data<float>(row_weights);
   args.y = data<void>(y);
   args.weights_cotangent = data<float>(weights_cotangent);
@@ -238,7 +245,7 @@ ffi::Error all_to_all(CallStream stream, int32_t ordinal, AllToAllAttrs attrs, O
   args.num_tokens = static_cast<int32_t>(x.dimensions()[0]);
   args.top_k = 1;
   args.x = x.untyped_data();
-  set_wire(args, attrs.cast, x, x_scales);
+  set_wire(args, attrs.cast, x, data<float>(x_scales));
   args.splits = data<int32_t>(splits);
   args.known_send_index = data<int32_t>(send_index);
   args.delivery = attrs.dequantize ? Delivery::kDequantize : Delivery::kCopy;
@@ -379,7 +386,7 @@ JAX_EP_DEFINE_HANDLER(kDispatch, with_order_token(dispatch, "dispatch"),
 JAX_EP_DEFINE_HANDLER(kDispatchLike, with_order_token(dispatch_like, "dispatch_like"),
                       (with_buffers<7, 1>(bind_call<RouteAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kCombineBack, with_order_token(combine_back, name_of(OpKind::kCombineBack)),
-                      (with_buffers<9, 2>(bind_call<RouteAttrs>())), kTraits);
+                      (with_buffers<9, 2>(bind_call<CombineBackAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kAllToAll, with_order_token(all_to_all, "all_to_all"),
                       (with_buffers<5, 3>(bind_call<AllToAllAttrs>())), kTraits);
 JAX_EP_DEFINE_HANDLER(kCombine, with_order_token(combine, "combine"), (with_buffers<6, 1>(bind_call<CombineAttrs>())),
@@ -427,6 +434,10 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchAttrs, StructMember<int64_
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RouteAttrs, StructMember<int64_t>("group"), StructMember<int64_t>("hash"),
                                       StructMember<int64_t>("layout"), StructMember<int64_t>("capacity"),
                                       StructMember<int64_t>("alignment"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::CombineBackAttrs, StructMember<int64_t>("group"),
+                                      StructMember<int64_t>("hash"), StructMember<int64_t>("layout"),
+                                      StructMember<int64_t>("capacity"), StructMember<int64_t>("alignment"),
+                                      StructMember<int64_t>("cast"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchBackAttrs, StructMember<int64_t>("group"),
                                       StructMember<int64_t>("hash"), StructMember<int64_t>("layout"),
                                       StructMember<int64_t>("cast"));

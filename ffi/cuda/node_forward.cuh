@@ -9,7 +9,7 @@ namespace jax_ep {
 template <typename Config>
 struct NodeForward : DispatchReceiver<Config> {
   using Base = DispatchReceiver<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::has_unit, Base::kDelivery, Base::kReceiveBatch,
+  using Base::args, Base::chunk_of, Base::chunks, Base::has_unit, Base::kMayHaveScales, Base::kReceiveBatch,
       Base::look_at_batch, Base::new_route, Base::num_items, Base::num_experts, Base::op, Base::peers, Base::row_here,
       Base::plan, Base::send_chunks, Base::take_batch;
   using typename Base::ArrivingBatch;
@@ -82,7 +82,7 @@ struct NodeForward : DispatchReceiver<Config> {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
       units[i] = Chunk::of(batch.units[i], has_unit(chunk_of(first, i, warp_group)));
-      if constexpr (kDelivery != Delivery::kCombineBack) {
+      if constexpr (kMayHaveScales) {
         const uint4& own = batch.units[kReceiveBatch];
         const uint4 unit = make_uint4(__shfl_sync(kAllLanes, own.x, i), __shfl_sync(kAllLanes, own.y, i),
                                       __shfl_sync(kAllLanes, own.z, i), __shfl_sync(kAllLanes, own.w, i));

@@ -56,11 +56,11 @@ struct Routing : DispatchOperands<Config> {
       counts.experts[i] = 0;
   }
 
-  // For a block that notifies and then sends, and counts for both in the same memory.
+  // For a block that notifies and then sends, and counts for both in the same memory. It is the only sender, so it
+  // sends the first tokens, and counts none before the next barrier.
   __device__ void clear_again() const {
     op.sync_workers();  // all have read the counts
     clear(send_counts());
-    op.sync_workers();
   }
 
   __device__ void count_splits(const SendCounts& counts) const {

@@ -163,7 +163,7 @@ class _CudaOperations(Backend):
     def combine_back(
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        if wire is not None:
+        if wire is not None and not self._kernels_cast:
             packed = self._send_along(route, _wires.pack(g, wire), wire)
             rows = _wires.unpack(packed, g.shape[-1], wire)
             y_cotangent = (rows * weights[..., None]).astype(g.dtype)
@@ -180,7 +180,8 @@ class _CudaOperations(Backend):
             {"y_cotangent": g.dtype},
             absent=["weights_cotangent"] if y is None else [],
         )
-        got = self._call(targets.COMBINE_BACK, operands, results, **_route_attributes(route))
+        cast = _wires.cast_of(wire)
+        got = self._call(targets.COMBINE_BACK, operands, results, agreed=(wire,), cast=cast, **_route_attributes(route))
         return got["y_cotangent"], None if y is None else got["weights_cotangent"]
 
     def _holds_token(self, route: Route) -> jax.Array:

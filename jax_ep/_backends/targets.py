@@ -192,7 +192,7 @@ COMBINE_BACK = Target(
         Array("row_weights", "*rows", _FLOAT),
     ),
     (Array("y_cotangent", "*rows H"), Array("weights_cotangent", "*rows", _FLOAT)),
-    _LAYOUT,
+    (*_LAYOUT, "cast"),
 )
 ALL_TO_ALL = Target(
     "all_to_all",

@@ -102,6 +102,17 @@ void look_like_sentinels(std::vector<float>& rows, std::mt19937& random) {
   }
 }
 
+// The upper halves of floats.
+std::vector<uint16_t> to_bfloat16(const std::vector<float>& values) {
+  std::vector<uint16_t> upper(values.size());
+  std::transform(values.begin(), values.end(), upper.begin(), [](float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return static_cast<uint16_t>(bits >> 16);
+  });
+  return upper;
+}
+
 // The layout of the rows of a rank's experts.
 struct Rows {
   Layout layout = Layout::kRagged;
@@ -112,7 +123,7 @@ struct Rows {
 struct Rank {
   int32_t ranks;
   Rows shape;
-  int32_t sum_cast = 0;  // Cast: how sums travel
+  int32_t sum_cast = 0;  // Cast: how sums travel, and the cotangent of a combine's result
   int32_t experts = ranks * experts_per_rank;
   int64_t most_rows = align_up(int64_t{ranks} * num_tokens * top_k + experts_per_rank * (kAlignment - 1), kAlignment);
   int64_t capacity = shape.capacity > 0 ? shape.capacity : most_rows;
@@ -123,12 +134,13 @@ struct Rank {
       recv_row{size_t(ranks) * num_tokens * top_k}, num_recv_per_rank{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<PendingCall> pending_dispatches{kPending}, pending_combines{kPending};
-  Array<uint16_t> x_bfloat16{size_t(num_tokens) * kHidden};  // x, for operations that cast to fp8
-  Activations recv{size_t(num_rows) * kHidden};
+  // x and y, for operations that cast to fp8.
+  Array<uint16_t> x_bfloat16{size_t(num_tokens) * kHidden}, y_bfloat16{size_t(num_rows) * kHidden};
+  Activations recv{size_t(num_rows) * kHidden}, cotangent{size_t(num_rows) * kHidden};
   Array<float> x{size_t(num_tokens) * kHidden}, topk_weights{size_t(num_tokens) * top_k}, weights{size_t(num_rows)},
       like{size_t(num_rows) * kHidden}, out{size_t(num_tokens) * kHidden}, y{size_t(num_rows) * kHidden},
-      cotangent{size_t(num_rows) * kHidden}, weights_cotangent{size_t(num_rows)},
-      x_cotangent{size_t(num_tokens) * kHidden}, topk_cotangent{size_t(num_tokens) * top_k};
+      weights_cotangent{size_t(num_rows)}, x_cotangent{size_t(num_tokens) * kHidden},
+      topk_cotangent{size_t(num_tokens) * top_k};
 
   Rank(int32_t ranks, int32_t rank, Rows shape = {}) : ranks(ranks), shape(shape) {
     must(cudaSetDevice(device_of(rank)));
@@ -141,18 +153,17 @@ struct Rank {
   }
 
   void randomize(std::mt19937& random) {
-    for (float& value : x.host) value = std::uniform_real_distribution<float>(-1, 1)(random);
+    for (size_t i = 0; i < x.host.size(); ++i) {
+      const bool is_small = i % kHidden / kChunkBytes % 2;  // so that the chunks of a cast row have different scales
+      x.host[i] = std::uniform_real_distribution<float>(-1, 1)(random) * (is_small ? 0.125f : 1);
+    }
     for (float& value : topk_weights.host) value = std::uniform_real_distribution<float>(0, 1)(random);
     const auto first = static_cast<uint32_t>(random());
     for (size_t i = 0; i < y.host.size(); ++i)
       y.host[i] = static_cast<uint32_t>(first + i * 2654435761u) / 4294967296.0f;
     for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
-    std::transform(x.host.begin(), x.host.end(), x_bfloat16.host.begin(), [](float value) {
-      uint32_t bits;
-      std::memcpy(&bits, &value, sizeof(bits));
-      return static_cast<uint16_t>(bits >> 16);
-    });
-    x.upload(), x_bfloat16.upload(), topk_weights.upload(), y.upload(), ids.upload();
+    x_bfloat16.host = to_bfloat16(x.host), y_bfloat16.host = to_bfloat16(y.host);
+    x.upload(), x_bfloat16.upload(), topk_weights.upload(), y.upload(), y_bfloat16.upload(), ids.upload();
   }
 
   DispatchArgs dispatch_args(OpKind op) {
@@ -167,13 +178,17 @@ struct Rank {
     args.zero_pad = true;
     return args;
   }
+  // Sets how the rows of x travel, and the element type of `result`.
+  void set_wire(DispatchArgs& args, int32_t cast, Activations& result) {
+    args.cast = cast, args.num_scales = cast ? divide_up(kHidden, kChannelsPerScale) : 0;
+    result.is_bfloat16 = cast != 0;
+    if (cast) args.x = x_bfloat16.device;
+    args.row_bytes = args.out_row_bytes = result.row_bytes();
+  }
   DispatchArgs dispatch(int32_t cast) {
     DispatchArgs args = dispatch_args(OpKind::kDispatch);
-    args.cast = cast, args.num_scales = cast ? divide_up(kHidden, kChannelsPerScale) : 0;
     args.delivery = cast ? Delivery::kDequantize : Delivery::kCopy;
-    recv.is_bfloat16 = cast != 0;
-    if (cast) args.x = x_bfloat16.device;
-    args.row_bytes = args.out_row_bytes = recv.row_bytes();
+    set_wire(args, cast, recv);
     args.topk_idx = ids.device, args.topk_weights = topk_weights.device, args.send_index = send_index.device;
     args.out = recv.device, args.weights = weights.device, args.counts = counts.device;
     args.group_sizes = group_sizes.device, args.num_dropped = num_dropped.device, args.recv_row = recv_row.device;
@@ -195,7 +210,9 @@ struct Rank {
   DispatchArgs combine_back() {
     DispatchArgs args = dispatch_with_route(OpKind::kCombineBack, cotangent);
     args.delivery = Delivery::kCombineBack;
-    args.row_weights = weights.device, args.y = y.device, args.weights_cotangent = weights_cotangent.device;
+    set_wire(args, sum_cast, cotangent);
+    args.row_weights = weights.device, args.weights_cotangent = weights_cotangent.device;
+    args.y = sum_cast ? static_cast<const void*>(y_bfloat16.device) : y.device;
     return args;
   }
   CombineArgs combine_args(OpKind op, Array<float>& result) {
