@@ -1,7 +1,7 @@
 // Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the
 // thread blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
 // Built without JAX_EP_TIMELINE, as the program op_times, it leaves out what the blocks did: to record that takes up to
-// 0.7 microseconds of an operation, in some versions more than in others.
+// half a microsecond of an operation, in some versions more than in others.
 //
 //   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per block, per row sent and per
 //   row received, of dispatch] [of combine]
