@@ -5,6 +5,11 @@
 
 Each round runs `jax-ep bench` once with every installation, one after the other. So a change of the machine's clocks or
 memory meets all installations alike. Ratios are to the first installation.
+
+The time of a pair of few tokens also depends on what its process ran before. So give --bench several times, with the
+same cases in other orders. Each round then runs all of them, and a case has the times of all these processes:
+
+    --bench "--tokens 1,8 --wire fp8" --bench "--tokens 8,1 --wire fp8" --bench "--tokens 1,8 --wire none,fp8"
 """
 
 from __future__ import annotations
@@ -37,32 +42,44 @@ def bench(folder: str, options: list[str]) -> list[dict[str, Any]]:
             return json.load(file)
 
 
+Times = dict[str, dict[str, dict[str, list[float]]]]  # case, installation, name of the time
+
+
+def measure(builds: dict[str, str], benches: list[str], rounds: int) -> Times:
+    """All times, in the order in which they were measured."""
+    times: Times = {}
+    for _ in range(rounds):
+        for options in benches:
+            for build, folder in builds.items():
+                for row in bench(folder, shlex.split(options)):
+                    case = " ".join(f"{setting}={row[setting]}" for setting in SETTINGS if setting in row)
+                    of_build = times.setdefault(case, {}).setdefault(build, {})
+                    for name in TIMES:
+                        if row.get(name):
+                            of_build.setdefault(name, []).append(row[name])
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--bench", default="", help="options of the bench, in one argument")
+    parser.add_argument("--bench", action="append", metavar="OPTIONS", help="options of the bench, in one argument")
     parser.add_argument("--json", help="a file for all times")
     arguments = parser.parse_args()
-    options = shlex.split(arguments.bench)
     builds = dict(build.split("=", 1) for build in arguments.builds)
-    rounds = [{name: bench(folder, options) for name, folder in builds.items()} for _ in range(arguments.rounds)]
-    report = []
-    for number, case in enumerate(next(iter(rounds[0].values()))):
-        what = " ".join(f"{setting}={case[setting]}" for setting in SETTINGS if setting in case)
-        measured = [name for name in TIMES if case.get(name)]
-        times = {build: {name: [turn[build][number][name] for turn in rounds] for name in measured} for build in builds}
-        report.append({"case": what, "times": times})
-        first = next(iter(times.values()))
-        for build, columns in times.items():
+    times = measure(builds, arguments.bench or [""], arguments.rounds)
+    for case, of_builds in times.items():
+        first = of_builds[next(iter(builds))]
+        for build, columns in of_builds.items():
             medians = [
                 f"{name} {statistics.median(column):8.2f} {_ratio(column, first[name]):6.3f}"
                 for name, column in columns.items()
             ]
-            print(f"{what:100} {build:10} {'  '.join(medians)}", flush=True)
+            print(f"{case:100} {build:10} {'  '.join(medians)}", flush=True)
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump(report, file)
+            json.dump([{"case": case, "times": of_builds} for case, of_builds in times.items()], file)
 
 
 def _ratio(times: list[float], others: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
 import time
@@ -23,6 +24,15 @@ from shapes import Inputs, Shape, make_inputs, np_dtype, random_array
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+
+
+def load_program(path: str) -> types.ModuleType:
+    """The module of a program outside the package, such as "benchmarks/overlap.py"."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
+
 
 # The command jax-ep of the jax_ep under test, whether that is installed or not. Start it with cwd=TESTS: Python takes
 # modules from the folder that it starts in, and jax_ep/ of a checkout has no native extensions.

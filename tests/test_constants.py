@@ -1,15 +1,11 @@
 """The constants that Python and C++ share have one source."""
 
-import importlib.util
-
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, load_program
 from jax_ep import _constants, _layouts, _wires
 
-SPEC = importlib.util.spec_from_file_location("write_constants", ROOT / "scripts" / "write_constants.py")
-WRITER = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(WRITER)
+WRITER = load_program("scripts/write_constants.py")
 
 
 def test_the_header_is_up_to_date():

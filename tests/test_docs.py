@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 import jax_ep as ep
 import oracle
-from helpers import make_mesh, open_group
+from helpers import load_program, make_mesh, open_group
 from jax_ep import doctor
 from jax_ep.bench.models import MODELS
 from shapes import SMALL, make_inputs
@@ -69,9 +68,7 @@ def test_the_programs_of_the_page_of_balance_run(num_devices, tmp_path):
 
 
 def test_the_picture_of_balance_is_what_the_script_draws():
-    spec = importlib.util.spec_from_file_location("balance_page", ROOT / "scripts" / "balance_page.py")
-    balance_page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(balance_page)
+    balance_page = load_program("scripts/balance_page.py")
     assert balance_page.draw() == (ROOT / "docs" / "balance.svg").read_text()
     ranks, moves = balance_page.pieces_of(balance_page.example())
     assert [sum(rows for _, rows in pieces) for pieces in ranks] == [6, 6, 6, 6]

@@ -1,13 +1,9 @@
 """benchmarks/leg_errors.py, and its table in docs/concepts.md."""
 
-import importlib.util
-
-from helpers import ROOT, make_mesh, open_group
+from helpers import ROOT, load_program, make_mesh, open_group
 from shapes import Shape
 
-SPEC = importlib.util.spec_from_file_location("leg_errors", ROOT / "benchmarks" / "leg_errors.py")
-leg_errors = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(leg_errors)
+leg_errors = load_program("benchmarks/leg_errors.py")
 
 BOUNDS = {"none": 0.002, "fp8": 0.03, "fp8_pow2": 0.03, "fp8_e5m2": 0.06}
 

@@ -1,13 +1,10 @@
 """benchmarks/leg_training.py."""
 
-import importlib.util
 import json
 
-from helpers import ROOT
+from helpers import load_program
 
-SPEC = importlib.util.spec_from_file_location("leg_training", ROOT / "benchmarks" / "leg_training.py")
-leg_training = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(leg_training)
+leg_training = load_program("benchmarks/leg_training.py")
 
 
 def test_each_choice_trains_with_each_seed(monkeypatch, tmp_path, capsys):

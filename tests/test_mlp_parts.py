@@ -1,15 +1,12 @@
 """benchmarks/mlp_parts.py."""
 
-import importlib.util
 import json
 
 import pytest
 
-from helpers import ROOT
+from helpers import load_program
 
-SPEC = importlib.util.spec_from_file_location("mlp_parts", ROOT / "benchmarks" / "mlp_parts.py")
-mlp_parts = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(mlp_parts)
+mlp_parts = load_program("benchmarks/mlp_parts.py")
 
 
 def test_times_the_parts_and_the_layer(tmp_path, capsys):

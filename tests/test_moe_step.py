@@ -1,19 +1,16 @@
 """benchmarks/moe_step.py."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import jax_ep as ep
+from helpers import load_program
 from jax_ep.bench.cases import Case
 
-SPEC = importlib.util.spec_from_file_location("moe_step", Path(__file__).parents[1] / "benchmarks" / "moe_step.py")
-moe_step = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(moe_step)
+moe_step = load_program("benchmarks/moe_step.py")
 
 TINY = ["--tokens=16", "--hidden=32", "--expert-hidden=16", "--experts=16", "--top-k=3", "--capacity-factor=4"]
 

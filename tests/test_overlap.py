@@ -1,23 +1,19 @@
 """benchmarks/overlap.py, and with it the recipe of docs/overlap.md."""
 
 import dataclasses
-import importlib.util
 import json
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_trees_same_bits, run_spmd
+from helpers import assert_trees_same_bits, load_program, run_spmd
 from jax_ep.bench.timeline import Event
 from shapes import SMALL, make_inputs
 
-SPEC = importlib.util.spec_from_file_location("overlap", Path(__file__).parents[1] / "benchmarks" / "overlap.py")
-overlap = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(overlap)
+overlap = load_program("benchmarks/overlap.py")
 
 TINY = ["--tokens=8", "--hidden=16", "--top-k=2", "--gemms-by=auto"]
 
