@@ -25,7 +25,8 @@ Row = dict[str, Any]
 TABLES = ("runs", "steps", "bench", "matmul", "balance", "layer", "overlap", "train", "soak")
 HISTORY_COLUMNS = (
     *("date", "commit", "native_hash", "device", "num_devices", "step", "chain", "processes", "nodes"),
-    *("tokens", "hidden", "top_k", "experts", "dtype", "wire", "layout", "routing", "num_sms"),
+    *("tokens", "hidden", "top_k", "experts", "dtype", "wire", "combine_wire", "grad_wire"),
+    *("layout", "routing", "num_sms"),
     *("dispatch_us", "combine_us", "pair_us", "wall_pair_us", "floor_pair_us"),
     *("grad_pair_us", "lax_pair_us", "lax_ragged_pair_us"),
 )
@@ -103,7 +104,7 @@ def record(machine: str, run: Row, tables: dict[str, list[Row]], folder: Path = 
 
 def add_to_history(rows: list[Row], folder: Path = RESULTS) -> None:
     """Removes duplicate rows, and sorts by date."""
-    lines = {tuple(row[column] for column in HISTORY_COLUMNS): None for row in history(folder)}
+    lines = {tuple(row.get(column, "") for column in HISTORY_COLUMNS): None for row in history(folder)}
     for row in rows:
         row = compact(row)
         lines[tuple(str(row.get(column, "")) for column in HISTORY_COLUMNS)] = None

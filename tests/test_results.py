@@ -126,6 +126,15 @@ def test_the_history_keeps_the_rows_of_all_runs(tmp_path):
     ]
 
 
+def test_the_history_tells_wire_formats_of_all_legs_apart(tmp_path):
+    (tmp_path / gpu_results.HISTORY).write_text("date,wire,pair_us\n2026-01-01,fp8,11.0\n")  # without newer columns
+    row = {"step": "bench-10-legs", "wire": "fp8", "grad_wire": "fp8_e5m2", "pair_us": 12.0}
+    legs = [row | {"combine_wire": wire} for wire in (None, "fp8")]
+    record(tmp_path, {"date": "2026-01-02"}, {"step": "bench-10-legs", "ok": True}, bench=legs)
+    kept = [(row["date"], row["combine_wire"], row["grad_wire"]) for row in gpu_results.history(tmp_path)]
+    assert kept == [("2026-01-01", "", ""), ("2026-01-02", "", "fp8_e5m2"), ("2026-01-02", "fp8", "fp8_e5m2")]
+
+
 def test_a_file_of_results_has_a_line_per_row(tmp_path):
     record(tmp_path, {}, {"step": "tests-1", "ok": True}, {"step": "tests-2", "ok": True})
     lines = (tmp_path / "2xNVIDIA-X.json").read_text().splitlines()
