@@ -3,11 +3,11 @@
     pip install --no-deps --target build/old OLD.whl    (and so on for each version)
     python benchmarks/by_turns.py old=build/old new=build/new --rounds 3 --bench "--tokens 1,8,32,128 --wire fp8"
 
-Each round runs `jax-ep bench` once with every installation, one after the other. So a change of the machine's clocks or
-memory meets all installations alike. Ratios are to the first installation.
+For each --bench, each round runs `jax-ep bench` once per installation, one after the other. So a change of the
+machine's clocks or memory meets all installations alike. Ratios are to the first installation.
 
-The time of a pair of few tokens also depends on what its process ran before. So give --bench several times, with the
-same cases in other orders. Each round then runs all of them, and a case has the times of all these processes:
+The time of a pair of few tokens may depend on the process (docs/experiments.md). So give --bench several times, with
+the same cases in other orders. A ratio is then the geometric mean of the ratios of all --bench:
 
     --bench "--tokens 1,8 --wire fp8" --bench "--tokens 8,1 --wire fp8" --bench "--tokens 1,8 --wire none,fp8"
 """
@@ -15,6 +15,7 @@ same cases in other orders. Each round then runs all of them, and a case has the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -24,7 +25,7 @@ import sys
 import tempfile
 from typing import Any
 
-from jax_ep.bench.report import SETTINGS
+from jax_ep.bench.cases import Case
 
 TIMES = ("dispatch_us", "combine_us", "pair_us", "grad_pair_us")
 
@@ -42,48 +43,67 @@ def bench(folder: str, options: list[str]) -> list[dict[str, Any]]:
             return json.load(file)
 
 
-Times = dict[str, dict[str, dict[str, list[float]]]]  # case, installation, name of the time
+# case, installation, name of the time, --bench, round
+Times = dict[str, dict[str, dict[str, list[list[float]]]]]
+
+
+def case_of(row: dict[str, Any]) -> str:
+    """The settings of a row. (An older bench has fewer settings. A newer setting is None where it has no effect.)"""
+    values = {field.name: row.get(field.name) for field in dataclasses.fields(Case)}
+    values["grad"] = bool(row.get("grad_pair_us")) or None
+    return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 def measure(builds: dict[str, str], benches: list[str], rounds: int) -> Times:
-    """All times, in the order in which they were measured."""
+    """All times. A --bench that does not have a case has an empty list there."""
     times: Times = {}
     for _ in range(rounds):
-        for options in benches:
+        for number, options in enumerate(benches):
             for build, folder in builds.items():
                 for row in bench(folder, shlex.split(options)):
-                    case = " ".join(f"{setting}={row[setting]}" for setting in SETTINGS if setting in row)
-                    of_build = times.setdefault(case, {}).setdefault(build, {})
+                    columns = times.setdefault(case_of(row), {}).setdefault(build, {})
                     for name in TIMES:
                         if row.get(name):
-                            of_build.setdefault(name, []).append(row[name])
+                            columns.setdefault(name, [[] for _ in benches])[number].append(row[name])
     return times
+
+
+def summary(column: list[list[float]], first: list[list[float]]) -> str:
+    """The mean over all --bench of the median time, and the ratio to the times of the first installation."""
+    medians = [
+        (statistics.median(times), statistics.median(others))
+        for times, others in zip(column, first, strict=True)
+        if times and others
+    ]
+    if not medians:
+        return "no time"
+    ratio = statistics.geometric_mean(time / other for time, other in medians)
+    return f"{statistics.mean(time for time, _ in medians):8.2f} {ratio:6.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--bench", action="append", metavar="OPTIONS", help="options of the bench, in one argument")
+    parser.add_argument(
+        "--bench",
+        action="append",
+        metavar="OPTIONS",
+        help="options of the bench, in one argument; may be given several times",
+    )
     parser.add_argument("--json", help="a file for all times")
     arguments = parser.parse_args()
     builds = dict(build.split("=", 1) for build in arguments.builds)
-    times = measure(builds, arguments.bench or [""], arguments.rounds)
-    for case, of_builds in times.items():
-        first = of_builds[next(iter(builds))]
-        for build, columns in of_builds.items():
-            medians = [
-                f"{name} {statistics.median(column):8.2f} {_ratio(column, first[name]):6.3f}"
-                for name, column in columns.items()
-            ]
-            print(f"{case:100} {build:10} {'  '.join(medians)}", flush=True)
+    benches = arguments.bench or [""]
+    times = measure(builds, benches, arguments.rounds)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump([{"case": case, "times": of_builds} for case, of_builds in times.items()], file)
-
-
-def _ratio(times: list[float], others: list[float]) -> float:
-    return statistics.median(times) / statistics.median(others)
+    for case, of_builds in times.items():
+        first = of_builds.get(next(iter(builds)), {})
+        for build, columns in of_builds.items():
+            cells = [f"{name} {summary(columns[name], first.get(name, [[] for _ in benches]))}" for name in columns]
+            print(f"{case}  {build:10} {'  '.join(cells)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ step() {
 }
 
 build_native_tests() {
-  cmake -S tests/native -B build/native-gpu -G Ninja -DJAX_EP_GPU_TESTS=ON && cmake --build build/native-gpu
+  cmake -S tests/native -B build/native-gpu -G Ninja -DJAX_EP_GPU_TESTS=ON && cmake --build build/native-gpu &&
+    cmake --build build/native-gpu --target timeline op_times
 }
 export -f build_native_tests
 

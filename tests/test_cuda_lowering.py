@@ -299,17 +299,21 @@ def test_kernels_cast_bfloat16_only(group, layout, dtype, is_split):
 def test_kernels_cast_cotangents_of_bfloat16_only(group, layout, dtype):
     """XLA casts the cotangent of combine's result in other dtypes, and sends packed rows."""
 
-    def body(x, topk_idx, topk_weights):
-        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout)
-        out, transpose = jax.vjp(lambda y: ep.combine(y, recv, grad_wire="fp8_e5m2"), recv.x)
-        return transpose(out)
+    def text_of(grad_wire):
+        def body(x, topk_idx, topk_weights):
+            recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout)
+            out, transpose = jax.vjp(lambda y: ep.combine(y, recv, grad_wire=grad_wire), recv.x)
+            return transpose(out)
 
-    text = lowered(group, body, (X[0], dtype), IDS, WEIGHTS)
-    if dtype == jnp.bfloat16:
-        assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_back"]
-        assert re.findall(r"custom_call @jax_ep_combine_back\(.*?cast = (\d+)", text) == [str(int(Cast.E5M2))]
-    else:
-        assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine", "jax_ep_dispatch_like"]
+        return lowered(group, body, (X[0], dtype), IDS, WEIGHTS)
+
+    back = "combine_back" if dtype == jnp.bfloat16 else "dispatch_like"
+    text = text_of("fp8_e5m2")
+    assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine", f"jax_ep_{back}"]
+    casts = re.findall(r"custom_call @jax_ep_combine_back\(.*?cast = (\d+)", text)
+    assert casts == ([str(int(Cast.E5M2))] if dtype == jnp.bfloat16 else [])
+    of_wires = [hashes(text_of(wire), back) for wire in ("fp8", "fp8_pow2", "fp8_e5m2")]
+    assert len({hash_ for (hash_,) in of_wires}) == 3  # all ranks must agree on the format
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)

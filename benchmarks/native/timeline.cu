@@ -1,7 +1,8 @@
 // Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the
 // thread blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
-// Built without JAX_EP_TIMELINE, as the program op_times, it leaves out what the blocks did: to record that takes up to
-// half a microsecond of an operation, in some versions more than in others.
+// The CMake target `timeline` defines JAX_EP_TIMELINE. The target `op_times` does not: its kernels record no times, and
+// it prints no times of blocks. Recording takes up to half a microsecond per operation, and differs between versions.
+// So compare versions with op_times.
 //
 //   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per block, per row sent and per
 //   row received, of dispatch] [of combine]
@@ -125,6 +126,7 @@ struct Rank {
     args.op = OpKind::kCombineBack, args.hash = 3, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
     args.x = x, args.row_bytes = kRowBytes, args.delivery = Delivery::kCombineBack;
+    args.cast = cast, args.num_scales = cast ? divide_up(kHidden, kChannelsPerScale) : 0;
     args.known_send_index = send_index, args.known_recv_row = recv_row,
     args.known_num_recv_per_rank = num_recv_per_rank;
     args.known_counts = counts, args.known_group_sizes = group_sizes;

@@ -13,7 +13,7 @@ struct CombineBackward : DispatchArrival<Config> {
       Base::kUnitsRead, Base::out_row, Base::peers, Base::scratch, Base::shared, Base::sync_warp_group, Base::wire_cast;
   using typename Base::Arriving;
   using typename Base::X;
-  static constexpr int kChannels = kUnitsRead * Vector<X>::kSize;  // of a unit that arrives
+  static constexpr int kChannelsInUnit = kUnitsRead * Vector<X>::kSize;  // of a unit in transit
 
   // Prefetches the first kRowsAhead rows of y, before the row arrives with which they are multiplied. The other rows of
   // y follow when these have been used. The copies go to shared memory, in which each lane writes and reads only its
@@ -37,7 +37,7 @@ struct CombineBackward : DispatchArrival<Config> {
         if (!has_unit(chunk)) continue;
 #pragma unroll
         for (int v = 0; v < kUnitsRead; ++v)
-          copy_unit_async(y_unit(slot, i, v), row_of_y + (unit_of_row(chunk) + v) * kUnitBytes);
+          copy_unit_async(y_unit(slot, i, v), row_of_y + (first_unit_in_row(chunk) + v) * kUnitBytes);
       }
     }
     end_copies();
@@ -46,26 +46,16 @@ struct CombineBackward : DispatchArrival<Config> {
 
   __device__ uint4* y_unit(int32_t slot, int i, int v) const {
     auto* y = static_cast<uint8_t*>(scratch) + dispatch_scratch_bytes(peers.num_ranks, experts_per_rank());
-    const int32_t of_warp = ((warp_id() * kRowsAhead + slot) * kReceiveBatch + i) * kUnitsRead + v;
-    return reinterpret_cast<uint4*>(y) + of_warp * kChunkUnits + lane_id();
+    const int32_t number = ((warp_id() * kRowsAhead + slot) * kReceiveBatch + i) * kUnitsRead + v;
+    return reinterpret_cast<uint4*>(y) + number * kChunkUnits + lane_id();
   }
 
-  // In a row of y or of the result: the first unit with the channels of this lane's unit of a chunk.
-  __device__ static int32_t unit_of_row(int32_t chunk) { return (chunk * kChunkUnits + lane_id()) * kUnitsRead; }
+  // Returns the first unit, in a row of y or of the result, with channels of this lane's unit of `chunk`.
+  __device__ static int32_t first_unit_in_row(int32_t chunk) { return (chunk * kChunkUnits + lane_id()) * kUnitsRead; }
 
-  // The channels of a unit that has arrived. `scale`: of the unit's block, only if the rows are cast.
-  __device__ void channels_of(const uint4& unit, float scale, float (&g)[kChannels]) const {
-    if constexpr (kCasts) {
-      cast_from_fp8(unit, scale, wire_cast(), g);
-    } else {
-      Vector<X> channels;
-      channels.bits = unit;
-      to_floats(channels, g);
-    }
-  }
-
-  // Writes a unit's part of weight * row. Returns its part of the product with a row of y.
-  __device__ float combine_back_unit(const float (&g)[kChannels], int32_t slot, int i, int64_t row, int32_t chunk,
+  // Writes weight * g to the result's row, where g are the channels of the i-th unit of the batch. Returns the dot
+  // product of g and the same channels of the row of y in `slot`.
+  __device__ float combine_back_unit(const float (&g)[kChannelsInUnit], int32_t slot, int i, int64_t row, int32_t chunk,
                                      float weight) const {
     float product = 0;
 #pragma unroll
@@ -78,7 +68,7 @@ struct CombineBackward : DispatchArrival<Config> {
         cotangent.element[e] = from_float<X>(weight * channel);
         product += channel * to_float(y.element[e]);
       }
-      out_row(row)[unit_of_row(chunk) + v] = cotangent.bits;
+      out_row(row)[first_unit_in_row(chunk) + v] = cotangent.bits;
     }
     return product;
   }
@@ -90,10 +80,13 @@ struct CombineBackward : DispatchArrival<Config> {
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) ahead &= ahead - 1;
     int32_t slot = 0;
-    float scale[kReceiveBatch] = {};  // of this lane's block in each chunk
-    if constexpr (kCasts) {
+    float g[kReceiveBatch][kChannelsInUnit];
+    if constexpr (kCasts) {  // once for all experts
 #pragma unroll
-      for (int i = 0; i < kReceiveBatch; ++i) scale[i] = scale_of_block(arriving.batch.units[kReceiveBatch], i);
+      for (int i = 0; i < kReceiveBatch; ++i) {
+        const float scale = scale_of_block(arriving.batch.units[kReceiveBatch], i);
+        cast_from_fp8(arriving.batch.units[i], scale, wire_cast(), g[i]);
+      }
     }
 #pragma unroll 1
     for (uint32_t left = targets; left; left &= left - 1) {
@@ -106,9 +99,12 @@ struct CombineBackward : DispatchArrival<Config> {
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);
         if (!has_unit(chunk)) continue;
-        float g[kChannels];
-        channels_of(arriving.batch.units[i], scale[i], g);
-        product += combine_back_unit(g, slot, i, target, chunk, weight);
+        if constexpr (!kCasts) {
+          Vector<X> unit;
+          unit.bits = arriving.batch.units[i];
+          to_floats(unit, g[i]);
+        }
+        product += combine_back_unit(g[i], slot, i, target, chunk, weight);
       }
       __syncwarp();
       if (!args.y) continue;

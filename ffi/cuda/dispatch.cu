@@ -40,7 +40,10 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   if (dispatch.op.is_worker()) {
     if (!kRoleByIndex) outgoing = dispatch.prepare(role);
     if (role == 0) dispatch.notify(outgoing.ids);
-    if (role == 0 && plan.sends_rows(0)) dispatch.clear_again();
+    if (role == 0 && plan.sends_rows(0)) {
+      dispatch.op.sync_workers();  // all have read the counts of notify(), which send() keeps in the same memory
+      dispatch.clear(dispatch.send_counts());
+    }
     if (plan.sends_rows(role)) dispatch.send(outgoing);
     if constexpr (kHasNetwork) {
       if (forwards(role)) dispatch.forward();

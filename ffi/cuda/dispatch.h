@@ -16,7 +16,8 @@ namespace jax_ep {
 enum class Delivery : int32_t {
   kCopy,         // copies the row, with its scales, to the row of each of its experts
   kDequantize,   // the same, as bfloat16
-  kCombineBack,  // backward pass of combine: writes weight * row, and the dot product of the row and a row of y
+  kCombineBack,  // backward pass of combine: writes weight * row, and the dot product of the row and a row of y.
+                 // Converts a row in fp8 to float32 first.
 };
 
 struct DispatchArgs : Call {

@@ -12,8 +12,8 @@ struct DispatchArrival : Padding<Config> {
   using Base::args, Base::chunk_of, Base::chunks, Base::kMayHaveScales, Base::kReceiveBatch, Base::op,
       Base::payload_bytes;
 
-  // The units of a batch that a lane takes: one in each chunk and, if rows may have scales, a last one, which is the
-  // scales of the chunk with this lane's number.
+  // The units of a batch that a lane takes: one in each chunk. If rows may have scales, lane i also takes the unit with
+  // the scales of the i-th chunk.
   static constexpr int kUnitsTaken = kReceiveBatch + kMayHaveScales;
   struct ArrivingBatch {
     uint4 units[kUnitsTaken];

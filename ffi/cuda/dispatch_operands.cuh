@@ -60,22 +60,22 @@ constexpr int receive_batch(Delivery delivery, Variant variant, bool casts) {
   return delivery == Delivery::kDequantize || (delivery == Delivery::kCombineBack && casts) ? 2 : 4;
 }
 
-// The units of bfloat16 for one unit that travels.
-constexpr int units_per_unit_sent(bool casts) { return casts ? 2 : 1; }
+// The units of x, y or the result that have the channels of one unit in transit.
+constexpr int units_per_unit_in_transit(bool casts) { return casts ? 2 : 1; }
 
 // Backward pass of combine: the rows of y that a warp prefetches, and their bytes in shared memory, per warp.
 constexpr int kRowsAhead = 3;
 constexpr int prefetched_y_bytes(Delivery delivery, Variant variant, bool casts) {
   if (delivery != Delivery::kCombineBack) return 0;
-  return kRowsAhead * receive_batch(delivery, variant, casts) * units_per_unit_sent(casts) * kChunkBytes;
+  return kRowsAhead * receive_batch(delivery, variant, casts) * units_per_unit_in_transit(casts) * kChunkBytes;
 }
 
-constexpr bool fits(bool casts) {
+constexpr bool fits_in_shared_memory(bool casts) {
   return kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(Delivery::kCombineBack, Variant::kThroughput, casts) +
              sizeof(DispatchShared) <=
          kMaxBlockSharedBytes;
 }
-static_assert(fits(false) && fits(true));
+static_assert(fits_in_shared_memory(false) && fits_in_shared_memory(true));
 
 // True if a row is sent once to each other node: to this rank's rail peer there (Nodes, in ffi/layout.h), which
 // forwards it to the ranks of that node. (A row of all_to_all has one destination, and needs no forwarding.)
@@ -106,7 +106,9 @@ struct DispatchOperands {
   static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant, kCasts);
   static constexpr bool kStealsRows = kVariant == Variant::kThroughput;  // work stealing: warps claim rows and padding
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
-  static constexpr int kUnitsRead = units_per_unit_sent(kCasts);
+  static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
+  static constexpr bool kClearsBeforeEntry = kIsLowLatency;  // prepare() runs before the block has entered
+  // False if rows in transit never have scales.
   static constexpr bool kMayHaveScales = kCasts || kDelivery != Delivery::kCombineBack;
   static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kDelivery != Delivery::kDequantize));
 
@@ -171,7 +173,9 @@ struct DispatchOperands {
     }
     return units[0];
   }
-  // args.cast. Only the backward pass of combine casts to E5M2, and this tells the compiler so.
+
+  // How rows are cast. Of the dispatch kernels, only the backward pass of combine uses E5M2. This shows the compiler
+  // that the others do not.
   __device__ Cast wire_cast() const {
     if constexpr (kDelivery == Delivery::kCombineBack) return static_cast<Cast>(args.cast);
     return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;

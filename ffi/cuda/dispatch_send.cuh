@@ -10,7 +10,7 @@ struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
   using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::count_earlier,
       Base::count_tokens, Base::experts_per_rank, Base::has_unit, Base::ids_to_count, Base::is_own, Base::kCasts,
-      Base::kIsLowLatency, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts,
+      Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts,
       Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::row_here,
       Base::plan, Base::shared;
   using typename Base::Ids;
@@ -43,7 +43,8 @@ struct DispatchSender : Routing<Config> {
     Ids ids;  // the first ids of the tokens that the block counts before it sends this one
   };
 
-  // Loads what a sender needs of its first token, or the ids that the notifying block counts first. Zeroes the counts.
+  // Loads what a sender needs of its first token, or the ids that the notifying block counts first. A
+  // sender block also zeroes its counts.
   __device__ Outgoing prepare(int32_t role) const {
     if (plan.is_sender(role)) clear(this->send_counts());
     const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id(), true);
@@ -70,16 +71,16 @@ struct DispatchSender : Routing<Config> {
     int32_t token = warp_group.index, counted = 0;
 #pragma unroll 1
     for (int32_t round = 0; token - group_in_block < args.num_tokens; ++round) {
+      const int32_t first_token = token - group_in_block;  // of the block, in this round
       const int32_t next_token = token + warp_group.num_groups;
       Outgoing next = {};
-      if (next_token - group_in_block < args.num_tokens)
-        next = load_token(next_token, token - group_in_block, warp_group);
+      if (next_token - group_in_block < args.num_tokens) next = load_token(next_token, first_token, warp_group);
       const Packed packed = pack(now.batch, warp_group.warp);
       Route& route = now.route;
       if (new_route()) {
         const BlockTokens block_tokens = {group_in_block, shared.experts[round % 2], shared.ranks[round % 2]};
         publish_route(route, block_tokens, warp_group);
-        count_tokens(counts, counted, token - group_in_block, now.ids, kIsLowLatency && round == 0);
+        count_tokens(counts, counted, first_token, now.ids, kClearsBeforeEntry && round == 0);
         finish_route(counts, route, block_tokens, warp_group);
         if (args.named_slot) name_slots(route, token, warp_group);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;

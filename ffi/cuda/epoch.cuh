@@ -133,7 +133,8 @@ struct Epoch : Roles {
       return fail_overlap();
     }
     // The block with role 0 checks the rank, because it notifies the peers. Without its notification, no peer completes
-    // the operation. (If roles are tickets, the check is at the end, so that the other blocks do not fetch its code.)
+    // the operation. With roles by ticket, the block with ticket 0 checks last, below. So the other blocks do not fetch
+    // the code of the check.
     if (kRoleByIndex && blockIdx.x == 0) check_rank(axis_index);
     if (state.ticket != 0) return;
     // At the other index are the words of the former launch, and the next launch will use them. All blocks of the

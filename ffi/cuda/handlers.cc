@@ -53,8 +53,8 @@ void set_out(DispatchArgs& args, const ffi::AnyBuffer& out) {
   args.out_row_bytes = row_bytes(out);
 }
 
-// The rows to send: in x's dtype; fp8 already, with their scales; or bfloat16, to be cast on their way.
-// Sets how rows of x travel. `x_scales`: of rows that are fp8 already, or null.
+// Sets how rows of x travel: in x's dtype; as the fp8 that x already is, with `x_scales`; or cast from bfloat16 to fp8.
+// `x_scales` is null unless x is fp8.
 void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const float* x_scales) {
   args.row_bytes = row_bytes(x);
   args.x_scales = x_scales;
@@ -147,7 +147,7 @@ ffi::Error dispatch_done(CallStream stream, int32_t ordinal, int64_t group, ffi:
 
 DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
                          const Operand& send_index, const Operand& recv_row, const Operand& num_recv_per_rank,
-                         const Operand& counts, const Operand& group_sizes, Result out) {
+                         const Operand& counts, const Operand& group_sizes, Result out, int64_t cast = 0) {
   DispatchArgs args = {};
   args.op = op;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -155,7 +155,7 @@ DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis
   args.num_tokens = static_cast<int32_t>(recv_row.dimensions()[1]);
   args.top_k = static_cast<int32_t>(recv_row.dimensions()[2]);
   args.x = x.untyped_data();
-  args.row_bytes = row_bytes(x);
+  set_wire(args, cast, x, nullptr);
   args.known_send_index = data<int32_t>(send_index);
   args.known_recv_row = data<int32_t>(recv_row);
   args.known_num_recv_per_rank = data<int32_t>(num_recv_per_rank);
@@ -213,9 +213,8 @@ ffi::Error combine_back(CallStream stream, int32_t ordinal, CombineBackAttrs att
                    check_counts(op, sizes, counts, group_sizes)});
   if (error.failure()) return error;
   DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, send_index, recv_row, num_recv_per_rank,
-                                  counts, group_sizes, y_cotangent);
+                                  counts, group_sizes, y_cotangent, attrs.cast);
   args.delivery = Delivery::kCombineBack;
-  set_wire(args, attrs.cast, g, nullptr);
   args.row_weights = data<float>(row_weights);
   args.y = data<void>(y);
   args.weights_cotangent = data<float>(weights_cotangent);

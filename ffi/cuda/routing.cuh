@@ -9,9 +9,9 @@ namespace jax_ep {
 template <typename Config>
 struct Routing : DispatchOperands<Config> {
   using Base = DispatchOperands<Config>;
-  using Base::args, Base::experts_per_rank, Base::kIsLowLatency, Base::kStealsRows, Base::new_route,
-      Base::num_recv_from, Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch, Base::sends_numbers,
-      Base::shared;
+  using Base::args, Base::experts_per_rank, Base::kClearsBeforeEntry, Base::kIsLowLatency, Base::kStealsRows,
+      Base::new_route, Base::num_recv_from, Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch,
+      Base::sends_numbers, Base::shared;
 
   // The expert ids that this lane counts at once.
   static constexpr int kCountsAtOnce = kStealsRows ? 4 : 1;
@@ -24,7 +24,7 @@ struct Routing : DispatchOperands<Config> {
   __device__ void notify(const Ids& ids) const {
     const SendCounts counts = this->send_counts();
     if (new_route()) {
-      count_tokens(counts, 0, args.num_tokens, ids, kIsLowLatency);
+      count_tokens(counts, 0, args.num_tokens, ids, kClearsBeforeEntry);
     } else if (args.splits) {
       op.sync_workers();
       count_splits(counts);
@@ -49,18 +49,12 @@ struct Routing : DispatchOperands<Config> {
     return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
   }
 
-  // Zeroes the counts. The workers may count after their next barrier.
+  // Zeroes the counts. The workers may count after their next barrier. (The only sender needs no barrier between
+  // notify() and send(): it sends the first tokens, so it counts none before the barrier at the end of count_tokens().)
   __device__ void clear(const SendCounts& counts) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_worker_threads)
       counts.experts[i] = 0;
-  }
-
-  // For a block that notifies and then sends, and counts for both in the same memory. It is the only sender, so it
-  // sends the first tokens, and counts none before the next barrier.
-  __device__ void clear_again() const {
-    op.sync_workers();  // all have read the counts
-    clear(send_counts());
   }
 
   __device__ void count_splits(const SendCounts& counts) const {
@@ -86,9 +80,9 @@ struct Routing : DispatchOperands<Config> {
     return ids;
   }
 
-  // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier at the
-  // end, and before they count, if they have not `met` since the counts were zeroed or read.
-  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids, bool met) const {
+  // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). A barrier of the workers follows.
+  // Another one precedes, unless `is_synced`: a barrier since the counts were zeroed or read.
+  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids, bool is_synced) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
     Pair pairs[kCountsAtOnce];
@@ -97,7 +91,7 @@ struct Routing : DispatchOperands<Config> {
       for (int i = 0; i < kCountsAtOnce; ++i) pairs[i] = pair(ids.expert[i], k);
     };
     look_at();
-    if (!met) op.sync_workers();
+    if (!is_synced) op.sync_workers();
     op.stamp(Stamp::kEntered);
 #pragma unroll 1
     while (first < last) {

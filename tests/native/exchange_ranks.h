@@ -102,8 +102,7 @@ void look_like_sentinels(std::vector<float>& rows, std::mt19937& random) {
   }
 }
 
-// The upper halves of floats.
-std::vector<uint16_t> to_bfloat16(const std::vector<float>& values) {
+std::vector<uint16_t> truncate_to_bfloat16(const std::vector<float>& values) {
   std::vector<uint16_t> upper(values.size());
   std::transform(values.begin(), values.end(), upper.begin(), [](float value) {
     uint32_t bits;
@@ -123,7 +122,7 @@ struct Rows {
 struct Rank {
   int32_t ranks;
   Rows shape;
-  int32_t sum_cast = 0;  // Cast: how sums travel, and the cotangent of a combine's result
+  int32_t later_cast = 0;  // Cast: of all operations after a dispatch that can cast
   int32_t experts = ranks * experts_per_rank;
   int64_t most_rows = align_up(int64_t{ranks} * num_tokens * top_k + experts_per_rank * (kAlignment - 1), kAlignment);
   int64_t capacity = shape.capacity > 0 ? shape.capacity : most_rows;
@@ -134,7 +133,7 @@ struct Rank {
       recv_row{size_t(ranks) * num_tokens * top_k}, num_recv_per_rank{size_t(ranks)}, counts{size_t(experts_per_rank)},
       group_sizes{size_t(experts_per_rank)}, num_dropped{1};
   Array<PendingCall> pending_dispatches{kPending}, pending_combines{kPending};
-  // x and y, for operations that cast to fp8.
+  // x and y in bfloat16, for operations that cast to fp8.
   Array<uint16_t> x_bfloat16{size_t(num_tokens) * kHidden}, y_bfloat16{size_t(num_rows) * kHidden};
   Activations recv{size_t(num_rows) * kHidden}, cotangent{size_t(num_rows) * kHidden};
   Array<float> x{size_t(num_tokens) * kHidden}, topk_weights{size_t(num_tokens) * top_k}, weights{size_t(num_rows)},
@@ -162,7 +161,7 @@ struct Rank {
     for (size_t i = 0; i < y.host.size(); ++i)
       y.host[i] = static_cast<uint32_t>(first + i * 2654435761u) / 4294967296.0f;
     for (int32_t& id : ids.host) id = std::uniform_int_distribution<int32_t>(-2, experts + 1)(random);
-    x_bfloat16.host = to_bfloat16(x.host), y_bfloat16.host = to_bfloat16(y.host);
+    x_bfloat16.host = truncate_to_bfloat16(x.host), y_bfloat16.host = truncate_to_bfloat16(y.host);
     x.upload(), x_bfloat16.upload(), topk_weights.upload(), y.upload(), y_bfloat16.upload(), ids.upload();
   }
 
@@ -210,9 +209,9 @@ struct Rank {
   DispatchArgs combine_back() {
     DispatchArgs args = dispatch_with_route(OpKind::kCombineBack, cotangent);
     args.delivery = Delivery::kCombineBack;
-    set_wire(args, sum_cast, cotangent);
+    set_wire(args, later_cast, cotangent);
     args.row_weights = weights.device, args.weights_cotangent = weights_cotangent.device;
-    args.y = sum_cast ? static_cast<const void*>(y_bfloat16.device) : y.device;
+    args.y = later_cast ? static_cast<const void*>(y_bfloat16.device) : y.device;
     return args;
   }
   CombineArgs combine_args(OpKind op, Array<float>& result) {
@@ -225,7 +224,7 @@ struct Rank {
     args.recv_row = recv_row.device, args.num_recv_per_rank = num_recv_per_rank.device,
     args.send_index = send_index.device;
     args.out = result.device, args.out_type = ElementType::kFloat32;
-    args.cast = sum_cast;
+    args.cast = later_cast;
     return args;
   }
   CombineArgs combine() {

@@ -39,9 +39,12 @@ struct Repeated {
   uint32_t *result, *expected;
   size_t words;
 
+  explicit Repeated(const Activations& rows)
+      : Repeated(rows, rows.host.size() * (rows.is_bfloat16 ? sizeof(uint16_t) : sizeof(float))) {}
   template <typename T>
-  explicit Repeated(const Array<T>& array)
-      : result(reinterpret_cast<uint32_t*>(array.device)), words(array.host.size() * sizeof(T) / 4) {
+  explicit Repeated(const Array<T>& array) : Repeated(array, array.host.size() * sizeof(T)) {}
+  template <typename T>
+  Repeated(const Array<T>& array, size_t bytes) : result(reinterpret_cast<uint32_t*>(array.device)), words(bytes / 4) {
     must(cudaMalloc(&expected, words * 4));
     must(cudaMemcpy(expected, result, words * 4, cudaMemcpyDeviceToDevice));
   }
@@ -49,6 +52,7 @@ struct Repeated {
 
 void exchange(int32_t num_ranks, int32_t cast, PlanOverrides blocks, int32_t repeats, uint32_t newest_epoch = 0) {
   Session session(num_ranks, cast, blocks, 60.0, newest_epoch);
+  session.set_later_cast(cast ? 1 + (cast + num_ranks) % 3 : 0);  // over all numbers of ranks: each format
   std::mt19937 random(num_ranks);
   const int32_t rounds = std::min(repeats, 3);
   for (int32_t round = 0; round < rounds; ++round) {
