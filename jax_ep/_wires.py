@@ -2,8 +2,9 @@
 
 An fp8 wire carries values of 8 bits (`Fp8Type`) and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
 activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the remaining channels. On the CUDA
-backend, the dispatch kernel casts bfloat16 rows, and the combine kernel casts float32 sums. The functions of this file
-cast rows of other dtypes. Every backend makes the same bits, so nothing here may depend on how a compiler rounds: XLA
+backend, the dispatch kernel casts bfloat16 rows, also in the backward pass of combine, and the combine kernel casts
+float32 sums. The functions of this file cast all other rows, and all rows on the other backends. Every backend makes
+the same bits, except for the bits of a NaN in a gradient. So nothing here may depend on how a compiler rounds: XLA
 divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the rounding to a 16-bit type between two
 float32 computations where no barrier keeps them apart.
 """
@@ -157,7 +158,7 @@ GRAD_WIRES = WIRES | {"fp8_e5m2": WireFormat(Cast.E5M2, E5M2, _e5m2_scale)}
 
 
 def cast_of(wire: str | None) -> Cast:
-    """What the send kernel does for a wire format."""
+    """Returns how the kernels cast for a wire format."""
     return Cast.NONE if wire is None else GRAD_WIRES[wire].cast
 
 

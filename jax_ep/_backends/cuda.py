@@ -163,7 +163,7 @@ class _CudaOperations(Backend):
     def combine_back(
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        if wire is not None and not self._kernels_cast:
+        if wire is not None and not self._kernels_cast:  # XLA casts and packs the rows, and dispatch_like sends them
             packed = self._send_along(route, _wires.pack(g, wire), wire)
             rows = _wires.unpack(packed, g.shape[-1], wire)
             y_cotangent = (rows * weights[..., None]).astype(g.dtype)
