@@ -173,8 +173,10 @@ def test_a_message_in_full(group):
     )
 
 
-@pytest.mark.parametrize("target", [targets.COMBINE, targets.COMBINE.start, targets.DISPATCH_BACK])
-def test_sums_that_no_wire_carries(kernel_backend, mesh, target):
+@pytest.mark.parametrize(
+    "target", [targets.COMBINE, targets.COMBINE.start, targets.DISPATCH_BACK, targets.COMBINE_BACK], ids=str
+)
+def test_rows_and_sums_that_no_wire_carries(kernel_backend, mesh, target):
     message = "the rows have 72 channels; rows that travel in fp8 must have a multiple of 16"
     with (
         open_group(mesh, SMALL, backend=kernel_backend, hidden=72) as group,
@@ -182,6 +184,13 @@ def test_sums_that_no_wire_carries(kernel_backend, mesh, target):
     ):
         wait_for_all_devices(out := call(group, target, cast=1))
         jax.block_until_ready(out)
+
+
+def test_kernels_cast_cotangents_of_bfloat16_only(group):
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        float32 = {"g": Result((SMALL.tokens, SMALL.hidden), jnp.float32)}
+        jax.block_until_ready(call(group, targets.COMBINE_BACK, float32, cast=1))
+    assert f"combine (backward): g is float32 [{SMALL.tokens}, {SMALL.hidden}]; it must be bfloat16" in str(error.value)
 
 
 @pytest.mark.parametrize("wrong", [{"layout": 7}, {"alignment": 0}, {"capacity": -1}], ids=str)
