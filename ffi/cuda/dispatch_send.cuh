@@ -43,8 +43,8 @@ struct DispatchSender : Routing<Config> {
     Ids ids;  // the first ids of the tokens that the block counts before it sends this one
   };
 
-  // Loads what a sender needs of its first token, or the ids that the notifying block counts first. A
-  // sender block also zeroes its counts.
+  // Loads what a sender needs of its first token, or the ids that the notifying block counts first. A sender block also
+  // zeroes its counts.
   __device__ Outgoing prepare(int32_t role) const {
     if (plan.is_sender(role)) clear(this->send_counts());
     const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id(), true);

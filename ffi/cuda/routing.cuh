@@ -80,8 +80,9 @@ struct Routing : DispatchOperands<Config> {
     return ids;
   }
 
-  // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). A barrier of the workers follows.
-  // Another one precedes, unless `is_synced`: a barrier since the counts were zeroed or read.
+  // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier before
+  // they count, and at another one at the end. `is_synced`: they have already met since the counts were last zeroed or
+  // read, so they do not meet before they count.
   __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids, bool is_synced) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
