@@ -256,9 +256,9 @@ void fence() {
   current->fence = release_here();
 }
 
-bool settle_some(double share) {
+bool settle_some(double share, double most) {
   if (all_is_settled()) return false;
-  const double wanted = share * static_cast<double>(all_pending.size());
+  const double wanted = std::min(share * static_cast<double>(all_pending.size()), most);
   auto count = static_cast<size_t>(wanted);
   if (adversary.random.happens(wanted - static_cast<double>(count))) ++count;
   bool any = false;
