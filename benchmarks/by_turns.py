@@ -3,8 +3,8 @@
     pip install --no-deps --target build/old OLD.whl    (and so on for each version)
     python benchmarks/by_turns.py old=build/old new=build/new --rounds 3 --bench "--tokens 1,8,32,128 --wire fp8"
 
-For each --bench, each round runs `jax-ep bench` once per installation, one after the other. So a change of the
-machine's clocks or memory meets all installations alike. Ratios are to the first installation.
+Each round runs every --bench once per installation, one after the other. So a change of the machine's clocks or memory
+meets all installations alike. Ratios are to the first installation.
 
 The time of a pair of few tokens may depend on the process (docs/experiments.md). So give --bench several times, with
 the same cases in other orders. A ratio is then the geometric mean of the ratios of all --bench:
@@ -50,7 +50,7 @@ Times = dict[str, dict[str, dict[str, list[list[float]]]]]
 def case_of(row: dict[str, Any]) -> str:
     """The settings of a row. (An older bench has fewer settings. A newer setting is None where it has no effect.)"""
     values = {field.name: row.get(field.name) for field in dataclasses.fields(Case)}
-    values["grad"] = bool(row.get("grad_pair_us")) or None
+    values["grad"] = True if row.get("grad_pair_us") else None
     return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
@@ -69,16 +69,14 @@ def measure(builds: dict[str, str], benches: list[str], rounds: int) -> Times:
 
 
 def summary(column: list[list[float]], first: list[list[float]]) -> str:
-    """The mean over all --bench of the median time, and the ratio to the times of the first installation."""
-    medians = [
-        (statistics.median(times), statistics.median(others))
+    """The mean of the medians of each --bench, and the geometric mean of their ratios to `first`, if that has times."""
+    time = statistics.mean(statistics.median(times) for times in column if times)
+    ratios = [
+        statistics.median(times) / statistics.median(others)
         for times, others in zip(column, first, strict=True)
         if times and others
     ]
-    if not medians:
-        return "no time"
-    ratio = statistics.geometric_mean(time / other for time, other in medians)
-    return f"{statistics.mean(time for time, _ in medians):8.2f} {ratio:6.3f}"
+    return f"{time:8.2f} {statistics.geometric_mean(ratios):6.3f}" if ratios else f"{time:8.2f}      -"
 
 
 def main() -> None:

@@ -2,11 +2,11 @@
 
 An fp8 wire carries values of 8 bits (`Fp8Type`) and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
 activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the remaining channels. On the CUDA
-backend, the dispatch kernel casts bfloat16 rows, also in the backward pass of combine, and the combine kernel casts
-float32 sums. The functions of this file cast all other rows, and all rows on the other backends. Every backend makes
-the same bits, except for the bits of a NaN in a gradient. So nothing here may depend on how a compiler rounds: XLA
-divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the rounding to a 16-bit type between two
-float32 computations where no barrier keeps them apart.
+backend, the dispatch kernel casts bfloat16 rows, in a dispatch and in the backward pass of combine. The combine kernel
+casts float32 sums. The functions of this file cast all other rows, and all rows on the other backends. Every backend
+makes the same bits, except for the bits of a NaN in a gradient. So nothing here may depend on how a compiler rounds:
+XLA divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the rounding to a 16-bit type between
+two float32 computations where no barrier keeps them apart.
 """
 
 from __future__ import annotations

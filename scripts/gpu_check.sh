@@ -56,15 +56,15 @@ step() {
   echo "gpu_check: $name: $([ $status -eq 0 ] && echo ok || echo "FAILED ($status)"), $((SECONDS - begun)) s"
 }
 
-build_native_tests() {
+build_native_programs() {
   cmake -S tests/native -B build/native-gpu -G Ninja -DJAX_EP_GPU_TESTS=ON && cmake --build build/native-gpu &&
     cmake --build build/native-gpu --target timeline op_times
 }
-export -f build_native_tests
+export -f build_native_programs
 
 step build "$python" -m pip install --no-build-isolation --no-deps --force-reinstall \
   -C cmake.define.CMAKE_CUDA_ARCHITECTURES=native -C cmake.define.JAX_EP_CUDA=ON .
-step native-build bash -c build_native_tests
+step native-build bash -c build_native_programs
 step native-run build/native-gpu/exchange_test
 sanitizer() {  # sanitizer TOOL NUM_RANKS OPTION...
   step "sanitizer-$1" compute-sanitizer --tool "$1" "${@:3}" --error-exitcode 9 build/native-gpu/exchange_test "$2" quick

@@ -56,12 +56,12 @@ def test_gradients_are_cases_of_their_own():
     assert by_turns.case_of({"tokens": 8, "grad_pair_us": None}) == "tokens=8"
 
 
-def test_a_ratio_is_the_mean_of_the_ratios_of_all_benches():
+def test_a_ratio_is_the_geometric_mean_of_the_ratios_of_all_benches():
     assert by_turns.summary([[2.0, 4.0, 9.0], [8.0], [5.0]], [[1.0, 2.0, 100.0], [8.0], []]).split() == [
-        "6.00",
+        "5.67",
         "1.414",
     ]
-    assert by_turns.summary([[2.0]], [[]]) == "no time"
+    assert by_turns.summary([[2.0]], [[]]).split() == ["2.00", "-"]
 
 
 def test_ratios_are_to_the_first_build(bench_calls, monkeypatch, capsys, tmp_path):

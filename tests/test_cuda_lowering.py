@@ -312,8 +312,8 @@ def test_kernels_cast_cotangents_of_bfloat16_only(group, layout, dtype):
     assert calls(text) == ["jax_ep_dispatch", "jax_ep_combine", f"jax_ep_{back}"]
     casts = re.findall(r"custom_call @jax_ep_combine_back\(.*?cast = (\d+)", text)
     assert casts == ([str(int(Cast.E5M2))] if dtype == jnp.bfloat16 else [])
-    of_wires = [hashes(text_of(wire), back) for wire in ("fp8", "fp8_pow2", "fp8_e5m2")]
-    assert len({hash_ for (hash_,) in of_wires}) == 3  # all ranks must agree on the format
+    hashes_of_wires = [hashes(text_of(wire), back) for wire in ("fp8", "fp8_pow2", "fp8_e5m2")]
+    assert len({hash_ for (hash_,) in hashes_of_wires}) == 3  # all ranks must agree on the format
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)

@@ -186,7 +186,7 @@ def test_rows_and_sums_that_no_wire_carries(kernel_backend, mesh, target):
         jax.block_until_ready(out)
 
 
-def test_kernels_cast_cotangents_of_bfloat16_only(group):
+def test_combine_back_refuses_to_cast_float32(group):
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         float32 = {"g": Result((SMALL.tokens, SMALL.hidden), jnp.float32)}
         jax.block_until_ready(call(group, targets.COMBINE_BACK, float32, cast=1))

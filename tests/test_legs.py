@@ -74,16 +74,16 @@ def test_cotangent_of_a_combine_travels_by_wire(make_group, mesh, layout, hidden
             def combine(y, weights):
                 return ep.combine(y, dataclasses.replace(recv, weights=weights), grad_wire=wire)
 
-            (without_y,) = jax.vjp(lambda y: combine(y, recv.weights), y)[1](g)
-            return *jax.vjp(combine, y, recv.weights)[1](g), without_y
+            (dy_alone,) = jax.vjp(lambda y: combine(y, recv.weights), y)[1](g)
+            return *jax.vjp(combine, y, recv.weights)[1](g), dy_alone
 
         return [of_wire(wire) for wire in GRAD_WIRES]
 
-    for (dy, dweights, without_y), wire in zip(run_spmd(cotangents, mesh, y, g, *inputs), GRAD_WIRES, strict=True):
+    for (dy, dweights, dy_alone), wire in zip(run_spmd(cotangents, mesh, y, g, *inputs), GRAD_WIRES, strict=True):
         arrived = route.gather(oracle.through_wire(g.astype(np.float32), wire))
         token = route.is_token[..., None]
         assert_same_bits(dy, np.where(token, weights[..., None] * arrived, 0).astype(dy.dtype), wire)
-        assert_same_bits(without_y, dy, wire)
+        assert_same_bits(dy_alone, dy, wire)
         terms = np.where(token, y.astype(np.float64) * arrived, 0)
         error = np.linalg.norm(dweights - terms.sum(axis=-1))
         assert error <= 1e-6 * np.linalg.norm(np.abs(terms).sum(axis=-1)), wire

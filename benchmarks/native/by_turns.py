@@ -1,6 +1,6 @@
 """Compares builds of timeline.cu by turns, on one machine: medians in microseconds, and ratios to the first build.
 
-    cmake --build build/native-gpu --target op_times    (in a checkout of each version that has this target)
+    cmake --build build/native-gpu --target op_times    (for an older version, see docs/experiments.md)
     python benchmarks/native/by_turns.py old=build/old/op_times new=build/native-gpu/op_times
     python benchmarks/native/by_turns.py --cases few,grad --rounds 5 old=... new=...
 

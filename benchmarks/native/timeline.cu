@@ -1,8 +1,8 @@
 // Times dispatch and combine between this machine's GPUs, below XLA: CUDA graphs of many operations, and what the
 // thread blocks of one operation did when. For tuning ffi/plan.h; `python -m jax_ep.bench` measures what users get.
 // The CMake target `timeline` defines JAX_EP_TIMELINE. The target `op_times` does not: its kernels record no times, and
-// it prints no times of blocks. Recording takes up to half a microsecond per operation, and differs between versions.
-// So compare versions with op_times.
+// it prints no times of blocks. Recording adds at most 0.5 microseconds per operation. The added time differs between
+// versions. So compare versions with op_times.
 //
 //   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per block, per row sent and per
 //   row received, of dispatch] [of combine]

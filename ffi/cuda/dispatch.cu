@@ -42,6 +42,8 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
     if (role == 0) dispatch.notify(outgoing.ids);
     if (role == 0 && plan.sends_rows(0)) {
       dispatch.op.sync_workers();  // all have read the counts of notify(), which send() keeps in the same memory
+      // No barrier follows. The block is the only sender, so no token precedes its first tokens. It counts none before
+      // the barrier at the end of its first count_tokens().
       dispatch.clear(dispatch.send_counts());
     }
     if (plan.sends_rows(role)) dispatch.send(outgoing);

@@ -60,7 +60,7 @@ constexpr int receive_batch(Delivery delivery, Variant variant, bool casts) {
   return delivery == Delivery::kDequantize || (delivery == Delivery::kCombineBack && casts) ? 2 : 4;
 }
 
-// The units of x, y or the result that have the channels of one unit in transit.
+// The number of units of x, y or the result with the channels of one unit in transit.
 constexpr int units_per_unit_in_transit(bool casts) { return casts ? 2 : 1; }
 
 // Backward pass of combine: the rows of y that a warp prefetches, and their bytes in shared memory, per warp.
@@ -70,12 +70,12 @@ constexpr int prefetched_y_bytes(Delivery delivery, Variant variant, bool casts)
   return kRowsAhead * receive_batch(delivery, variant, casts) * units_per_unit_in_transit(casts) * kChunkBytes;
 }
 
-constexpr bool fits_in_shared_memory(bool casts) {
+constexpr bool prefetched_y_fits(bool casts) {
   return kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(Delivery::kCombineBack, Variant::kThroughput, casts) +
              sizeof(DispatchShared) <=
          kMaxBlockSharedBytes;
 }
-static_assert(fits_in_shared_memory(false) && fits_in_shared_memory(true));
+static_assert(prefetched_y_fits(false) && prefetched_y_fits(true));
 
 // True if a row is sent once to each other node: to this rank's rail peer there (Nodes, in ffi/layout.h), which
 // forwards it to the ranks of that node. (A row of all_to_all has one destination, and needs no forwarding.)
@@ -174,8 +174,8 @@ struct DispatchOperands {
     return units[0];
   }
 
-  // How rows are cast. Of the dispatch kernels, only the backward pass of combine uses E5M2. This shows the compiler
-  // that the others do not.
+  // Returns the cast of rows in transit. Only the backward pass of combine uses E5M2. The comparison lets the compiler
+  // drop the code for E5M2 in all other dispatch kernels.
   __device__ Cast wire_cast() const {
     if constexpr (kDelivery == Delivery::kCombineBack) return static_cast<Cast>(args.cast);
     return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;

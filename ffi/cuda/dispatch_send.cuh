@@ -71,7 +71,7 @@ struct DispatchSender : Routing<Config> {
     int32_t token = warp_group.index, counted = 0;
 #pragma unroll 1
     for (int32_t round = 0; token - group_in_block < args.num_tokens; ++round) {
-      const int32_t first_token = token - group_in_block;  // of the block, in this round
+      const int32_t first_token = token - group_in_block;  // the first token that this block sends in this round
       const int32_t next_token = token + warp_group.num_groups;
       Outgoing next = {};
       if (next_token - group_in_block < args.num_tokens) next = load_token(next_token, first_token, warp_group);
@@ -85,7 +85,7 @@ struct DispatchSender : Routing<Config> {
         if (args.named_slot) name_slots(route, token, warp_group);
         if (is_own(lane_id()) && route.index >= 0) route.index = token;
       }
-      counted = token - group_in_block;
+      counted = first_token;
       op.stamp(Stamp::kRouted);
       if (args.send_index && warp_group.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
         int32_t* const kept = args.send_index + int64_t{token} * peers.num_ranks + lane_id();

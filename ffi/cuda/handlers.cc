@@ -53,8 +53,8 @@ void set_out(DispatchArgs& args, const ffi::AnyBuffer& out) {
   args.out_row_bytes = row_bytes(out);
 }
 
-// Sets how rows of x travel: in x's dtype; as the fp8 that x already is, with `x_scales`; or cast from bfloat16 to fp8.
-// `x_scales` is null unless x is fp8.
+// Sets how rows of x travel. If `x_scales` is not null, x is already fp8. Otherwise, `cast` says how the kernel casts
+// bfloat16 to fp8. If `cast` is 0, rows travel in x's dtype.
 void set_wire(DispatchArgs& args, int64_t cast, const Operand& x, const float* x_scales) {
   args.row_bytes = row_bytes(x);
   args.x_scales = x_scales;

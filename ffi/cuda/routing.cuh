@@ -49,8 +49,7 @@ struct Routing : DispatchOperands<Config> {
     return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
   }
 
-  // Zeroes the counts. The workers may count after their next barrier. (The only sender needs no barrier between
-  // notify() and send(): it sends the first tokens, so it counts none before the barrier at the end of count_tokens().)
+  // Zeroes the counts. The workers may count after their next barrier.
   __device__ void clear(const SendCounts& counts) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_worker_threads)
@@ -81,9 +80,10 @@ struct Routing : DispatchOperands<Config> {
   }
 
   // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier before
-  // they count, and at another one at the end. `is_synced`: they have already met since the counts were last zeroed or
-  // read, so they do not meet before they count.
-  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids, bool is_synced) const {
+  // they count, and at another one at the end. `skips_first_barrier`: they have already met since the counts were
+  // zeroed, or there are no tokens to count.
+  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids,
+                               bool skips_first_barrier) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
     Pair pairs[kCountsAtOnce];
@@ -92,7 +92,7 @@ struct Routing : DispatchOperands<Config> {
       for (int i = 0; i < kCountsAtOnce; ++i) pairs[i] = pair(ids.expert[i], k);
     };
     look_at();
-    if (!is_synced) op.sync_workers();
+    if (!skips_first_barrier) op.sync_workers();
     op.stamp(Stamp::kEntered);
 #pragma unroll 1
     while (first < last) {

@@ -10,9 +10,8 @@
 namespace emulator {
 
 constexpr uint64_t kNsPerStep = 10;
-// The most stores that a step picks to settle. A launch may have so many pending stores, most of them held, that a
-// share of them would make each step slow.
-constexpr double kMostSettledAtOnce = 16;
+// Without this limit, a step is slow if many stores are pending: most picks are held stores, which do not settle.
+constexpr double kMaxPicksPerStep = 16;
 constexpr double kHeldSettleShare = 0.0003;  // the fraction of the steps at which settle_held() runs
 constexpr uint32_t kLogLongestNs = 22;       // log2 of the longest delay of a launch
 constexpr int kSlowSkips = 40;
@@ -262,7 +261,7 @@ bool Scheduler::step() {
   if (!copying_.empty()) land_some(adversary.settle_share);
   if (!stalled_.empty()) end_stalls(false);
   if (adversary.delays_stores) {
-    settle_some(adversary.settle_share, kMostSettledAtOnce);
+    settle_some(adversary.settle_share, kMaxPicksPerStep);
     if (adversary.random.happens(kHeldSettleShare)) settle_held();
     if (has_puts()) {
       deliver_some(adversary.settle_share);

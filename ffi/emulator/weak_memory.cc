@@ -256,9 +256,9 @@ void fence() {
   current->fence = release_here();
 }
 
-bool settle_some(double share, double most) {
+bool settle_some(double share, double max_picks) {
   if (all_is_settled()) return false;
-  const double wanted = std::min(share * static_cast<double>(all_pending.size()), most);
+  const double wanted = std::min(share * static_cast<double>(all_pending.size()), max_picks);
   auto count = static_cast<size_t>(wanted);
   if (adversary.random.happens(wanted - static_cast<double>(count))) ++count;
   bool any = false;

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -70,11 +71,11 @@ std::shared_ptr<Release> release_here();
 // Stores what has come over a network. The store is visible at once, and carries `release` if there is one.
 void write_settled(void* p, const void* value, uint32_t bytes, const std::shared_ptr<Release>& release);
 
-// The scheduler calls these. settle_some() picks about `share` of the pending stores, but at most `most`, and
+// The scheduler calls these. settle_some() picks about `share` of the pending stores, at most `max_picks`, and
 // settles the picked stores that are not held. It returns true if it settled a store. settle_held() settles about a
 // quarter of all pending stores, held or not. The scheduler calls it rarely, by chance, and when nothing else can run.
 // It returns true if a store was pending. settle_all() settles all stores of a block.
-bool settle_some(double share, double most = 1e9);
+bool settle_some(double share, double max_picks = std::numeric_limits<double>::infinity());
 bool settle_held();
 void settle_all(BlockStores& block);
 

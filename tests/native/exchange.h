@@ -69,9 +69,9 @@ class Session {
     return config_.network == nullptr || rank / config_.node_size == other / config_.node_size;
   }
   int32_t cast() const { return cast_; }
-  // The Cast of all later operations that can cast, except for dispatches.
-  void set_later_cast(int32_t cast) {
-    for (auto& rank : ranks_) rank->later_cast = cast;
+  // Sets the Cast of combines and of the backward passes. (Dispatches use cast_.)
+  void set_cast_after_dispatch(int32_t cast) {
+    for (auto& rank : ranks_) rank->cast_after_dispatch = cast;
   }
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
@@ -160,12 +160,12 @@ class Session {
   void run_look_like_sentinels(std::mt19937& random) {
     for (auto& rank : ranks_) look_like_sentinels(rank->x.host, random), rank->x.upload();
     wait();
-    const int32_t later_cast = ranks_[0]->later_cast;
-    set_later_cast(0);
+    const int32_t cast_after_dispatch = ranks_[0]->cast_after_dispatch;
+    set_cast_after_dispatch(0);
     whole([&](Rank& rank) { return rank.dispatch(0); });
     whole([&](Rank& rank) { return rank.dispatch_back(); });
     wait();
-    set_later_cast(later_cast);
+    set_cast_after_dispatch(cast_after_dispatch);
     expect_no_failure();
     check_bits(ranks_);
   }
@@ -175,7 +175,7 @@ class Session {
     expect_no_failure();
     const float tolerance = (cast_ ? 0.1f : 3e-6f) * std::max(top_k, 3);  // as many rows are summed
     // A value of E5M2 is off by an eighth at most. Over a network, some sums are cast twice.
-    for (auto& rank : ranks_) check_rank(*rank, tolerance, rank->later_cast ? 0.26f : 0);
+    for (auto& rank : ranks_) check_rank(*rank, tolerance, rank->cast_after_dispatch ? 0.26f : 0);
   }
   void expect_no_failure() const {
     const std::optional<FailureRecord> failure = group().failure();

@@ -80,7 +80,7 @@ void check_rank(Rank& rank, float tolerance, float cast_error) {
     weighted[i] = weight * rank.like.host[i];
     float g = rank.like.host[i];
     if (cast_error) {
-      // A value of E5M2 is off by an eighth of it at most.
+      // A value of E5M2 is off by an eighth of it at most. The rest is for the rounding to bfloat16.
       const auto [least, most] = std::minmax({weighted[i] * 0.86f, weighted[i] * 1.14f});
       weighted[i] = std::clamp(rank.cotangent.host[i], least, most);
       // No buffer has the row that was multiplied by y. So this check computes it.
@@ -89,7 +89,7 @@ void check_rank(Rank& rank, float tolerance, float cast_error) {
     products[i / kHidden] += rank.y.host[i] * g;
   }
   expect_near(rank.cotangent.host, weighted, cast_error ? 1e-3f : tolerance, "combine (backward), y");
-  // With a cast, y and the cotangents are rounded to bfloat16.
+  // With a cast, y is truncated to bfloat16, and the cotangents are rounded to it.
   expect_near(rank.weights_cotangent.download(), products, cast_error ? 0.5f : 1e-3f, "combine (backward), weights");
   EXPECT_EQ(rank.num_dropped.download()[0], 0);
 }
@@ -117,16 +117,16 @@ void check_stats(const Group& group, const std::vector<std::unique_ptr<Rank>>& r
   const uint64_t header = top_k * kUnitBytes;
   const uint64_t fp8_row = kHidden + kUnitBytes * num_chunks(kHidden);
   const uint64_t dispatched = header + (cast ? fp8_row : kRowBytes);
-  const bool casts_later = ranks[0]->later_cast != 0;
-  const uint64_t cotangent = casts_later ? fp8_row : kRowBytes;
-  const uint64_t sum = casts_later ? fp8_row : ranks[0]->recv.row_bytes();
+  const bool casts_after_dispatch = ranks[0]->cast_after_dispatch != 0;
+  const uint64_t cotangent_bytes = casts_after_dispatch ? fp8_row : kRowBytes;
+  const uint64_t sum_bytes = casts_after_dispatch ? fp8_row : ranks[0]->recv.row_bytes();
   const auto times_of = [&](OpKind op) { return times[static_cast<size_t>(op)]; };
   const uint64_t dispatches = times_of(OpKind::kDispatch), backs = times_of(OpKind::kDispatchBack);
   const uint64_t rows_out = dispatches + times_of(OpKind::kDispatchLike) + times_of(OpKind::kCombineBack);
   const uint64_t rows_back = backs + times_of(OpKind::kCombine);
   const uint64_t bytes_out = dispatched * dispatches + kRowBytes * times_of(OpKind::kDispatchLike) +
-                             cotangent * times_of(OpKind::kCombineBack);
-  const uint64_t bytes_back = sum * rows_back + header * backs;
+                             cotangent_bytes * times_of(OpKind::kCombineBack);
+  const uint64_t bytes_back = sum_bytes * rows_back + header * backs;
   Times all_times = times;
   all_times.resize(kNumOpKinds);  // the other kinds never run
   const std::vector<RankStats> stats = group.stats();

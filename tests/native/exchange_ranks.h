@@ -122,7 +122,7 @@ struct Rows {
 struct Rank {
   int32_t ranks;
   Rows shape;
-  int32_t later_cast = 0;  // Cast: of all operations after a dispatch that can cast
+  int32_t cast_after_dispatch = 0;  // the Cast of combines and of the backward passes
   int32_t experts = ranks * experts_per_rank;
   int64_t most_rows = align_up(int64_t{ranks} * num_tokens * top_k + experts_per_rank * (kAlignment - 1), kAlignment);
   int64_t capacity = shape.capacity > 0 ? shape.capacity : most_rows;
@@ -209,9 +209,9 @@ struct Rank {
   DispatchArgs combine_back() {
     DispatchArgs args = dispatch_with_route(OpKind::kCombineBack, cotangent);
     args.delivery = Delivery::kCombineBack;
-    set_wire(args, later_cast, cotangent);
+    set_wire(args, cast_after_dispatch, cotangent);
     args.row_weights = weights.device, args.weights_cotangent = weights_cotangent.device;
-    args.y = later_cast ? static_cast<const void*>(y_bfloat16.device) : y.device;
+    args.y = cast_after_dispatch ? static_cast<const void*>(y_bfloat16.device) : y.device;
     return args;
   }
   CombineArgs combine_args(OpKind op, Array<float>& result) {
@@ -224,7 +224,7 @@ struct Rank {
     args.recv_row = recv_row.device, args.num_recv_per_rank = num_recv_per_rank.device,
     args.send_index = send_index.device;
     args.out = result.device, args.out_type = ElementType::kFloat32;
-    args.cast = later_cast;
+    args.cast = cast_after_dispatch;
     return args;
   }
   CombineArgs combine() {

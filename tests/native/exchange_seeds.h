@@ -67,7 +67,7 @@ std::string run_exchange(uint64_t seed) {
   Session session(num_ranks, cast, blocks, kTimeout, newest_epoch, max_tokens, {}, node_size);
   EXPECT_EQ(session.num_slots(), has_two_slots ? 2 : 4);
   EXPECT_EQ(session.group().members()[0].num_sms, num_sms);
-  session.set_later_cast(pick<int32_t>(of_casts, {0, 0, 1, 2, 3}));
+  session.set_cast_after_dispatch(pick<int32_t>(of_casts, {0, 0, 1, 2, 3}));
   session.randomize(random);
   session.run_whole();
   std::string scenarios;
@@ -88,7 +88,7 @@ std::string run_exchange(uint64_t seed) {
   const std::string nodes = node_size > 0 ? " in nodes of " + std::to_string(node_size) : "";
   return std::to_string(num_ranks) + " ranks" + nodes + ", " + std::to_string(num_tokens) + " tokens, top_k " +
          std::to_string(top_k) + ", cast " + std::to_string(cast) + ", later casts " +
-         std::to_string(session.ranks()[0]->later_cast) + ", " + std::to_string(experts_per_rank) +
+         std::to_string(session.ranks()[0]->cast_after_dispatch) + ", " + std::to_string(experts_per_rank) +
          " experts per rank, variant " + std::to_string(static_cast<int>(blocks.variant)) + " on " +
          std::to_string(blocks.number) + " SMs of " + std::to_string(num_sms) + ", newest epoch " +
          std::to_string(static_cast<int32_t>(newest_epoch)) + ", scenarios" + scenarios;

@@ -52,7 +52,9 @@ struct Repeated {
 
 void exchange(int32_t num_ranks, int32_t cast, PlanOverrides blocks, int32_t repeats, uint32_t newest_epoch = 0) {
   Session session(num_ranks, cast, blocks, 60.0, newest_epoch);
-  session.set_later_cast(cast ? 1 + (cast + num_ranks) % 3 : 0);  // over all numbers of ranks: each format
+  const int32_t log_ranks = __builtin_ctz(num_ranks);
+  session.set_cast_after_dispatch(cast ? 1 + (cast + log_ranks) % 3
+                                       : 0);  // 1 to 3: two of the formats for each number of ranks
   std::mt19937 random(num_ranks);
   const int32_t rounds = std::min(repeats, 3);
   for (int32_t round = 0; round < rounds; ++round) {
