@@ -268,8 +268,8 @@ struct PeerTable {
   Control* control[kMaxRanks];
 };
 struct Peers {
-  int32_t rank, num_ranks, experts_per_rank;  // with the slots for copies
-  int32_t replicas;                           // the slots for copies, of a rank
+  int32_t experts_per_rank;  // with the slots for copies
+  int32_t replicas;          // the slots for copies, of a rank
   int32_t counts_per_source;
   constexpr int32_t num_home_experts() const { return experts_per_rank - replicas; }  // of a rank
   constexpr int32_t rank_of(int32_t expert) const { return by_experts.quotient(expert); }
@@ -278,8 +278,11 @@ struct Peers {
   ArenaLayout layout;
   uint64_t timeout_ns;
   FailureRecord* failure;  // pinned host memory
+  // These are last, because a block needs them first: in a kernel's arguments, they share a line of the constant cache
+  // with the Call, which comes next.
   Control* control;        // this rank's own
   const PeerTable* table;  // in device memory: an argument of its size would slow down every launch
+  int32_t rank, num_ranks;
 #ifdef JAX_EP_TIMELINE
   uint64_t* timeline;  // [kTimelineOps, kTimelineBlocks, kTimelinePhases], nanoseconds
 #endif

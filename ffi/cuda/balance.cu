@@ -108,6 +108,7 @@ struct Balance {
 __global__ void __launch_bounds__(1024, 1)
     balance_kernel(const __grid_constant__ Peers peers, const __grid_constant__ BalanceArgs args,
                    const __grid_constant__ BalancePlan plan) {
+  if (!Operation::is_control_warp()) fetch_arguments(peers, args, plan);
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(BalanceShared, shared);
   const Operation op = {peers, args, args.slots, shared.state, plan.num_worker_threads};
@@ -121,10 +122,6 @@ __global__ void __launch_bounds__(1024, 1)
       num_slots, args.tolerance_units};
   const BalanceWork work(args, num_experts, peers.num_ranks);
   const Balance balance = {peers, args, op, placing, work, words + (kWordsPerExpert - 1) * num_experts};
-  if (!op.is_control_warp()) {
-    fetch_arguments(peers);
-    fetch_arguments(args);
-  }
   wait_for_dependencies();
   op.stamp(Stamp::kBegun);
   if (op.is_control_warp()) {

@@ -9,6 +9,7 @@ template <typename X, Variant kVariant, bool kCasts>
 __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm(kVariant))
     combine_kernel(const __grid_constant__ Peers peers, const __grid_constant__ CombineArgs args,
                    const __grid_constant__ LaunchPlan plan) {
+  if (!Operation::is_control_warp()) fetch_arguments(peers, args, plan);
   JAX_EP_SHARED(State, state);
   PrefetchRingOfY ring;
   Pieces to_come = {};
@@ -21,10 +22,6 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
   const void* result = args.out ? args.out : args.topk_weights;
   using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
   const Combine combine = {peers, args, plan, {peers, args, result, state, num_threads}, ring, to_come};
-  if (!combine.op.is_control_warp()) {
-    fetch_arguments(peers);
-    fetch_arguments(args);
-  }
   wait_for_dependencies();
   combine.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return combine.uses_rail_peers() && plan.forwards(role); };

@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
                                   blocks_per_sm(kVariant))
     dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
                     const __grid_constant__ LaunchPlan plan) {
+  if (!Operation::is_control_warp()) fetch_arguments(peers, args, plan);
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(DispatchShared, shared);
   const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
@@ -21,10 +22,6 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   const auto payload = static_cast<int32_t>(args.payload_bytes(kCasts));
   const Dispatch dispatch = {peers,  args,    plan,   {peers, args, args.out, shared.state, num_worker_threads},
                              shared, scratch, payload};
-  if (!dispatch.op.is_control_warp()) {
-    fetch_arguments(peers);
-    fetch_arguments(args);
-  }
   wait_for_dependencies();
   dispatch.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return dispatch.uses_rail_peers() && plan.forwards(role); };
@@ -33,6 +30,9 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
     dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
                                              kRoleByIndex || plan.senders_enter_first ? plan.num_senders : 0);
   }
+  const bool begins_sending =
+      kRoleByIndex && dispatch.op.is_control_warp() && lane_id() == 0 && plan.is_sender(blockIdx.x);
+  const unsigned long long begun_before = begins_sending ? dispatch.op.begin_sending() : 0;
   Outgoing outgoing = {};
   if (kRoleByIndex && dispatch.op.is_worker()) outgoing = dispatch.prepare(blockIdx.x);
   __syncthreads();  // the block has entered
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
     if constexpr (Dispatch::kStealsRows) {
       if (role < plan.first_receiver) dispatch.steal_rows();
     }
-  } else if (plan.is_sender(role) && lane_id() == 0) {
-    dispatch.op.begin_sending(plan.num_senders);
+  } else if (begins_sending) {
+    dispatch.op.learn_roles_to_take(begun_before, plan.num_senders);
   }
   // A block that sends and then receives: the counts of send() and the destinations of receive() share the scratch
   // memory.

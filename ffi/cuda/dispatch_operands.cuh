@@ -136,8 +136,9 @@ struct DispatchOperands {
   // True if this lane has a unit in the chunk.
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
 
-  __device__ uint4* out_row(int64_t row) const {
-    return reinterpret_cast<uint4*>(static_cast<uint8_t*>(args.out) + row * args.out_row_bytes);
+  __device__ uint4* out_row(int32_t row) const {  // unsigned: one instruction
+    const uint64_t offset = uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(args.out_row_bytes);
+    return reinterpret_cast<uint4*>(static_cast<uint8_t*>(args.out) + offset);
   }
   // The i-th chunk of a batch, whose chunks are first, first + num_warps, ...
   __device__ static int32_t chunk_of(int32_t first, int32_t i, const WarpGroup& warp_group) {

@@ -232,7 +232,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     const bool keeps_route = new_route() && warp_group.warp == warp_group.num_warps - 1 && lane_id() < args.top_k;
     if (!arriving.is_sent) {
       if (keeps_route) args.recv_row[recv_index * args.top_k + lane_id()] = -1;
-      if (args.is_all_to_all && args.zero_pad && warp_group.warp == 0) zero_row(recv_index);
+      if (args.is_all_to_all && args.zero_pad && warp_group.warp == 0) zero_row(static_cast<int32_t>(recv_index));
       return;
     }
     int32_t row = -1;  // of the result, for k = lane
@@ -284,36 +284,35 @@ struct DispatchReceiver : CombineBackward<Config> {
     args.weights[pair] = header.expert < 0 ? 0 : header.weight;
   }
 
-  // Copies a batch unchanged to each expert's row.
+  // Copies a batch unchanged to each expert's row. There is one loop for units and scales, because each turn waits for a
+  // shuffle.
   __device__ void copy(const ArrivingBatch& batch, int32_t first, int32_t row, uint32_t targets,
                        const WarpGroup& warp_group) const {
-    const auto out_of_lane = reinterpret_cast<unsigned long long>(out_row(row));
+    const int32_t chunk_of_scales = chunk_of(first, lane_id(), warp_group);
+    const bool has_scales = args.num_scales && lane_id() < kReceiveBatch && chunk_of_scales < chunks();
 #pragma unroll(kUnroll)
     for (uint32_t left = targets; left; left &= left - 1) {
-      auto* out = reinterpret_cast<uint4*>(__shfl_sync(kAllLanes, out_of_lane, __ffs(left) - 1)) + lane_id();
+      const int32_t row_of_k = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      uint4* const out = out_row(row_of_k) + lane_id();
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);
         if (has_unit(chunk)) out[chunk * kChunkUnits] = batch.units[i];
       }
-    }
-    if (!args.num_scales) return;
-#pragma unroll 1
-    for (uint32_t left = targets; left; left &= left - 1) {
-      write_scales(batch.units[kReceiveBatch], chunk_of(first, lane_id(), warp_group), row, __ffs(left) - 1);
+      if (has_scales) write_scales(batch.units[kReceiveBatch], chunk_of_scales, row_of_k);
     }
   }
 
-  __device__ void write_scales(const uint4& unit, int32_t chunk, int32_t row, int32_t k) const {
-    float* out = args.out_scales + int64_t{__shfl_sync(kAllLanes, row, k)} * args.num_scales;
+  __device__ void write_scales(const uint4& unit, int32_t chunk, int32_t row) const {
+    float* const out = args.out_scales + int64_t{row} * args.num_scales;
     const uint32_t scales[] = {unit.x, unit.y, unit.z, unit.w};
     if (args.num_scales % 4 == 0) {  // each row of scales begins at a whole unit
-      if (lane_id() < kReceiveBatch && chunk < chunks()) reinterpret_cast<uint4*>(out)[chunk] = unit;
+      reinterpret_cast<uint4*>(out)[chunk] = unit;
       return;
     }
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
-      if (lane_id() < kReceiveBatch && chunk * 4 + i < args.num_scales) out[chunk * 4 + i] = __uint_as_float(scales[i]);
+      if (chunk * 4 + i < args.num_scales) out[chunk * 4 + i] = __uint_as_float(scales[i]);
     }
   }
 

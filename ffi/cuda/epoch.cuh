@@ -16,17 +16,23 @@
 
 namespace jax_ep {
 
-// Loads a kernel's arguments into the constant cache; each warp loads some of the cache lines. Without this, each
-// argument would be loaded at its first use, one after another, which takes microseconds. All warps except the control
-// warp call it, while the control warp enters.
-template <typename Args>
-__device__ __forceinline__ void fetch_arguments(const Args& args) {
-  constexpr int32_t kLineWords = 16;
+// Loads a kernel's arguments into the constant cache; the warps share the cache lines. Without this, each argument would
+// be loaded at its first use, one after another, which takes microseconds. All warps except the control warp call it
+// first of all, while the control warp enters.
+template <typename... Args>
+__device__ __forceinline__ void fetch_arguments(const Args&... args) {
+  constexpr int32_t kLineBytes = 64;
   const int32_t num_warps = static_cast<int32_t>(blockDim.x / 32) - 1;
-#pragma unroll 2
-  for (int32_t word = warp_id() * kLineWords; word * 4 < sizeof(Args); word += num_warps * kLineWords) {
-    keep_alive(reinterpret_cast<const uint32_t*>(&args)[word]);
-  }
+  int32_t lines_before = 0;  // of the arguments before `arg`
+  const auto fetch = [&](const auto& arg) {
+    constexpr auto kLines = static_cast<int32_t>((sizeof(arg) + kLineBytes - 1) / kLineBytes);
+#pragma unroll 1
+    for (int32_t line = warp_id() - lines_before; line < kLines; line += num_warps) {
+      if (line >= 0) keep_alive(reinterpret_cast<const uint32_t*>(&arg)[line * kLineBytes / 4]);
+    }
+    lines_before += kLines;
+  };
+  (fetch(args), ...);
 }
 
 // The ids of a block's named barriers. Id 0 is __syncthreads(). A kernel may use the ids from kFirstBarrier on.
@@ -51,9 +57,11 @@ struct Epoch : Roles {
     uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
     Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
     if (lane_id() == 0) {
-      publish();
       const bool is_later = num_senders > 0 && static_cast<int32_t>(blockIdx.x) >= num_senders;
-      if (!kRoleByIndex && is_later) await_entries(state, num_senders);
+      if (!kRoleByIndex && is_later) {
+        publish();
+        await_entries(state, num_senders);
+      }
       if (takes_epoch()) {
         enter_epoch<kRoleByIndex>();
       } else {
@@ -110,14 +118,15 @@ struct Epoch : Roles {
   __device__ bool takes_epoch() const { return call.phase != Phase::kDone; }
 
   // Takes the next epoch; the atomic addition that returns it also counts the blocks that have entered. All loads are
-  // issued before the first result is used.
+  // issued before the first result is used, and the block prepares operation_of() meanwhile.
   template <bool kRoleByIndex>
   __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
     const int32_t axis_index = *call.axis_index;
     const uint4 launches = load_unit(own().num_left);
-    const unsigned long long word = atomic_add_relaxed_gpu(&own().entry, EntryWord::step(tag));
+    const unsigned long long word = atomic_add_relaxed_gpu(address_in_lane_0(&own().entry), EntryWord::step(tag));
     const uint32_t group_failed = load_relaxed(&own().failed);
+    publish();
     const EntryWord entry = EntryWord::unpack(word);
     const uint32_t epoch = entry.newest_epoch + 1;
     const bool newest_is_whole = entry.whole_slots & EntryWord::kNewestIsWhole;
@@ -161,6 +170,7 @@ struct Epoch : Roles {
 
   // Enters a done: it has the epoch of its start.
   __device__ __forceinline__ void enter_started() const {
+    publish();
     state.entered = true;
     state.failed = load_relaxed(&own().failed) != 0;
     state.epoch = load_relaxed(&call.pending->epoch);
@@ -226,22 +236,20 @@ struct Epoch : Roles {
     return entry.newest_epoch == state.epoch || entry.num_entered >= gridDim.x;
   }
 
-  // Leaves the launch. All threads call it. poison() overwrites the results of a failed operation.
+  // Leaves the launch. All threads call it. poison() overwrites the results of a failed operation. The launch lasts
+  // until its last block has left, so little is done after the barrier.
   template <typename Poison>
   __device__ __forceinline__ void end(Poison poison) const {
-    __syncthreads();
+    const bool is_first_thread = threadIdx.x == 0, counts_block = is_first_thread && takes_epoch() && state.entered;
+    const bool entered_last = state.ticket + 1 == gridDim.x;
+    uint32_t* const num_left = address_in_lane_0(&own().num_left[state.epoch & 1]);  // for the first thread
+    const bool failed = __syncthreads_or(state.failed) != 0;
     stamp(Stamp::kWarpsDone);
-    const bool takes_epoch = this->takes_epoch();
-    if (takes_epoch && state.entered && is_control_warp() && lane_id() == 0 && state.ticket + 1 == gridDim.x)
-      open_next_epoch();
-    if (state.failed) poison_once(poison);
-    if (call.phase == Phase::kDone) {
-      leave_done();
-    } else if (takes_epoch && threadIdx.x == 0 && state.entered) {
-      // Relaxed: a release would wait until all stores have been performed. The end of the kernel waits for them
-      // anyway.
-      atomic_add_relaxed_gpu(&own().num_left[state.epoch & 1], 1);
-    }
+    if (counts_block && entered_last) open_next_epoch();
+    if (failed) poison_once(poison);
+    // Relaxed: a release would wait until all stores have been performed. The end of the kernel waits for them anyway.
+    if (counts_block) atomic_add_relaxed_gpu(num_left, 1);
+    if (call.phase == Phase::kDone) leave_done();
     stamp(Stamp::kLeft);
   }
 

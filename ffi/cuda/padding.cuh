@@ -68,7 +68,7 @@ struct Padding : DispatchSender<Config> {
     const bool zeroes_row = lane_id() < rows_per_claim && row < num_rows && is_padding(destinations, row);
 #pragma unroll 1
     for (uint32_t left = __ballot_sync(kAllLanes, zeroes_row); left; left &= left - 1)
-      zero_row(begin + __ffs(left) - 1);
+      zero_row(static_cast<int32_t>(begin) + __ffs(left) - 1);
     return true;
   }
 
@@ -84,12 +84,12 @@ struct Padding : DispatchSender<Config> {
     return row >= destinations.first_row[expert] + destinations.counts[expert];
   }
 
-  __device__ void zero_row(int64_t row) const {
+  __device__ void zero_row(int32_t row) const {
 #pragma unroll 1
     for (int32_t i = lane_id(); i < args.out_row_bytes / kUnitBytes; i += 32) out_row(row)[i] = uint4{};
     if (!args.out_scales) return;
 #pragma unroll 1
-    for (int32_t i = lane_id(); i < args.num_scales; i += 32) args.out_scales[row * args.num_scales + i] = 0;
+    for (int32_t i = lane_id(); i < args.num_scales; i += 32) args.out_scales[int64_t{row} * args.num_scales + i] = 0;
   }
 };
 

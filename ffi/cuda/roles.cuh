@@ -22,12 +22,14 @@ struct Roles : Waiting {
   // Blocks that have not entered after this time may have no free SM.
   static constexpr uint64_t kBlocksEnterNs = 20'000;
 
-  // Counts this sender as begun. If it is the last one, it learns how many roles it must take. One thread calls it,
-  // while the block sends.
-  __device__ __forceinline__ void begin_sending(int32_t num_senders) const {
-    if (!state.entered) return;
-    const unsigned long long word = atomic_add_relaxed_gpu(begun(), 1ull);
-    if (num_begun(word) + 1 == num_senders) state.roles_to_take = num_given(word);
+  // Counts this sender as begun: it will send its rows whatever happens. One thread calls it, when it has entered for the
+  // block. It passes the result to learn_roles_to_take() later, so that the block does not wait for it.
+  __device__ __forceinline__ unsigned long long begin_sending() const {
+    return state.entered ? atomic_add_relaxed_gpu(address_in_lane_0(begun()), 1ull) : 0;
+  }
+  // The sender that begins last learns how many roles it must take.
+  __device__ __forceinline__ void learn_roles_to_take(unsigned long long begun_before, int32_t num_senders) const {
+    if (state.entered && num_begun(begun_before) + 1 == num_senders) state.roles_to_take = num_given(begun_before);
   }
 
   // Waits until all senders have begun, or gives the receiver's role away: then state.role is kNoRole. One thread calls

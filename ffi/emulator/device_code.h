@@ -79,6 +79,9 @@ unsigned __match_any_sync(unsigned mask, T value) {
 }
 inline void __syncwarp() { emulator::sync_warp(); }
 inline void __syncthreads() { emulator::barrier(0, emulator::current->warp->block->num_running, true); }
+inline int __syncthreads_or(int predicate) {
+  return emulator::barrier(0, emulator::current->warp->block->num_running, true, predicate != 0);
+}
 
 // --- memory --------------------------------------------------------------------------------------------------------
 

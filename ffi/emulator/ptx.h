@@ -92,6 +92,10 @@ template <typename T>
 T keep_address(T p) {
   return p;
 }
+template <typename T>
+T* address_in_lane_0(T* p) {
+  return p;
+}
 inline void wait_for_dependencies() {}
 inline void named_barrier(int32_t id, int32_t num_threads) { emulator::barrier(id, num_threads, true); }
 inline void named_barrier_arrive(int32_t id, int32_t num_threads) { emulator::barrier(id, num_threads, false); }
