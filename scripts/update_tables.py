@@ -150,6 +150,28 @@ def backward(machine: Machine) -> str:
     return f"{caption}\n\n{markdown(headings, cells)}"
 
 
+def legs(machine: Machine) -> str:
+    """Makes the table of pairs whose combine and whose backward pass travel as fp8."""
+    rows = machine.rows("bench", "bench-10-legs", "bench-11-grad-legs")
+    cells = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        of_tokens = [row for row in rows if row["tokens"] == tokens]
+        forward = {row.get("combine_wire"): row for row in of_tokens if row["step"] == "bench-10-legs"}
+        backward = {row.get("grad_wire"): row for row in of_tokens if row["step"] == "bench-11-grad-legs"}
+        times = [forward[wire][name] for name in ("combine_us", "pair_us", "floor_pair_us") for wire in (None, "fp8")]
+        times += [backward[wire]["grad_pair_us"] for wire in (None, "fp8", "fp8_e5m2")]
+        cells.append([str(tokens), *map(us, times)])
+    text = (
+        f"{SHAPE}, wire fp8 in dispatch; microseconds. First the forward pass with `wire=None` and `wire=\"fp8\"` in "
+        "combine. Then the backward pass with three formats as `grad_wire` of both operations, with default capacity."
+    )
+    caption = machine.caption(rows, "scripts/gpu_check.sh bench-10-legs bench-11-grad-legs", text)
+    headings = ["tokens per rank"]
+    headings += [f"{name}: {wire}" for name in ("combine", "pair", "floor of a pair") for wire in ("none", "fp8")]
+    headings += [f"backward pair: {wire}" for wire in ("none", "fp8", "fp8_e5m2")]
+    return f"{caption}\n\n{markdown(headings, cells)}"
+
+
 def rivals(machine: Machine) -> str:
     """Makes the table of jax_ep beside plain JAX."""
     rows = machine.rows("bench", "bench-8-lax")
@@ -391,7 +413,7 @@ def steps(machine: Machine) -> str:
 TABLES: dict[str, Callable[[Machine], str]] = {
     function.__name__: function
     for function in (
-        *(pairs, shapes, backward, rivals, processes, network, matmul, copies, balanced_step, layer, overlap),
+        *(pairs, shapes, backward, legs, rivals, processes, network, matmul, copies, balanced_step, layer, overlap),
         *(overlap_sms, steps),
     )
 }
