@@ -162,7 +162,7 @@ def legs(machine: Machine) -> str:
         times += [backward[wire]["grad_pair_us"] for wire in (None, "fp8", "fp8_e5m2")]
         cells.append([str(tokens), *map(us, times)])
     text = (
-        f"{SHAPE}, wire fp8 in dispatch; microseconds. First the forward pass with `wire=None` and `wire=\"fp8\"` in "
+        f'{SHAPE}, wire fp8 in dispatch; microseconds. First the forward pass with `wire=None` and `wire="fp8"` in '
         "combine. Then the backward pass with three formats as `grad_wire` of both operations, with default capacity."
     )
     caption = machine.caption(rows, "scripts/gpu_check.sh bench-10-legs bench-11-grad-legs", text)

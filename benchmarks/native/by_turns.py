@@ -31,6 +31,7 @@ CASES = {
     ],
     "many": [(4096, FP8, {}), (4096, BF16, {}), (4096, FP8, {"HIDDEN": "2048"})],
     "sms": [(128, FP8, {"NUM_SMS": "24"}), (4096, FP8, {"NUM_SMS": "24"})],
+    "legs": [(t, FP8, {"CAST_BACK": "1"}) for t in (8, 128, 512, 4096)],
     "grad": [(8, BF16, {"GRAD": "1"}), (128, BF16, {"GRAD": "1"}), (4096, BF16, {"GRAD": "1"})],
 }
 TIMES = re.compile(r"(dispatch|combine_back) ([\d.]+) (combine|dispatch_back) ([\d.]+) pair ([\d.]+) us(.*)")

@@ -9,8 +9,9 @@
 //
 // 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
-// experts are the first rank's) are as the bench's options; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a
-// plan's flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
+// experts are the first rank's) are as the bench's options; CAST_BACK=1 sends the sums back as fp8; VARIANT=2 takes a
+// Variant by its number, SUMS_OWN=0 a plan's flag; SHARED=1 is memory that other processes could map. bfloat16; routing
+// is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -39,7 +40,7 @@ int32_t setting(const char* name, int32_t otherwise) {
 
 constexpr int32_t kOps = 40, kReplays = 7;
 const int32_t kHidden = setting("HIDDEN", 7168), kTopK = setting("TOP_K", 8), kExperts = setting("EXPERTS", 256);
-const int32_t kNumSms = setting("NUM_SMS", 0);
+const int32_t kNumSms = setting("NUM_SMS", 0), kCastBack = setting("CAST_BACK", 0);
 const int64_t kRowBytes = kHidden * 2;
 
 void must(cudaError_t status) {
@@ -114,7 +115,7 @@ struct Rank {
     CombineArgs args = {};
     args.op = OpKind::kCombine, args.hash = 2, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
-    args.y = y, args.row_bytes = kRowBytes, args.row_weights = weights;
+    args.y = y, args.row_bytes = kRowBytes, args.row_weights = weights, args.cast = kCastBack;
     args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank, args.send_index = send_index;
     args.out = out, args.out_type = ElementType::kBFloat16;
     must(launch_combine(peers, args, ElementType::kBFloat16, plan, stream));
@@ -141,7 +142,7 @@ struct Rank {
     CombineArgs args = {};
     args.op = OpKind::kDispatchBack, args.hash = 4, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
-    args.y = recv, args.row_bytes = kRowBytes, args.weights_to_send = weights_cotangent;
+    args.y = recv, args.row_bytes = kRowBytes, args.weights_to_send = weights_cotangent, args.cast = kCastBack;
     args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank, args.send_index = send_index;
     args.out = out, args.out_type = ElementType::kBFloat16, args.topk_weights = topk_weights;
     must(launch_combine(peers, args, ElementType::kBFloat16, plan, stream));
@@ -281,7 +282,8 @@ int main(int argc, char** argv) {
     plan.sums_own = setting("SUMS_OWN", plan.sums_own);
     return plan;
   };
-  const int32_t out_chunks = num_chunks(cast ? kHidden : kRowBytes), back_chunks = num_chunks(kRowBytes);
+  const int32_t out_chunks = num_chunks(cast ? kHidden : kRowBytes);
+  const int32_t back_chunks = num_chunks(kCastBack ? kHidden : kRowBytes);
   const LaunchPlan out = adjusted(plan_dispatch(tokens, num_ranks, kTopK, out_chunks, kNumSms, device_sms, grad), 3);
   const LaunchPlan back = adjusted(plan_combine(tokens, num_ranks, kTopK, back_chunks, kNumSms, device_sms), 8);
   std::vector<int32_t> devices(num_ranks);

@@ -16,9 +16,9 @@
 
 namespace jax_ep {
 
-// Loads a kernel's arguments into the constant cache; the warps share the cache lines. Without this, each argument would
-// be loaded at its first use, one after another, which takes microseconds. All warps except the control warp call it
-// first of all, while the control warp enters.
+// Loads a kernel's arguments into the constant cache; the warps share the cache lines. Without this, each argument
+// would be loaded at its first use, one after another, which takes microseconds. All warps except the control warp call
+// it first of all, while the control warp enters.
 template <typename... Args>
 __device__ __forceinline__ void fetch_arguments(const Args&... args) {
   constexpr int32_t kLineBytes = 64;

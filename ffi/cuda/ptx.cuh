@@ -217,8 +217,9 @@ __device__ __forceinline__ unsigned long long atomic_add_relaxed_gpu(unsigned lo
   return before;
 }
 
-// Returns `p`. One lane calls it: lane 0. The compiler does not know that the other lanes would not get other addresses.
-// If it knew that lanes add to one word, it would first add up their values, which takes longer for one lane.
+// Returns `p`. One lane calls it: lane 0. The compiler does not know that the other lanes would not get other
+// addresses. If it knew that lanes add to one word, it would first add up their values, which takes longer for one
+// lane.
 template <typename T>
 __device__ __forceinline__ T* address_in_lane_0(T* p) {
   uint32_t lane;

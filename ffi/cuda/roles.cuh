@@ -22,8 +22,8 @@ struct Roles : Waiting {
   // Blocks that have not entered after this time may have no free SM.
   static constexpr uint64_t kBlocksEnterNs = 20'000;
 
-  // Counts this sender as begun: it will send its rows whatever happens. One thread calls it, when it has entered for the
-  // block. It passes the result to learn_roles_to_take() later, so that the block does not wait for it.
+  // Counts this sender as begun: it will send its rows whatever happens. One thread calls it, when it has entered for
+  // the block. It passes the result to learn_roles_to_take() later, so that the block does not wait for it.
   __device__ __forceinline__ unsigned long long begin_sending() const {
     return state.entered ? atomic_add_relaxed_gpu(address_in_lane_0(begun()), 1ull) : 0;
   }
