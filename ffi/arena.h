@@ -278,8 +278,8 @@ struct Peers {
   ArenaLayout layout;
   uint64_t timeout_ns;
   FailureRecord* failure;  // pinned host memory
-  // These are last, because a block needs them first: in a kernel's arguments, they share a line of the constant cache
-  // with the Call, which comes next.
+  // These are last, because a block needs them first. Where arguments begin at byte 0x210 of the constant bank, as on
+  // sm_90, they fill a line of 64 bytes together with the Call, which comes next. (Only time depends on it.)
   Control* control;        // this rank's own
   const PeerTable* table;  // in device memory: an argument of its size would slow down every launch
   int32_t rank, num_ranks;

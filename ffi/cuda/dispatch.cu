@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
     dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
                                              kRoleByIndex || plan.senders_enter_first ? plan.num_senders : 0);
   }
+  // True in one thread of a sender. It counts the sender before the barrier, so that receivers wait less.
   const bool begins_sending =
       kRoleByIndex && dispatch.op.is_control_warp() && lane_id() == 0 && plan.is_sender(blockIdx.x);
   const unsigned long long begun_before = begins_sending ? dispatch.op.begin_sending() : 0;

@@ -136,7 +136,8 @@ struct DispatchOperands {
   // True if this lane has a unit in the chunk.
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
 
-  __device__ uint4* out_row(int32_t row) const {  // unsigned: one instruction
+  // `row` is at least 0. A product of unsigned 32-bit numbers takes one instruction.
+  __device__ uint4* out_row(int32_t row) const {
     const uint64_t offset = uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(args.out_row_bytes);
     return reinterpret_cast<uint4*>(static_cast<uint8_t*>(args.out) + offset);
   }

@@ -284,8 +284,8 @@ struct DispatchReceiver : CombineBackward<Config> {
     args.weights[pair] = header.expert < 0 ? 0 : header.weight;
   }
 
-  // Copies a batch unchanged to each expert's row. There is one loop for units and scales, because each turn waits for
-  // a shuffle.
+  // Copies a batch unchanged to each expert's row. One loop writes both units and scales, because each iteration waits
+  // for a shuffle.
   __device__ void copy(const ArrivingBatch& batch, int32_t first, int32_t row, uint32_t targets,
                        const WarpGroup& warp_group) const {
     const int32_t chunk_of_scales = chunk_of(first, lane_id(), warp_group);

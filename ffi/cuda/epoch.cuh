@@ -18,14 +18,16 @@ namespace jax_ep {
 
 // Loads a kernel's arguments into the constant cache; the warps share the cache lines. Without this, each argument
 // would be loaded at its first use, one after another, which takes microseconds. All warps except the control warp call
-// it first of all, while the control warp enters.
+// it as the first statement of the kernel. Meanwhile, the control warp enters. (An argument may begin within a line, so
+// the last line of the last argument may be left out.)
 template <typename... Args>
 __device__ __forceinline__ void fetch_arguments(const Args&... args) {
   constexpr int32_t kLineBytes = 64;
   const int32_t num_warps = static_cast<int32_t>(blockDim.x / 32) - 1;
-  int32_t lines_before = 0;  // of the arguments before `arg`
+  int32_t lines_before = 0;  // the number of lines of all arguments before `arg`
   const auto fetch = [&](const auto& arg) {
     constexpr auto kLines = static_cast<int32_t>((sizeof(arg) + kLineBytes - 1) / kLineBytes);
+    // The lines of all arguments go to the warps in turn. So the first line of a warp may be negative.
 #pragma unroll 1
     for (int32_t line = warp_id() - lines_before; line < kLines; line += num_warps) {
       if (line >= 0) keep_alive(reinterpret_cast<const uint32_t*>(&arg)[line * kLineBytes / 4]);
@@ -90,7 +92,8 @@ struct Epoch : Roles {
     }
   }
 
-  // For operation_of().
+  // Writes what operation_of() reads. It must run before any function that takes a State. (A block that awaits entries
+  // runs it twice.)
   __device__ __forceinline__ void publish() const {
     state.peers = &peers;
     state.call = &call;
@@ -118,7 +121,7 @@ struct Epoch : Roles {
   __device__ bool takes_epoch() const { return call.phase != Phase::kDone; }
 
   // Takes the next epoch; the atomic addition that returns it also counts the blocks that have entered. All loads are
-  // issued before the first result is used, and the block prepares operation_of() meanwhile.
+  // issued before the first result is used, and publish() runs while they are in flight.
   template <bool kRoleByIndex>
   __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
@@ -237,12 +240,12 @@ struct Epoch : Roles {
   }
 
   // Leaves the launch. All threads call it. poison() overwrites the results of a failed operation. The launch lasts
-  // until its last block has left, so little is done after the barrier.
+  // until its last block has left. So each thread loads what it needs before the barrier.
   template <typename Poison>
   __device__ __forceinline__ void end(Poison poison) const {
     const bool is_first_thread = threadIdx.x == 0, counts_block = is_first_thread && takes_epoch() && state.entered;
     const bool entered_last = state.ticket + 1 == gridDim.x;
-    uint32_t* const num_left = address_in_lane_0(&own().num_left[state.epoch & 1]);  // for the first thread
+    uint32_t* const num_left = address_in_lane_0(&own().num_left[state.epoch & 1]);  // valid in thread 0
     const bool failed = __syncthreads_or(state.failed) != 0;
     stamp(Stamp::kWarpsDone);
     if (counts_block && entered_last) open_next_epoch();

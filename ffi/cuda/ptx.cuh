@@ -217,9 +217,9 @@ __device__ __forceinline__ unsigned long long atomic_add_relaxed_gpu(unsigned lo
   return before;
 }
 
-// Returns `p`. One lane calls it: lane 0. The compiler does not know that the other lanes would not get other
-// addresses. If it knew that lanes add to one word, it would first add up their values, which takes longer for one
-// lane.
+// Returns `p` in lane 0, and another address in the other lanes. Only lane 0 may use the result. This hides from the
+// compiler that all lanes have the same address. Otherwise, for an atomic addition, it first adds up the values of all
+// lanes, which is slow if only one lane adds.
 template <typename T>
 __device__ __forceinline__ T* address_in_lane_0(T* p) {
   uint32_t lane;

@@ -22,8 +22,9 @@ struct Roles : Waiting {
   // Blocks that have not entered after this time may have no free SM.
   static constexpr uint64_t kBlocksEnterNs = 20'000;
 
-  // Counts this sender as begun: it will send its rows whatever happens. One thread calls it, when it has entered for
-  // the block. It passes the result to learn_roles_to_take() later, so that the block does not wait for it.
+  // Counts this sender as begun: it has an SM, and waits for no rows, so receivers may wait for its rows. The first
+  // lane of the control warp calls it after enter(). The caller passes the result to learn_roles_to_take() after the
+  // barrier at entry, so that the barrier does not wait for the atomic addition.
   __device__ __forceinline__ unsigned long long begin_sending() const {
     return state.entered ? atomic_add_relaxed_gpu(address_in_lane_0(begun()), 1ull) : 0;
   }
@@ -54,7 +55,7 @@ struct Roles : Waiting {
   // Returns a role that a receiver has given away, or kNoRole. All threads of a sender call it, when they have no other
   // role left.
   __device__ __forceinline__ int32_t take_given_role() const {
-    __syncthreads();  // begin_sending() is done, and the block's memory is free again
+    __syncthreads();  // roles_to_take has been written, and the block's memory is free again
     if (state.roles_to_take == 0) return kNoRole;
     __syncthreads();
     if (threadIdx.x >= blockDim.x - 32) {  // the control warp
