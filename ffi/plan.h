@@ -412,64 +412,65 @@ inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8}, Send{Warp
 // Large batches with one or two experts per token: few warps per row, so that one round is enough for all tokens.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
                                       Receive{WarpsPerRow::exactly(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
-// Large batches. Receivers read most of the data: they sum the rows of own tokens, and there are few ranks, or few rows
-// per rank.
-inline constexpr Shape kReceiversRead = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
-                                         Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{12}};
-// Large batches. Senders read most of the data, because there are many tokens, or many rows per token on each rank; or
-// senders sum the rows of own tokens, too.
-inline constexpr Shape kSendersRead = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
-                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
-// Training, or a prompt, with more than two ranks. In this shape and the next two, one warp sums all parts of a row in
-// each round.
-inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::exactly(1)},
-                                      Receive{WarpsPerRow::exactly(1)}, ReceiverSixteenths{8}};
-// The same with at most two ranks.
-inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::exactly(1)},
-                                                Receive{WarpsPerRow::exactly(1)}, ReceiverSixteenths{11}};
-// At most two ranks, if the user limits the SMs, or in a split-phase call.
-inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::exactly(1)},
-                                            Receive{WarpsPerRow::exactly(1)}, ReceiverSixteenths{10}};
-// In place of one warp per row: one warp per part, which is the four chunks that a warp sums at once.
+// Large batches with little to read. Senders sum the rows of own tokens, too.
+inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
+                                      Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
+// A part of a row is the four chunks of y that a warp sums at once.
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, 4);
+// A warp sums all parts of a row. plan_combine may take a warp per part instead.
+inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::exactly(1);
+// Training, a prompt, or large batches with much to read, with more than two ranks.
+inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
+                                      ReceiverSixteenths{8}};
+// The same with at most two ranks.
+inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
+                                                Receive{kWarpPerRow}, ReceiverSixteenths{11}};
+// More than two ranks, if the user limits the SMs, or in a split-phase call.
+inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow}, Receive{kWarpPerRow},
+                                  ReceiverSixteenths{8}};
+// The same with at most two ranks.
+inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
+                                            Receive{kWarpPerRow}, ReceiverSixteenths{10}};
 
 }  // namespace combine_shapes
 
-// The variant of a combine. With much to read, y is prefetched (kThroughput). With one rank, or more than two, this
-// pays only for more tokens (measured when the ring took more instructions).
-constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_ranks, int32_t num_sms, bool reads_much) {
-  if (num_sms > 0 || are_few(num_tokens)) return variant_for(num_tokens, num_sms);
-  const int32_t most_balanced = num_ranks == 1 || !reads_much ? 256 : num_ranks == 2 ? 0 : 1024;
-  return num_tokens <= most_balanced ? Variant::kBalanced : Variant::kThroughput;
+// False for the variant that a combine does not have if it casts the sums: it was slower than kThroughput.
+constexpr bool combine_has(Variant variant, bool casts) { return !casts || variant != Variant::kBalanced; }
+
+// The variant of a combine. With much to read, y is prefetched (kThroughput).
+constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool reads_much, bool casts) {
+  const Variant variant = variant_for(num_tokens, num_sms);
+  const bool prefetches = variant == Variant::kBalanced && (reads_much || !combine_has(variant, casts));
+  return prefetches ? Variant::kThroughput : variant;
 }
 
 // Plans a combine. If there is little to read, own rows go through the arena like a peer's: the senders sum own rows
 // and the peers' rows at the same time. top_k == 0 means all_to_all_back: rows are not
-// summed, and own rows go back like a peer's.
+// summed, and own rows go back like a peer's. `num_chunks`: the chunks of a row of y. A sum that is sent has one unit
+// for `units_read` units of y, which is more than one if the sum is cast.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
-                                  int32_t num_sms, int32_t device_sms) {
+                                  int32_t units_read, int32_t num_sms, int32_t device_sms) {
   using namespace combine_shapes;
   const int32_t sms = usable_sms(num_sms, device_sms);
+  const bool casts = units_read > 1;
   const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= 24 * 1024;
-  const Variant variant = combine_variant_for(num_tokens, num_ranks, num_sms, reads_much);
+  const Variant variant = combine_variant_for(num_tokens, num_sms, reads_much, casts);
   const bool sums_own =
-      variant == Variant::kBalanced ? has_few_experts || reads_much : top_k > 0 && !is_low_latency(variant);
-  const int64_t num_rows = num_tokens * std::max(num_ranks - sums_own, 1);
+      top_k > 0 && (casts || (variant == Variant::kBalanced ? has_few_experts : variant == Variant::kThroughput));
+  const int64_t num_rows = num_tokens * (num_ranks - sums_own);
   const auto choose_shape = [=]() -> const Shape& {
     switch (variant) {
       case Variant::kLowLatency:
         return num_tokens <= 2 ? kOneToken : kDecode;
-      case Variant::kBalanced: {
-        if (has_few_experts) return kFewExperts;
-        const bool senders_read_most = num_ranks > 2 && (num_tokens > 256 || top_k > 2 * num_ranks);
-        return !sums_own || senders_read_most ? kSendersRead : kReceiversRead;
-      }
+      case Variant::kBalanced:
+        return has_few_experts ? kFewExperts : kLargeBatch;
       default:
-        return num_ranks > 2 ? kManyTokens : num_sms > 0 ? kFewSmsOnTwoRanks : kManyTokensOnTwoRanks;
+        if (num_sms > 0) return num_ranks > 2 ? kFewSms : kFewSmsOnTwoRanks;
+        return num_ranks > 2 ? kManyTokens : kManyTokensOnTwoRanks;
     }
   };
   Shape shape = choose_shape();
-  if (variant == Variant::kThroughput) {
+  if (variant == Variant::kThroughput && (num_ranks <= 2 || num_sms > 0)) {
     // A warp per part takes more rounds than a warp per row, but its rounds are of one part each. It must be clearly
     // faster.
     const int32_t warps = std::max(sms / 2 - 1, 1) * kMaxBlockWarps;
@@ -478,8 +479,13 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
     const int32_t log_parts = kWarpPerPart.log_for(most_rows, num_chunks, sms);
     if (8 * rounds(log_parts) <= 7 * parts * rounds(0)) shape.send.warps = shape.receive.warps = kWarpPerPart;
   }
-  const LogWarps log_warps = {shape.send.warps.log_for(num_rows, num_chunks, sms),
-                              shape.receive.warps.log_for(num_tokens, num_chunks, sms)};
+  const int32_t most_log_warps = log2_ceil(static_cast<int32_t>(divide_up(num_chunks, units_read)));
+  const auto log_warps_for = [=](const WarpsPerRow& warps, int64_t rows) {
+    const int32_t log = warps.log_for(rows, num_chunks, sms);
+    return casts ? std::min(log, most_log_warps) : log;  // a warp sums at least one chunk that is sent
+  };
+  const LogWarps log_warps = {log_warps_for(shape.send.warps, num_rows),
+                              log_warps_for(shape.receive.warps, num_tokens)};
   LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, log_warps, sms);
   plan.sums_own = sums_own;
   plan.senders_enter_first = let_senders_enter_first(num_tokens, num_ranks, num_sms);

@@ -7,11 +7,12 @@
 //   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per block, per row sent and per
 //   row received, of dispatch] [of combine]
 //
-// 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; HIDDEN=7168,
+// 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; DEVICE_SMS=66
+// plans for GPUs with so many SMs, so that several ranks fit on a GPU at the same time; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
-// experts are the first rank's) are as the bench's options; CAST_BACK=1 sends the sums back as fp8; VARIANT=2 takes a
-// Variant by its number, SUMS_OWN=0 a plan's flag; SHARED=1 is memory that other processes could map. bfloat16; routing
-// is uniform otherwise.
+// experts are the first rank's) are as the bench's options; REMOTE=1: all experts of a token are the next rank's, so
+// that all rows travel; CAST_BACK=1 sends the sums back as fp8; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a
+// plan's flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -84,13 +85,17 @@ struct Rank {
     std::mt19937 random(rank);
     std::vector<int32_t> host, experts(kExperts);
     for (int32_t e = 0; e < kExperts; ++e) experts[e] = e;
-    const bool is_skewed = setting("SKEWED", 0) != 0;
+    const bool is_skewed = setting("SKEWED", 0) != 0, is_remote = setting("REMOTE", 0) != 0;
     const int32_t num_hot = is_skewed ? std::min(kTopK / 2, kExperts / num_ranks) : 0;
     for (int32_t t = 0; t < tokens; ++t) {
       std::shuffle(experts.begin(), experts.end(), random);
       if (is_skewed) {
         std::partition(experts.begin(), experts.end(), [&](int32_t e) { return e < kExperts / num_ranks; });
         std::rotate(experts.begin(), experts.begin() + kExperts / num_ranks - num_hot, experts.end());
+      }
+      if (is_remote) {
+        const int32_t next = (rank + 1) % num_ranks;
+        std::partition(experts.begin(), experts.end(), [&](int32_t e) { return e / (kExperts / num_ranks) == next; });
       }
       host.insert(host.end(), experts.begin(), experts.begin() + kTopK);
     }
@@ -267,6 +272,7 @@ int main(int argc, char** argv) {
   const bool grad = setting("GRAD", 0) != 0;
   int device_sms = 0;
   must(cudaDeviceGetAttribute(&device_sms, cudaDevAttrMultiProcessorCount, 0));
+  device_sms = setting("DEVICE_SMS", device_sms);
   const auto log_of = [](int32_t n) { return n < 2 ? 0 : n < 4 ? 1 : n < 8 ? 2 : n < 16 ? 3 : n < 32 ? 4 : 5; };
   const auto adjusted = [&](LaunchPlan plan, int first) {
     const int32_t senders = arg(first, plan.num_senders), receivers = arg(first + 1, plan.num_receivers());
@@ -283,9 +289,9 @@ int main(int argc, char** argv) {
     return plan;
   };
   const int32_t out_chunks = num_chunks(cast ? kHidden : kRowBytes);
-  const int32_t back_chunks = num_chunks(kCastBack ? kHidden : kRowBytes);
   const LaunchPlan out = adjusted(plan_dispatch(tokens, num_ranks, kTopK, out_chunks, kNumSms, device_sms, grad), 3);
-  const LaunchPlan back = adjusted(plan_combine(tokens, num_ranks, kTopK, back_chunks, kNumSms, device_sms), 8);
+  const LaunchPlan back = adjusted(
+      plan_combine(tokens, num_ranks, kTopK, num_chunks(kRowBytes), kCastBack ? 2 : 1, kNumSms, device_sms), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
   GroupConfig config = {kExperts, kTopK, tokens, kRowBytes, kNumSms, 5.0, {devices}};

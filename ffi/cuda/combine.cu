@@ -11,11 +11,11 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
                    const __grid_constant__ LaunchPlan plan) {
   if (!Operation::is_control_warp()) fetch_arguments(peers, args, plan);
   JAX_EP_SHARED(State, state);
-  PrefetchRingOfY ring;
+  PrefetchRingOfY<kCasts> ring;
   Pieces to_come = {};
   if constexpr (has_prefetch_ring(kVariant)) {
     JAX_EP_DYNAMIC_SHARED(128, pieces);
-    JAX_EP_SHARED(PrefetchRingOfY::LandedOfWarps, landed);
+    JAX_EP_SHARED(typename PrefetchRingOfY<kCasts>::LandedOfWarps, landed);
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
   const auto num_threads = static_cast<int32_t>(blockDim.x);
@@ -41,16 +41,14 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
   combine.op.end([&] { combine.poison(); });
 }
 
+// Call it only if combine_has(variant, kCasts).
 template <typename X, bool kCasts>
 auto kernel_of(Variant variant) {
-  switch (variant) {
-    case Variant::kLowLatency:
-      return combine_kernel<X, Variant::kLowLatency, kCasts>;
-    case Variant::kBalanced:
-      return combine_kernel<X, Variant::kBalanced, kCasts>;
-    default:
-      return combine_kernel<X, Variant::kThroughput, kCasts>;
+  if constexpr (combine_has(Variant::kBalanced, kCasts)) {
+    if (variant == Variant::kBalanced) return combine_kernel<X, Variant::kBalanced, kCasts>;
   }
+  return is_low_latency(variant) ? combine_kernel<X, Variant::kLowLatency, kCasts>
+                                 : combine_kernel<X, Variant::kThroughput, kCasts>;
 }
 template <typename X>
 auto kernel_of(Variant variant, bool casts) {
@@ -65,9 +63,10 @@ LaunchPlan adapt_combine_plan(const Peers& peers, const CombineArgs& args, const
 
 cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream) {
+  if (!combine_has(plan.variant, args.cast != 0)) return cudaErrorInvalidValue;
   return with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.variant, args.cast != 0);
-    const int32_t scratch = plan.block_warps() * ring_bytes(plan.variant);
+    const int32_t scratch = plan.block_warps() * ring_bytes(plan.variant, args.cast != 0);
     return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
   });
 }
@@ -79,7 +78,9 @@ cudaError_t load_combine() {
       for (bool casts : {false, true}) {
         for (Variant variant : kVariants) {
           if (status != cudaSuccess) return;
-          status = load_kernel(kernel_of<decltype(element)>(variant, casts), kMaxBlockWarps * ring_bytes(variant));
+          if (!combine_has(variant, casts)) continue;
+          status =
+              load_kernel(kernel_of<decltype(element)>(variant, casts), kMaxBlockWarps * ring_bytes(variant, casts));
         }
       }
     });

@@ -27,9 +27,11 @@ struct CombineArgs : Call {
   ElementType out_type;
   float* topk_weights;  // [T, K] or null
 
-  // The bytes of a sum that is sent, without its scales. `element_bytes`: of an element of y.
+  // The units of y for one unit of a sum that is sent. `element_bytes`: of an element of y.
+  constexpr int32_t units_read(int32_t element_bytes) const { return cast ? element_bytes : 1; }
+  // The bytes of a sum that is sent, without its scales.
   constexpr int32_t payload_bytes(int32_t element_bytes) const {
-    return static_cast<int32_t>(cast ? row_bytes / element_bytes : row_bytes);
+    return static_cast<int32_t>(row_bytes / units_read(element_bytes));
   }
 };
 

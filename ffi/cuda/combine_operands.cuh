@@ -39,15 +39,23 @@ constexpr bool needs_rail_peers(const Peers& peers, const CombineArgs& args) {
 // True if y is prefetched into a per-warp ring in shared memory. Used where throughput matters more than latency: it
 // keeps more bytes in flight and takes fewer instructions. A piece in the ring is a part of a row of y.
 constexpr bool has_prefetch_ring(Variant variant) { return variant == Variant::kThroughput; }
-// The chunks that a warp sums at once. With a cast, a lane reads two or four units of y per chunk: one chunk is enough.
-constexpr int sums_at_once(Variant variant, bool casts) {
-  if (casts) return 1;
-  return has_prefetch_ring(variant) ? 4 : 2;
+// The chunks that a warp sums at once. `units_read`: the units of y for one unit that is sent. If that is more than
+// one, the sum is cast. With a ring, a warp then reads as much of y as without a cast.
+constexpr int sums_at_once(Variant variant, int units_read) {
+  if (has_prefetch_ring(variant)) return 4 / units_read;
+  return units_read > 1 ? 1 : 2;
 }
-using PrefetchRingOfY = PrefetchRing<sums_at_once(Variant::kThroughput, false) * kChunkBytes>;
-constexpr int32_t ring_bytes(Variant variant) { return has_prefetch_ring(variant) ? PrefetchRingOfY::kBytes : 0; }
+// The ring has room for the own sum of a part beside the pieces (store_own_sum), in float32 if sums are cast.
+template <bool kCasts>
+using PrefetchRingOfY =
+    PrefetchRing<sums_at_once(Variant::kThroughput, 1) * kChunkBytes, (kCasts ? 8 : 4) * kChunkBytes>;
+constexpr int32_t ring_bytes(Variant variant, bool casts) {
+  if (!has_prefetch_ring(variant)) return 0;
+  return casts ? PrefetchRingOfY<true>::kBytes : PrefetchRingOfY<false>::kBytes;
+}
 
-static_assert(kMaxBlockWarps * (ring_bytes(Variant::kThroughput) + sizeof(PrefetchRingOfY::Landed)) + sizeof(State) <=
+static_assert(kMaxBlockWarps * (PrefetchRingOfY<true>::kBytes + sizeof(PrefetchRingOfY<true>::Landed)) +
+                  sizeof(State) <=
               kMaxBlockSharedBytes);
 
 // The pieces that a lane prefetches: the parts of one row of y that this warp sums.
@@ -80,12 +88,13 @@ struct CombineOperands {
   static constexpr Variant kVariant = Config::kVariant;
   static constexpr bool kCasts = Config::kCasts;
   static constexpr bool kHasRing = has_prefetch_ring(kVariant);
-  static constexpr int kSumsAtOnce = sums_at_once(kVariant, kCasts);
-  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;                      // units of y for one unit that is sent
+  static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // units of y for one unit that is sent
+  static constexpr int kSumsAtOnce = sums_at_once(kVariant, kUnitsRead);
   static constexpr int32_t kPartBytes = kSumsAtOnce * kUnitsRead * kChunkBytes;  // of a row of y, with a ring
-  // True if a warp group loads the metadata of its next row while it sends a row. Few rows usually take one round, and
-  // with many rows other warps hide the latency.
-  static constexpr bool kLoadsAhead = kVariant == Variant::kBalanced;
+  // True if a warp group loads the metadata of its next row while it sends a row. Few rows usually take one round.
+  static constexpr bool kLoadsAhead = !is_low_latency(kVariant);
+  // The same for the next token that it receives. With a ring, this would take too many registers.
+  static constexpr bool kReceiverLoadsAhead = kVariant == Variant::kBalanced;
   static constexpr int kRanksAtOnce = 4;                       // the ranks whose sums a lane usually awaits at once
   static constexpr int kSize = kUnitsRead * Vector<X>::kSize;  // channels of a unit that is sent
   static constexpr int kRowsAtOnce =
@@ -98,7 +107,8 @@ struct CombineOperands {
   const CombineArgs& args;
   const LaunchPlan& plan;
   Operation op;
-  PrefetchRingOfY& ring;
+  using Ring = PrefetchRingOfY<kCasts>;
+  Ring& ring;
   Pieces& to_come;
 
   __device__ bool is_all_to_all() const { return args.recv_row == nullptr; }

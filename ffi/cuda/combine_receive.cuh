@@ -10,7 +10,7 @@ template <typename Config>
 struct CombineReceiver : CombineSender<Config> {
   using Base = CombineSender<Config>;
   using Base::args, Base::bytes_in_transit, Base::cast, Base::chunks, Base::issue_row_loads, Base::uses_rail_peers,
-      Base::chunk_of, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kLoadsAhead, Base::kVariant,
+      Base::chunk_of, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kReceiverLoadsAhead, Base::kVariant,
       Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op, Base::payload_bytes, Base::peers,
       Base::plan, Base::complete_row, Base::ring, Base::rounded, Base::row_bytes, Base::row_number, Base::start_sum,
       Base::step, Base::sums_own, Base::weight_to_send, Base::with_out_type;
@@ -23,7 +23,7 @@ struct CombineReceiver : CombineSender<Config> {
     const bool takes_tokens = plan.row_receiver(op.state.role) >= 0 && warp_group.index < warp_group.num_groups;
     int32_t token = takes_tokens ? warp_group.index : args.num_tokens;
     Returning issued = {};
-    if (kLoadsAhead && token < args.num_tokens) issued = issue_token_loads(token);
+    if (kReceiverLoadsAhead && token < args.num_tokens) issued = issue_token_loads(token);
     op.stamp(Stamp::kEntered);
     if (op.warp_has_failed()) return;
     if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
@@ -32,9 +32,9 @@ struct CombineReceiver : CombineSender<Config> {
     }
 #pragma unroll 1
     for (; token < args.num_tokens; token += warp_group.num_groups) {
-      const Returning now = kLoadsAhead ? issued : issue_token_loads(token);
+      const Returning now = kReceiverLoadsAhead ? issued : issue_token_loads(token);
       const int32_t next = token + warp_group.num_groups;
-      if (kLoadsAhead && next < args.num_tokens) issued = issue_token_loads(next);
+      if (kReceiverLoadsAhead && next < args.num_tokens) issued = issue_token_loads(next);
       receive_token(token, now, warp_group);
     }
   }
@@ -71,7 +71,7 @@ struct CombineReceiver : CombineSender<Config> {
       if (here) weight += weight_to_send(own.row);
       if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
     }
-    if constexpr (kVariant == Variant::kBalanced && !kCasts) {
+    if constexpr (kVariant == Variant::kBalanced) {
       // If few ranks have sums, and this warp sums no own rows, registers are left for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
         return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, 0, own, warp_group);
@@ -113,7 +113,7 @@ struct CombineReceiver : CombineSender<Config> {
   // is added in the order of ranks. This takes few instructions, which matters most here.
   __device__ void add_parts_of_ring(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
                                     const RowsOfToken& own, const WarpGroup& warp_group) const {
-    static_assert(kSumsAtOnce * kUnitsKept * kChunkBytes <= PrefetchRingOfY::kBytesOfPiece);
+    static_assert(kSumsAtOnce * kUnitsKept * kChunkBytes <= Base::Ring::kBytesOfSpare);
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
@@ -170,7 +170,7 @@ struct CombineReceiver : CombineSender<Config> {
   }
 
   // The addresses of this lane's units in an arriving part, whose chunks are contiguous. If the sum is cast, there is
-  // one more unit: lane 0 takes the scales of the part's only chunk.
+  // one more unit: lane i takes the scales of the part's chunk i.
   struct PartAddresses {
     uint8_t *units, *scales;
     int32_t bytes_left;
@@ -185,12 +185,14 @@ struct CombineReceiver : CombineSender<Config> {
   __device__ Sums take_sums(int32_t source, int32_t arena_row, int32_t part) const {
     const RowAddress from(op, __shfl_sync(kAllLanes, arena_row, source));
     const int32_t first = part * kSumsAtOnce;
-    const PartAddresses addresses = {from.unit(op, first), from.scales(op, payload_bytes(), first),
+    const int32_t chunk_of_scales = first + lane_id();
+    const PartAddresses addresses = {from.unit(op, first), from.scales(op, payload_bytes(), chunk_of_scales),
                                      payload_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes),
-                                     kCasts && lane_id() == 0 && first < chunks()};
+                                     kCasts && lane_id() < kSumsAtOnce && chunk_of_scales < chunks()};
     const auto resolve = [&](int i) {
       const bool is_unit = i < kSumsAtOnce;
-      return true_unit(op.state, source, from.escape_masks + first + (is_unit ? i : chunks()), is_unit ? lane_id() : 0);
+      return true_unit(op.state, source, from.escape_masks + (is_unit ? first + i : chunks() + chunk_of_scales),
+                       is_unit ? lane_id() : 0);
     };
     uint4 units[kSumsAtOnce + kCasts];
     look_at_units(units, addresses);
@@ -200,7 +202,7 @@ struct CombineReceiver : CombineSender<Config> {
 #pragma unroll
     for (int c = 0; c < kSumsAtOnce; ++c) {
       sums.unit[c] = units[c];
-      if constexpr (kCasts) sums.scale[c] = scale_of_block(units[kSumsAtOnce], 0);
+      if constexpr (kCasts) sums.scale[c] = scale_of_block(units[kSumsAtOnce], c);
     }
     return sums;
   }

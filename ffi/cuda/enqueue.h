@@ -191,11 +191,11 @@ inline ffi::Error enqueue_combine(const char* op, CallStream stream, const Membe
   if (error.failure()) return error;
   const Peers& peers = member.peers;
   const Kernels kernels = find_group(group)->kernels();
-  const LaunchPlan plan =
-      kernels.adapt_combine_plan(peers, args,
-                                 plan_combine(args.num_tokens, peers.num_ranks, args.recv_row ? args.top_k : 0,
-                                              num_chunks(args.payload_bytes(size_of(type))),
-                                              num_sms(group, args.phase, member.num_sms), member.num_sms));
+  const LaunchPlan plan = kernels.adapt_combine_plan(
+      peers, args,
+      plan_combine(args.num_tokens, peers.num_ranks, args.recv_row ? args.top_k : 0,
+                   num_chunks(static_cast<int32_t>(args.row_bytes)), args.units_read(size_of(type)),
+                   num_sms(group, args.phase, member.num_sms), member.num_sms));
   const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
     return kernels.launch_combine(peers, args, type, plan, on);
   };

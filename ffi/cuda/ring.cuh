@@ -10,13 +10,14 @@ namespace jax_ep {
 
 // The ring of one warp. It holds pieces of at most `kPieceBytes`. Pieces are numbered, and the warp takes them in the
 // order of numbers. A single lane may call has_room_for() and prefetch(); all lanes together call the other functions.
-template <int kPieceBytes>
+// The warp may use `kSpareBytes` behind the pieces as it likes.
+template <int kPieceBytes, int kSpareBytes>
 class PrefetchRing {
  public:
   // More pieces were slower, perhaps because they leave less of an SM's memory to the L1 cache, which holds spilled
   // registers.
-  static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes, kBytesOfPiece = kPieceBytes;
-  static constexpr int32_t kBytes = (kPieces + 1) * kPieceBytes;
+  static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes, kBytesOfSpare = kSpareBytes;
+  static constexpr int32_t kBytes = kPieces * kPieceBytes + kSpareBytes;
   using Landed = uint64_t[kPieces];
   using LandedOfWarps = Landed[kMaxBlockWarps];
 
@@ -28,7 +29,6 @@ class PrefetchRing {
     __syncwarp();
   }
 
-  // Room for one more piece beside the ring, which the warp may use as it likes.
   __device__ __forceinline__ uint32_t spare() const { return pieces_ + kPieces * kPieceBytes; }
 
   // The number of pieces taken, which is also the number of the next piece.

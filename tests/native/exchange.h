@@ -24,13 +24,14 @@ struct PlanOverrides {
   // If sums_own is false, the senders of a combine also sum the rows of own tokens. has_one_warp: a row has one warp.
   bool sums_own = true, has_one_warp = false;
 
-  LaunchPlan adjust(LaunchPlan plan) const {
+  // `casts`: the plan is for a combine that casts.
+  LaunchPlan adjust(LaunchPlan plan, bool casts = false) const {
     // The low-latency variant must not have more tokens than plan.h gives it: their rows may need rail peers.
     if (number == 0 && (!has_one_warp || !are_few(num_tokens))) return plan;
-    plan.variant = variant;
+    plan.variant = combine_has(variant, casts) ? variant : Variant::kThroughput;
     // plan.h sets this only for more tokens than the tests have. Here, about half of the cases with a throughput kernel
     // have it.
-    plan.senders_enter_first = variant == Variant::kThroughput && num_tokens != 12;
+    plan.senders_enter_first = plan.variant == Variant::kThroughput && num_tokens != 12;
     plan.sums_own &= sums_own;
     if (has_one_warp) plan.log_send_warps = plan.log_receive_warps = 0;
     return plan;
@@ -233,7 +234,9 @@ class Session {
     const ElementType type = call.row_bytes == kRowBytes ? ElementType::kFloat32 : ElementType::kBFloat16;
     const bool is_done = call.phase == Phase::kDone;  // as the handlers plan it: never with the low-latency variant
     const int32_t num_sms = is_done ? usable_sms_beside_others(blocks_.number, member.num_sms) : blocks_.number;
-    const auto adjust = [&](const LaunchPlan& plan) { return is_done ? plan : blocks_.adjust(plan); };
+    const auto adjust = [&](const LaunchPlan& plan, bool casts = false) {
+      return is_done ? plan : blocks_.adjust(plan, casts);
+    };
     if constexpr (std::is_same_v<Args, DispatchArgs>) {
       const LaunchPlan best = adjust(plan_dispatch(call.num_tokens, num_ranks_, call.top_k,
                                                    num_chunks(call.num_scales ? kHidden : kRowBytes), num_sms,
@@ -244,9 +247,10 @@ class Session {
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan best =
-          adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
-                              num_chunks(call.payload_bytes(size_of(type))), num_sms, member.num_sms));
+      const LaunchPlan best = adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
+                                                  num_chunks(static_cast<int32_t>(call.row_bytes)),
+                                                  call.units_read(size_of(type)), num_sms, member.num_sms),
+                                     call.cast != 0);
       const LaunchPlan plan = kernels.adapt_combine_plan(peers, call, best);
       const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
         return kernels.launch_combine(peers, call, type, plan, stream);

@@ -146,7 +146,7 @@ void more_blocks_than_fit() {
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   const int32_t sms = group.members()[0].num_sms, chunks = num_chunks(kRowBytes);
-  LaunchPlan combine_plan = plan_combine(num_tokens, 1, top_k, chunks, 0, sms);
+  LaunchPlan combine_plan = plan_combine(num_tokens, 1, top_k, chunks, 1, 0, sms);
   LaunchPlan dispatch_plans[] = {plan_dispatch(num_tokens, 1, top_k, chunks, 0, sms, false),
                                  plan_dispatch(num_tokens, 1, top_k, chunks, 5, sms, false)};  // with work stealing
   for (LaunchPlan* plan : {&combine_plan, &dispatch_plans[0], &dispatch_plans[1]}) {

@@ -16,8 +16,9 @@ LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_t top_k, i
                          bool is_combine_back) {
   return plan_dispatch(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms, is_combine_back);
 }
-LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks, int32_t num_sms) {
-  return plan_combine(num_tokens, num_ranks, top_k, num_chunks, num_sms, kDeviceSms);
+LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks, int32_t num_sms,
+                        int32_t units_read = 1) {
+  return plan_combine(num_tokens, num_ranks, top_k, num_chunks, units_read, num_sms, kDeviceSms);
 }
 
 // Checks that each warp group has each of its warps exactly once. Warps that are left over are in no group.
@@ -73,8 +74,10 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
             }
           }
           for (int32_t top_k : {0, 1, 2, 8}) {
-            const LaunchPlan plan = plan_combine(tokens, ranks, top_k, chunks, num_sms, device_sms);
-            expect_valid(plan, num_sms, device_sms);
+            for (int32_t units_read : {1, 2, 4}) {
+              expect_valid(plan_combine(tokens, ranks, top_k, chunks, units_read, num_sms, device_sms), num_sms,
+                           device_sms);
+            }
           }
         }
       }
@@ -105,7 +108,7 @@ void test_plans_on_few_sms() {
               expect_valid(plan_dispatch(tokens, ranks, top_k, 3, num_sms, device_sms, is_combine_back), num_sms,
                            device_sms);
             }
-            expect_valid(plan_combine(tokens, ranks, top_k, 28, num_sms, device_sms), num_sms, device_sms);
+            expect_valid(plan_combine(tokens, ranks, top_k, 28, 1, num_sms, device_sms), num_sms, device_sms);
           }
         }
       }
@@ -116,9 +119,9 @@ void test_plans_on_few_sms() {
 // A launch never takes more SMs than the device has, even if the user asks for more.
 void test_num_sms_is_at_most_the_devices() {
   EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 1000, 78, false).num_blocks, 78);
-  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 1000, 78).num_blocks, 78);
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 1, 1000, 78).num_blocks, 78);
   EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 0, 148, false).num_blocks, 148);
-  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 0, 148).num_blocks, 148);
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 1, 0, 148).num_blocks, 148);
 }
 
 // A done leaves half of the device's SMs to other kernels.
@@ -179,32 +182,39 @@ void test_plans_on_132_sms() {
     int32_t tokens, ranks, top_k, chunks, num_sms;
     bool sums_own;
     std::vector<int32_t> expected;
+    int32_t units_read = 1;
   } combines[] = {
       {1, 4, 8, 28, 0, false, {kLowLatency, 17, 26, 2, 4, 5}},
       {8, 4, 8, 28, 0, false, {kLowLatency, 65, 98, 3, 4, 5}},
       {32, 4, 8, 28, 0, false, {kLowLatency, 135, 264, 3, 4, 5}},
       {32, 8, 0, 14, 0, false, {kLowLatency, 199, 264, 3, 3, 4}},
       {64, 2, 8, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
-      {128, 1, 8, 28, 0, true, {kBalanced, 45, 132, 4, 4, 5}},
+      {128, 1, 8, 28, 0, true, {kThroughput, 1, 66, 4, 3, 3}},
       {128, 2, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
       {128, 4, 1, 28, 0, true, {kBalanced, 67, 132, 4, 2, 3}},
       {128, 4, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
-      {128, 4, 8, 28, 0, true, {kBalanced, 45, 132, 4, 4, 5}},
-      {128, 4, 16, 28, 0, true, {kBalanced, 67, 132, 4, 4, 5}},
+      {128, 4, 8, 28, 0, true, {kThroughput, 67, 132, 4, 3, 3}},
+      {128, 4, 16, 28, 0, true, {kThroughput, 67, 132, 4, 3, 3}},
       {128, 8, 0, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
       {512, 4, 8, 4, 0, true, {kThroughput, 97, 130, 4, 0, 0}},
       {1024, 2, 8, 28, 0, true, {kThroughput, 65, 130, 4, 0, 0}},
-      {1024, 4, 8, 28, 0, true, {kBalanced, 67, 132, 4, 4, 5}},
+      {1024, 4, 8, 28, 0, true, {kThroughput, 67, 132, 4, 3, 3}},
       {4096, 2, 8, 28, 0, true, {kThroughput, 45, 132, 4, 0, 0}},
-      {4096, 4, 8, 28, 0, true, {kThroughput, 67, 132, 4, 0, 0}},
-      {4096, 32, 8, 28, 0, true, {kThroughput, 67, 132, 4, 0, 0}},
+      {4096, 4, 8, 28, 0, true, {kThroughput, 67, 132, 4, 3, 3}},
+      {4096, 32, 8, 28, 0, true, {kThroughput, 67, 132, 4, 3, 3}},
       {32, 2, 8, 28, 24, true, {kThroughput, 15, 24, 4, 3, 3}},
       {4096, 4, 8, 28, 24, true, {kThroughput, 12, 24, 4, 0, 0}},
       {4096, 4, 8, 28, 2, true, {kThroughput, 1, 2, 4, 0, 0}},
       {4096, 4, 8, 28, 1, true, {kThroughput, 1, 1, 4, 0, 0}},
+      // Sums that are cast have 14 chunks, or one.
+      {8, 4, 8, 28, 0, true, {kLowLatency, 49, 66, 3, 4, 4}, 2},
+      {64, 2, 8, 28, 0, true, {kThroughput, 33, 66, 4, 3, 3}, 2},
+      {128, 4, 8, 56, 0, true, {kThroughput, 67, 132, 4, 4, 4}, 4},
+      {8, 4, 8, 4, 0, true, {kLowLatency, 4, 6, 3, 0, 0}, 4},
   };
   for (const auto& call : combines) {
-    const LaunchPlan plan = plan_combine(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms);
+    const LaunchPlan plan =
+        plan_combine(call.tokens, call.ranks, call.top_k, call.chunks, call.num_sms, call.units_read);
     EXPECT_EQ(numbers(plan), call.expected);
     EXPECT_EQ(plan.sums_own, call.sums_own);
   }
@@ -259,10 +269,9 @@ void test_rounds_are_even() {
                      combine = plan_combine(128, ranks, 8, 28, 0);
     EXPECT_EQ(rounds(128, dispatch.row_senders(), 16, dispatch.log_send_warps), ranks == 2 ? 1 : 3);
     EXPECT_EQ(rounds(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
-    EXPECT_EQ(rounds(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 1 : 3);
-    EXPECT_EQ(rounds((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 1 : 9);
+    EXPECT_EQ(rounds(128, combine.row_receivers(), 16, combine.log_receive_warps), 1);
+    EXPECT_EQ(rounds((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 1 : 3);
   }
-  EXPECT_EQ(rounds(3 * 128, plan_combine(128, 4, 16, 28, 0).row_senders(), 16, 4), 6);  // 16 experts per token
   const LaunchPlan few = plan_combine(32, 4, 8, 28, 0);
   EXPECT_EQ(rounds(4 * 32, few.row_senders(), 8, few.log_send_warps), 2);
   EXPECT_EQ(rounds(32, few.row_receivers(), 8, few.log_receive_warps), 1);
@@ -275,8 +284,8 @@ void test_senders_enter_first() {
     EXPECT_EQ(plan_dispatch(4096, 2, 8, 28, 0, is_combine_back).senders_enter_first, false);
     EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 24, is_combine_back).senders_enter_first, false);
   }
-  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 0).senders_enter_first, true);  // kThroughput
-  EXPECT_EQ(plan_combine(512, 4, 8, 28, 0).senders_enter_first, true);   // kBalanced
+  EXPECT_EQ(plan_combine(4096, 4, 8, 28, 0).senders_enter_first, true);
+  EXPECT_EQ(plan_combine(512, 4, 8, 28, 0).senders_enter_first, true);
   EXPECT_EQ(plan_combine(4096, 2, 8, 28, 0).senders_enter_first, false);
 }
 
@@ -288,11 +297,16 @@ void test_who_sums_own_rows() {
   EXPECT_EQ(plan_combine(128, 4, 1, 28, 0).sums_own, true);  // a token has one row
   EXPECT_EQ(plan_combine(4096, 4, 1, 4, 0).sums_own, true);
   EXPECT_EQ(plan_combine(32, 4, 8, 28, 24).sums_own, true);
-  for (int64_t tokens : {32, 128, 4096}) EXPECT_EQ(plan_combine(tokens, 4, 0, 28, 0).sums_own, false);  // not summed
+  for (int64_t tokens : {32, 128, 4096}) {
+    EXPECT_EQ(plan_combine(tokens, 4, 0, 28, 0).sums_own, false);  // not summed
+    EXPECT_EQ(plan_combine(tokens, 4, 0, 28, 0, 2).sums_own, false);
+    EXPECT_EQ(plan_combine(tokens, 4, 8, 28, 0, 2).sums_own, true);  // a cast sum of own rows is not sent
+    EXPECT_EQ(plan_combine(tokens, 4, 8, 4, 0, 4).sums_own, true);
+  }
 }
 
-// If y is prefetched, a warp sums a part of a row at once, which is four chunks. With many rows, a row has one warp.
-// Otherwise it has a warp per part, rounded up to a power of two.
+// If y is prefetched, a warp sums a part of a row at once, which is four chunks. With many rows on two ranks or few
+// SMs, a row has one warp. Otherwise it has a warp per part, rounded up to a power of two.
 void test_warps_per_prefetched_row() {
   EXPECT_EQ(plan_combine(32, 2, 8, 8, 32).log_send_warps, 1);
   EXPECT_EQ(plan_combine(32, 2, 8, 28, 24).log_send_warps, 3);  // seven parts
@@ -300,6 +314,8 @@ void test_warps_per_prefetched_row() {
   EXPECT_EQ(plan_combine(512, 2, 8, 28, 24).log_send_warps, 0);
   EXPECT_EQ(plan_combine(512, 2, 8, 28, 0).log_send_warps, 3);
   EXPECT_EQ(plan_combine(1024, 2, 8, 28, 0).log_send_warps, 0);  // one round of all warps
+  EXPECT_EQ(plan_combine(8192, 4, 8, 28, 0).log_send_warps, 3);
+  EXPECT_EQ(plan_combine(8192, 4, 8, 28, 0, 2).log_send_warps, 3);  // a part of y has two chunks of the cast sum
 }
 
 // With many long rows per receiving rank, few blocks send the tokens one after another, and all other blocks receive
@@ -315,13 +331,21 @@ void test_few_blocks_send_long_rows() {
   EXPECT_EQ(plan_dispatch(128, 2, 8, 14, 0, false).log_send_warps, 3);
 }
 
-// A combine is balanced with more than two ranks and at most 1024 tokens, or if it reads little.
+// A combine is balanced with at most 256 tokens if it reads little and does not cast.
 void test_balanced_combines() {
-  EXPECT_EQ(plan_combine(1024, 4, 8, 28, 0).variant == Variant::kBalanced, true);
-  EXPECT_EQ(plan_combine(2048, 4, 8, 28, 0).variant == Variant::kThroughput, true);
-  EXPECT_EQ(plan_combine(128, 2, 8, 28, 0).variant == Variant::kThroughput, true);
-  EXPECT_EQ(plan_combine(128, 2, 8, 16, 0).variant == Variant::kBalanced, true);   // short rows
-  EXPECT_EQ(plan_combine(512, 4, 8, 4, 0).variant == Variant::kThroughput, true);  // short rows
+  for (int32_t ranks : {1, 2, 4}) {
+    EXPECT_EQ(plan_combine(128, ranks, 8, 28, 0).variant == Variant::kThroughput, true);
+    EXPECT_EQ(plan_combine(128, ranks, 8, 16, 0).variant == Variant::kBalanced, true);       // short rows
+    EXPECT_EQ(plan_combine(128, ranks, 8, 16, 0, 2).variant == Variant::kThroughput, true);  // cast
+    EXPECT_EQ(plan_combine(512, ranks, 8, 4, 0).variant == Variant::kThroughput, true);      // short rows
+  }
+}
+
+// The only rank of a group has nothing to send. One block notifies, and all others receive.
+void test_one_rank_only_receives() {
+  for (int64_t tokens : {64, 128, 4096}) EXPECT_EQ(plan_combine(tokens, 1, 8, 28, 0, 2).num_senders, 1);
+  EXPECT_EQ(plan_combine(4096, 1, 8, 28, 0).num_blocks, kDeviceSms);
+  EXPECT_EQ(plan_combine(128, 1, 1, 28, 0).num_senders, 1);  // one expert per token
 }
 
 // With two ranks, a token goes to one other rank at most. So with many rows, most blocks receive.
@@ -443,6 +467,7 @@ int main() {
   test_warps_per_prefetched_row();
   test_few_blocks_send_long_rows();
   test_balanced_combines();
+  test_one_rank_only_receives();
   test_two_ranks_send_little();
   test_few_experts_take_one_round();
   test_first_rows_are_spread_over_blocks();
