@@ -150,26 +150,34 @@ def backward(machine: Machine) -> str:
     return f"{caption}\n\n{markdown(headings, cells)}"
 
 
-def legs(machine: Machine) -> str:
-    """Makes the table of pairs whose combine and whose backward pass travel as fp8."""
-    rows = machine.rows("bench", "bench-10-legs", "bench-11-grad-legs")
+def forward_legs(machine: Machine) -> str:
+    """Makes the table of pairs whose combine travels as fp8."""
+    rows = machine.rows("bench", "bench-10-legs")
     cells = []
     for tokens in sorted({row["tokens"] for row in rows}):
-        of_tokens = [row for row in rows if row["tokens"] == tokens]
-        forward = {row.get("combine_wire"): row for row in of_tokens if row["step"] == "bench-10-legs"}
-        backward = {row.get("grad_wire"): row for row in of_tokens if row["step"] == "bench-11-grad-legs"}
-        times = [forward[wire][name] for name in ("combine_us", "pair_us", "floor_pair_us") for wire in (None, "fp8")]
-        for name in ("grad_pair_us", "grad_combine_us", "grad_dispatch_us"):
-            times += [backward[wire][name] for wire in (None, "fp8")]
+        of_wire = {row.get("combine_wire"): row for row in rows if row["tokens"] == tokens}
+        times = [of_wire[wire][name] for name in ("combine_us", "pair_us", "floor_pair_us") for wire in (None, "fp8")]
         cells.append([str(tokens), *map(us, times)])
-    text = (
-        f"{SHAPE}, wire fp8 in dispatch; microseconds. The floor is that of a forward pair. The backward passes were "
-        "measured with wire fp8 in dispatch and combine, and with default capacity."
-    )
-    caption = machine.caption(rows, "scripts/gpu_check.sh bench-10-legs bench-11-grad-legs", text)
-    headings = ["tokens per rank"]
-    for name in ("combine", "pair", "floor", "backward pair", "of which combine's", "of which dispatch's"):
-        headings += [f"{name}: {wire}" for wire in ("none", "fp8")]
+    text = f"{SHAPE}, wire fp8 in dispatch; microseconds. The floor is that of a pair."
+    caption = machine.caption(rows, "scripts/gpu_check.sh bench-10-legs", text)
+    names = ("combine", "pair", "floor")
+    headings = ["tokens per rank", *(f"{name}: {wire}" for name in names for wire in ("none", "fp8"))]
+    return f"{caption}\n\n{markdown(headings, cells)}"
+
+
+def backward_legs(machine: Machine) -> str:
+    """Makes the table of backward passes that travel as fp8."""
+    rows = machine.rows("bench", "bench-11-grad-legs")
+    cells = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        of_wire = {row.get("grad_wire"): row for row in rows if row["tokens"] == tokens}
+        columns = ("grad_pair_us", "grad_combine_us", "grad_dispatch_us")
+        times = [of_wire[wire][name] for name in columns for wire in (None, "fp8")]
+        cells.append([str(tokens), *map(us, times)])
+    text = f"{SHAPE}, wire fp8 in dispatch and combine, default capacity; microseconds."
+    caption = machine.caption(rows, "scripts/gpu_check.sh bench-11-grad-legs", text)
+    names = ("backward pair", "of which combine's", "of which dispatch's")
+    headings = ["tokens per rank", *(f"{name}: {wire}" for name in names for wire in ("none", "fp8"))]
     return f"{caption}\n\n{markdown(headings, cells)}"
 
 
@@ -414,7 +422,21 @@ def steps(machine: Machine) -> str:
 TABLES: dict[str, Callable[[Machine], str]] = {
     function.__name__: function
     for function in (
-        *(pairs, shapes, backward, legs, rivals, processes, network, matmul, copies, balanced_step, layer, overlap),
+        *(
+            pairs,
+            shapes,
+            backward,
+            forward_legs,
+            backward_legs,
+            rivals,
+            processes,
+            network,
+            matmul,
+            copies,
+            balanced_step,
+            layer,
+            overlap,
+        ),
         *(overlap_sms, steps),
     )
 }
