@@ -6,7 +6,7 @@ from typing import Annotated
 
 import jax
 
-from jax_ep import _checks, _compat, _wires
+from jax_ep import _checks, _compat, _scales, _wires
 from jax_ep._types import AllToAll, Dispatched, Expanded
 
 
@@ -33,4 +33,7 @@ def dequantize(recv: Dispatched | AllToAll | Expanded) -> Annotated[jax.Array, "
         )
     if recv.scales is None:
         return recv.x
-    return _wires.dequantize(recv.x, recv.scales, recv.group.dtype)
+    scales, (num_rows, hidden) = recv.scales, recv.x.shape[-2:]
+    if not isinstance(recv, AllToAll) and not (isinstance(recv, Dispatched) and recv.route.layout == "token"):
+        scales = _scales.restore(scales, recv.scales_format, num_rows, _wires.num_scales(hidden))
+    return _wires.dequantize(recv.x, scales, recv.group.dtype)

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ep import _checks, _compat, _token_layout, _wires
+from jax_ep import _checks, _compat, _scales, _token_layout, _wires
 from jax_ep._balance import Plan, home_slots
 from jax_ep._dispatch_options import DispatchOptions
 from jax_ep._group import Group, check_usable
 from jax_ep._layouts import LayoutName
+from jax_ep._scales import ScalesFormat
 from jax_ep._split_calls import Pending, check_compiled, check_pending
 from jax_ep._types import DispatchCall, Dispatched, Route, route_of
 from jax_ep._wires import GradWire, Wire
@@ -43,6 +44,7 @@ def dispatch(
     wire: Wire | None = None,
     grad_wire: GradWire | None = None,
     dequantize: bool = True,
+    scales_format: ScalesFormat = "float32",
     zero_pad: bool | None = None,
     plan: Plan | None = None,
 ) -> Dispatched:
@@ -78,6 +80,12 @@ def dispatch(
             fp8 wire, the gradient is then the one of wire=None: it ignores the rounding. A quantised x has no gradient.
             False keeps recv.x in fp8; recv.x must then be multiplied by recv.scales, and the call cannot be
             differentiated.
+        scales_format: the form of recv.scales, for rows [..., N, H] and S = ceil(H/128) scales per row. "float32":
+            float32 [..., N, S]. "float32_columns": float32 [..., S, N'], with N' = N rounded up to a multiple of 4.
+            "ue8m0": float8_e8m0fnu [..., N, S]. "ue8m0_columns": int32 [..., ceil(S/4), N'], four exponents per word,
+            the first in the lowest byte. The forms with columns are those of DeepGEMM. "ue8m0" and "ue8m0_columns" need
+            wire="fp8_pow2". In the layout "token", recv.scales is always float32, and this is the form of the scales
+            that `expand` returns.
         zero_pad: True zeroes rows that hold no token. False leaves them unspecified. None, the default, means True if
             the call is differentiated, and False otherwise.
         plan: the result of `balance` for the same topk_idx: rows go where the plan says. counts, group_sizes and the
@@ -101,9 +109,11 @@ def dispatch(
         >>> on_each_rank(rows_of_experts)(x, topk_idx, topk_weights).shape == (E, 8, H)
         True
     """
-    options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, grad_wire, dequantize, zero_pad)
+    options = DispatchOptions(
+        layout, capacity, capacity_factor, alignment, wire, grad_wire, dequantize, zero_pad, scales_format
+    )
     call, operands = _prepare("dispatch", group, options, x, topk_idx, topk_weights, plan)
-    return _visible(_dispatch(call, *operands, None))
+    return _visible(call, _dispatch(call, *operands, None))
 
 
 @_compat.named
@@ -120,6 +130,7 @@ def dispatch_start(
     wire: Wire | None = None,
     grad_wire: GradWire | None = None,
     dequantize: bool = True,
+    scales_format: ScalesFormat = "float32",
     zero_pad: bool | None = None,
     plan: Plan | None = None,
 ) -> Pending:
@@ -142,7 +153,9 @@ def dispatch_start(
         >>> on_each_rank(layer)(x, topk_idx, topk_weights).shape == x.shape
         True
     """
-    options = DispatchOptions(layout, capacity, capacity_factor, alignment, wire, grad_wire, dequantize, zero_pad)
+    options = DispatchOptions(
+        layout, capacity, capacity_factor, alignment, wire, grad_wire, dequantize, zero_pad, scales_format
+    )
     check_compiled("dispatch_start")
     call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights, plan)
     operands = _compat.in_one_place(operands)
@@ -167,7 +180,7 @@ def dispatch_done(pending: Pending) -> Dispatched:
     """
     check_pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
-    return _visible(_dispatch(pending.static, *pending.take()))
+    return _visible(pending.static, _dispatch(pending.static, *pending.take()))
 
 
 @_compat.named
@@ -233,6 +246,8 @@ def _prepare(
         _check_plan(op, plan, group, topk_idx)
     tolerance_units = None if plan is None else plan.tolerance_units
     checked = options.checked(op, group, num_tokens, tolerance_units)
+    returns_fp8 = (quantized or options.wire is not None) and not options.dequantize
+    _scales.check(op, options.scales_format, returns_fp8=returns_fp8, are_powers_of_two=options.wire == "fp8_pow2")
     topk_idx = home_slots(group, topk_idx) if plan is None else plan.topk_slot
     if checked.layout == "token":
         topk_idx = _token_layout.token_slots(group, topk_idx)
@@ -255,8 +270,17 @@ def _check_plan(op: str, plan: Any, group: Group, topk_idx: Any) -> None:
         )
 
 
-def _visible(recv: Dispatched) -> Dispatched:
-    """`recv` of the backend without empty slots: a call without a plan has an entry per home expert."""
+def _visible(call: DispatchCall, recv: Dispatched) -> Dispatched:
+    """What the user sees of the backend's `recv`: no empty slots, and scales in the form that the call asks for."""
+    recv = _without_empty_slots(recv)
+    scales_format = call.options.scales_format
+    if recv.scales is None or recv.route.layout == "token":  # `expand` arranges the scales of the layout "token"
+        return dataclasses.replace(recv, scales_format=scales_format)
+    return dataclasses.replace(recv, scales=_scales.arrange(recv.scales, scales_format), scales_format=scales_format)
+
+
+def _without_empty_slots(recv: Dispatched) -> Dispatched:
+    """`recv` with an entry per home expert if the call has no plan."""
     route = recv.route
     if not route.has_empty_slots:
         return recv

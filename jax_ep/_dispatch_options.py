@@ -7,6 +7,7 @@ import dataclasses
 from jax_ep import _checks, _layouts
 from jax_ep._layouts import LayoutName
 from jax_ep._placement import limit_of
+from jax_ep._scales import ScalesFormat
 from jax_ep._settings import GroupSettings
 from jax_ep._wires import GRAD_WIRES, GradWire, Wire
 
@@ -23,6 +24,7 @@ class DispatchOptions:
     grad_wire: GradWire | None
     dequantize: bool
     zero_pad: bool | None
+    scales_format: ScalesFormat = "float32"
 
     def checked(
         self, op: str, group: GroupSettings, num_tokens: int, tolerance_units: int | None = None
@@ -42,7 +44,15 @@ class DispatchOptions:
         if self.layout == "token":
             alignment = 1  # there are no groups of rows to align
         return CheckedOptions(
-            self.layout, capacity, None, alignment, self.wire, self.grad_wire, self.dequantize, self.zero_pad
+            self.layout,
+            capacity,
+            None,
+            alignment,
+            self.wire,
+            self.grad_wire,
+            self.dequantize,
+            self.zero_pad,
+            self.scales_format,
         )
 
     def _capacity(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _checks, _compat, _layouts
+from jax_ep import _checks, _compat, _layouts, _scales
 from jax_ep._dispatch_options import most_rows_of
 from jax_ep._group import check_usable
 from jax_ep._layouts import take
@@ -173,11 +173,12 @@ def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1)
         counts=placement.counts,
         group_sizes=placement.group_sizes,
         weights=_expand_weights(weights, row_of_pair, pair_of_row),
-        scales=None if scales is None else take(scales, token_of_row),
+        scales=None if scales is None else _scales.arrange(take(scales, token_of_row), recv.scales_format),
         num_dropped=placement.num_dropped,
         row_of_pair=row_of_pair,
         pair_of_row=pair_of_row,
         group=group,
+        scales_format=recv.scales_format,
     )
 
 

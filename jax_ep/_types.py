@@ -16,6 +16,7 @@ from jax_ep import _checks, _layouts
 from jax_ep._dispatch_options import CheckedOptions
 from jax_ep._layouts import LayoutName
 from jax_ep._placement import PlanArrays
+from jax_ep._scales import ScalesFormat
 from jax_ep._settings import GroupSettings
 from jax_ep._wires import GradWire, Wire
 
@@ -204,7 +205,7 @@ class Route:
         *("x", "counts", "group_sizes", "weights", "scales", "num_dropped", "route"),
         *("topk_idx", "num_rows", "num_rows_per_rank"),
     ],
-    meta_fields=[],
+    meta_fields=["scales_format"],
 )
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
@@ -225,7 +226,7 @@ class Dispatched:
         weights: float32, one per row of x; 0 in rows that hold no token. In the layout "token", [capacity, K]; 0 for
             experts of other ranks.
         scales: float32 [..., ceil(H/128)], one per 128 channels of x, if rows arrive in fp8 and dequantize is False;
-            else None.
+            else None. `dispatch` describes the other forms, under scales_format.
         num_dropped: [] int32, rows that this rank dropped because they did not fit. The number of all ranks is
             `jax.lax.psum(recv.num_dropped, axes)`, with all axes over which the tokens are split.
         route: opaque; `combine` and `dispatch_like` use it.
@@ -234,6 +235,7 @@ class Dispatched:
         num_rows: in the layout "token", [] int32, the rows that hold a token. They come first. None in the other
             layouts.
         num_rows_per_rank: in the layout "token", [R] int32, the rows from each source rank. None in the other layouts.
+        scales_format: static, that of the call.
 
     Example:
         >>> def rows_per_rank(x, topk_idx):
@@ -253,6 +255,7 @@ class Dispatched:
     topk_idx: jax.Array | None = None
     num_rows: jax.Array | None = None
     num_rows_per_rank: jax.Array | None = None
+    scales_format: ScalesFormat = "float32"
 
     @property
     def group(self) -> GroupSettings:
@@ -286,7 +289,7 @@ class Dispatched:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["x", "counts", "group_sizes", "weights", "scales", "num_dropped", "row_of_pair", "pair_of_row"],
-    meta_fields=["group"],
+    meta_fields=["group", "scales_format"],
 )
 @dataclasses.dataclass(frozen=True)
 class Expanded:
@@ -300,11 +303,12 @@ class Expanded:
         counts: [E_local] int32, rows of each local expert that hold a token.
         group_sizes: [E_local] int32, the counts, rounded up to a multiple of `alignment`.
         weights: [capacity] float32; 0 in rows that hold no token.
-        scales: float32 [capacity, ceil(H/128)] if recv has scales; else None.
+        scales: if recv has scales, those of the rows, in the scales_format of the dispatch; else None.
         num_dropped: [] int32, rows that did not fit.
         row_of_pair: [N, K] int32, the row of each pair (row of recv, k); `capacity` for no row. `reduce` uses it.
         pair_of_row: [capacity] int32, n * K + k for the pair (n, k) of each row; N * K for no pair. `reduce` uses it.
         group: the `Group`.
+        scales_format: static, that of the dispatch.
 
     Example:
         >>> def is_within_the_room(x, topk_idx):
@@ -323,6 +327,7 @@ class Expanded:
     row_of_pair: jax.Array
     pair_of_row: jax.Array
     group: GroupSettings
+    scales_format: ScalesFormat = "float32"
 
     @property
     def row_expert(self) -> jax.Array:

@@ -1,0 +1,87 @@
+"""The forms in which `dispatch` and `expand` return the scales of fp8 rows: those that GEMMs of experts read.
+
+Backends return scales as float32, one row of scales per row of x. These functions arrange them. The forms with columns
+are those of DeepGEMM (https://github.com/deepseek-ai/DeepGEMM), whose kernels read scales with the tensor memory
+accelerator (TMA): a column must begin at a multiple of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import _checks, _layouts
+
+ScalesFormat: TypeAlias = Literal["float32", "float32_columns", "ue8m0", "ue8m0_columns"]
+FORMATS = ("float32", "float32_columns", "ue8m0", "ue8m0_columns")
+UE8M0 = jnp.float8_e8m0fnu  # the exponent of a power of two, as float32 stores it
+_WORDS_PER_TMA_UNIT = 4  # 16 bytes
+_EXPONENTS_PER_WORD = 4
+
+
+def check(op: str, scales_format: str, *, returns_fp8: bool, are_powers_of_two: bool) -> None:
+    """`scales_format` is one of FORMATS, and fits the scales of the call."""
+    _checks.choice(f"{op}: scales_format", scales_format, FORMATS)
+    if scales_format == "float32":
+        return
+    if not returns_fp8:
+        raise ValueError(
+            f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or give "
+            "dispatch an fp8 wire and dequantize=False"
+        )
+    if scales_format.startswith("ue8m0") and not are_powers_of_two:
+        raise ValueError(
+            f"{op}: scales_format is {scales_format!r}, which holds only powers of two; give dispatch "
+            "wire='fp8_pow2', or take the scales as float32"
+        )
+
+
+def arrange(scales: jax.Array, scales_format: ScalesFormat) -> jax.Array:
+    """Returns float32 scales [..., rows, S] in `scales_format`."""
+    if scales_format == "float32":
+        return scales
+    if scales_format == "float32_columns":
+        return _columns(scales)
+    exponents = (lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8)
+    if scales_format == "ue8m0":
+        return lax.bitcast_convert_type(exponents, UE8M0)
+    return _columns(_words(exponents))
+
+
+def restore(arranged: jax.Array, scales_format: ScalesFormat, num_rows: int, num_scales: int) -> jax.Array:
+    """The inverse of `arrange`: float32 [..., num_rows, num_scales]."""
+    if scales_format == "float32":
+        return arranged
+    if scales_format == "float32_columns":
+        return _rows(arranged, num_rows)
+    if scales_format == "ue8m0":
+        exponents = lax.bitcast_convert_type(arranged, jnp.uint8)
+    else:
+        words = _rows(arranged, num_rows)
+        exponents = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)[..., :num_scales]
+    # 255 is NaN. As an exponent of float32 alone, it would be infinity.
+    bits = (exponents.astype(jnp.uint32) << 23) | jnp.where(exponents == 255, jnp.uint32(1 << 22), jnp.uint32(0))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _words(exponents: jax.Array) -> jax.Array:
+    """Packs uint8 [..., rows, S] into int32 [..., rows, ceil(S/4)], the first exponent in the lowest byte."""
+    missing = -exponents.shape[-1] % _EXPONENTS_PER_WORD
+    padded = jnp.pad(exponents, [(0, 0)] * (exponents.ndim - 1) + [(0, missing)])
+    shape = (*exponents.shape[:-1], padded.shape[-1] // _EXPONENTS_PER_WORD, _EXPONENTS_PER_WORD)
+    return lax.bitcast_convert_type(padded.reshape(shape), jnp.int32)
+
+
+def _columns(rows: jax.Array) -> jax.Array:
+    """Returns rows [..., N, C] as columns [..., C, N'], with zeros behind N up to a multiple of four."""
+    columns = jnp.swapaxes(rows, -1, -2)
+    missing = _layouts.align_up(columns.shape[-1], _WORDS_PER_TMA_UNIT) - columns.shape[-1]
+    return jnp.pad(columns, [(0, 0)] * (columns.ndim - 1) + [(0, missing)])
+
+
+def _rows(columns: jax.Array, num_rows: int) -> jax.Array:
+    """The inverse of `_columns`."""
+    return jnp.swapaxes(columns[..., :num_rows], -1, -2)
