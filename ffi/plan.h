@@ -39,11 +39,13 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 // kBalanced: large blocks, one per SM.
 //
 // kThroughput, for many rows: large blocks, one per SM. In a dispatch, sender blocks that have sent their tokens steal
-// rows. A combine prefetches y (ffi/cuda/ring.cuh).
+// rows. A combine prefetches y (ffi/cuda/ring.cuh), in parts of kChunksOfPart chunks of a row. It also uses this
+// variant for 33 tokens and more if it casts, or has much to read.
 enum class Variant : int32_t { kLowLatency, kBalanced, kThroughput };
 inline constexpr Variant kVariants[] = {Variant::kLowLatency, Variant::kBalanced, Variant::kThroughput};
 constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLowLatency; }
 inline constexpr int32_t kLowLatencyBlockWarps = 8;
+inline constexpr int32_t kChunksOfPart = 4;
 constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }  // of a dispatch
 constexpr int32_t most_block_warps(Variant variant) {
   return is_low_latency(variant) ? kLowLatencyBlockWarps : kMaxBlockWarps;
@@ -400,7 +402,7 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
 }
 
 // Launch shapes of a combine. Senders sum the experts' rows for each token of another rank, and send the sum. Receivers
-// sum the rows of this rank's own tokens, and add the sums that arrive.
+// add the sums that arrive. If LaunchPlan::sums_own is true, they also sum the rows of this rank's own tokens.
 namespace combine_shapes {
 
 // Decode of one or two tokens.
@@ -409,32 +411,31 @@ inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{4}, Send{Wa
 // Decode of 3 to 32 tokens.
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::at_most(16, 2)},
                                   Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
-// Large batches with one or two experts per token: few warps per row, so that one round is enough for all tokens.
+// The same with one or two experts per token: few warps per row, so that one round is enough for all tokens.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
                                       Receive{WarpsPerRow::exactly(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
-// Large batches with little to read. Senders sum the rows of own tokens, too.
+// 33 to 256 tokens, no cast, and little to read. Senders sum the rows of own tokens, too.
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
-// A part of a row is the four chunks of y that a warp sums at once.
-inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, 4);
-// A warp sums all parts of a row. plan_combine may take a warp per part instead.
+inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
+// plan_combine may take a warp per part instead.
 inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::exactly(1);
-// Training, a prompt, or large batches with much to read, with more than two ranks.
+// More than 256 tokens; or more than 32, if the combine casts, or has much to read. More than two ranks.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
                                       ReceiverSixteenths{8}};
 // The same with at most two ranks.
 inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                                 Receive{kWarpPerRow}, ReceiverSixteenths{11}};
-// More than two ranks, if the user limits the SMs, or in a split-phase call.
-inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow}, Receive{kWarpPerRow},
-                                  ReceiverSixteenths{8}};
+// More than two ranks, if the user limits the SMs, in a split-phase call, or for all_to_all_back.
+inline constexpr Shape kManyTokensByRow = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
+                                           Receive{kWarpPerRow}, ReceiverSixteenths{8}};
 // The same with at most two ranks.
 inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                             Receive{kWarpPerRow}, ReceiverSixteenths{10}};
 
 }  // namespace combine_shapes
 
-// False for the variant that a combine does not have if it casts the sums: it was slower than kThroughput.
+// A combine that casts has no kBalanced kernel: kThroughput was faster, except for short rows (hidden 2048).
 constexpr bool combine_has(Variant variant, bool casts) { return !casts || variant != Variant::kBalanced; }
 
 // The variant of a combine. With much to read, y is prefetched (kThroughput).
@@ -444,16 +445,17 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool 
   return prefetches ? Variant::kThroughput : variant;
 }
 
-// Plans a combine. If there is little to read, own rows go through the arena like a peer's: the senders sum own rows
-// and the peers' rows at the same time. top_k == 0 means all_to_all_back: rows are not
-// summed, and own rows go back like a peer's. `num_chunks`: the chunks of a row of y. A sum that is sent has one unit
-// for `units_read` units of y, which is more than one if the sum is cast.
+// Plans a combine. If there is little to read, three or more experts per token, and no cast, own rows go through the
+// arena like a peer's: the senders sum own rows and the peers' rows at the same time. top_k == 0 means all_to_all_back:
+// rows are not summed, and own rows go back like a peer's. `num_chunks`: of a row of y. `units_read`: the number of
+// units of y for one unit that is sent; more than one means that sums are cast.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t units_read, int32_t num_sms, int32_t device_sms) {
   using namespace combine_shapes;
   const int32_t sms = usable_sms(num_sms, device_sms);
   const bool casts = units_read > 1;
-  const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= 24 * 1024;
+  constexpr int64_t kMuch = 24 * 1024;  // chunks: 12 MiB
+  const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
   const Variant variant = combine_variant_for(num_tokens, num_sms, reads_much, casts);
   const bool sums_own =
       top_k > 0 && (casts || (variant == Variant::kBalanced ? has_few_experts : variant == Variant::kThroughput));
@@ -465,16 +467,17 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
       case Variant::kBalanced:
         return has_few_experts ? kFewExperts : kLargeBatch;
       default:
-        if (num_sms > 0) return num_ranks > 2 ? kFewSms : kFewSmsOnTwoRanks;
-        return num_ranks > 2 ? kManyTokens : kManyTokensOnTwoRanks;
+        if (num_ranks > 2) return num_sms > 0 || top_k == 0 ? kManyTokensByRow : kManyTokens;
+        return num_sms > 0 ? kFewSmsOnTwoRanks : kManyTokensOnTwoRanks;
     }
   };
   Shape shape = choose_shape();
-  if (variant == Variant::kThroughput && (num_ranks <= 2 || num_sms > 0)) {
+  if (variant == Variant::kThroughput && (num_ranks <= 2 || num_sms > 0 || top_k == 0)) {
     // A warp per part takes more rounds than a warp per row, but its rounds are of one part each. It must be clearly
     // faster.
-    const int32_t warps = std::max(sms / 2 - 1, 1) * kMaxBlockWarps;
-    const int64_t parts = divide_up(num_chunks, 4), most_rows = std::max(num_rows, num_tokens);
+    const int32_t most_blocks = num_rows > 0 ? sms / 2 : sms - 1;  // with one role; one block moves no rows
+    const int32_t warps = std::max(most_blocks - 1, 1) * kMaxBlockWarps;
+    const int64_t parts = divide_up(num_chunks, kChunksOfPart), most_rows = std::max(num_rows, num_tokens);
     const auto rounds = [=](int32_t log) { return divide_up(most_rows, std::max(warps >> log, 1)); };
     const int32_t log_parts = kWarpPerPart.log_for(most_rows, num_chunks, sms);
     if (8 * rounds(log_parts) <= 7 * parts * rounds(0)) shape.send.warps = shape.receive.warps = kWarpPerPart;

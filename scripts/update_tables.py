@@ -422,22 +422,21 @@ def steps(machine: Machine) -> str:
 TABLES: dict[str, Callable[[Machine], str]] = {
     function.__name__: function
     for function in (
-        *(
-            pairs,
-            shapes,
-            backward,
-            forward_legs,
-            backward_legs,
-            rivals,
-            processes,
-            network,
-            matmul,
-            copies,
-            balanced_step,
-            layer,
-            overlap,
-        ),
-        *(overlap_sms, steps),
+        pairs,
+        shapes,
+        backward,
+        forward_legs,
+        backward_legs,
+        rivals,
+        processes,
+        network,
+        matmul,
+        copies,
+        balanced_step,
+        layer,
+        overlap,
+        overlap_sms,
+        steps,
     )
 }
 

@@ -76,19 +76,19 @@ def test_formats_of_known_bits(scales_format):
     assert_same_bits(np.asarray(_scales.restore(found, scales_format, 3, 2)), np.asarray(scales))
 
 
-def test_the_halves_and_the_static_format(make_group, mesh):
-    """dispatch_done gives the scales that the start asked for. The format is static in the pytree."""
+def test_split_phase_and_the_static_format(make_group, mesh):
+    """dispatch_done returns the scales in the format of the start. The format is static in the pytree."""
     group = make_group(mesh, SHAPE)
     options = {"group": group, "wire": "fp8_pow2", "dequantize": False, "scales_format": "ue8m0", "zero_pad": True}
 
-    def both(*inputs):
+    def dispatch_twice(*inputs):
         recv = ep.dispatch(*inputs, **options)
         assert jax.tree.map(lambda leaf: leaf, recv).scales_format == "ue8m0"
         return recv.scales, ep.dispatch_done(ep.dispatch_start(*inputs, **options)).scales
 
-    whole, halves = run_spmd(both, mesh, *make_inputs(SHAPE, mesh.size))
+    whole, split = run_spmd(dispatch_twice, mesh, *make_inputs(SHAPE, mesh.size))
     assert whole.dtype == ml_dtypes.float8_e8m0fnu
-    assert_same_bits(halves, whole)
+    assert_same_bits(split, whole)
 
 
 @pytest.mark.parametrize(

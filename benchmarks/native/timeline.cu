@@ -7,12 +7,13 @@
 //   timeline [tokens] [cast: 0 none, 1 fp8] [blocks that send and that receive, warps per block, per row sent and per
 //   row received, of dispatch] [of combine]
 //
-// 0 stands for what plan.h says. RANKS=4 in the environment puts so many ranks on the GPUs there are; DEVICE_SMS=66
-// plans for GPUs with so many SMs, so that several ranks fit on a GPU at the same time; HIDDEN=7168,
+// 0 stands for what plan.h says. RANKS=4 in the environment starts four ranks, several per GPU if necessary;
+// DEVICE_SMS=66 plans for 66 SMs per rank, so that several ranks fit on a GPU at the same time; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
 // experts are the first rank's) are as the bench's options; REMOTE=1: all experts of a token are the next rank's, so
-// that all rows travel; CAST_BACK=1 sends the sums back as fp8; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a
-// plan's flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
+// that all rows travel (with two ranks or more, and in place of SKEWED); CAST_BACK=1 sends the sums back as fp8, for
+// which there is no VARIANT=1; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a plan's flag; SHARED=1 is memory
+// that other processes could map. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>

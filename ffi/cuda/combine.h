@@ -29,10 +29,6 @@ struct CombineArgs : Call {
 
   // The units of y for one unit of a sum that is sent. `element_bytes`: of an element of y.
   constexpr int32_t units_read(int32_t element_bytes) const { return cast ? element_bytes : 1; }
-  // The bytes of a sum that is sent, without its scales.
-  constexpr int32_t payload_bytes(int32_t element_bytes) const {
-    return static_cast<int32_t>(row_bytes / units_read(element_bytes));
-  }
 };
 
 // The plan for a launch of this module's kernels, from the plan that plan_combine() gives: over a network, it differs.

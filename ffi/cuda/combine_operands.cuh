@@ -39,16 +39,16 @@ constexpr bool needs_rail_peers(const Peers& peers, const CombineArgs& args) {
 // True if y is prefetched into a per-warp ring in shared memory. Used where throughput matters more than latency: it
 // keeps more bytes in flight and takes fewer instructions. A piece in the ring is a part of a row of y.
 constexpr bool has_prefetch_ring(Variant variant) { return variant == Variant::kThroughput; }
-// The chunks that a warp sums at once. `units_read`: the units of y for one unit that is sent. If that is more than
-// one, the sum is cast. With a ring, a warp then reads as much of y as without a cast.
-constexpr int sums_at_once(Variant variant, int units_read) {
-  if (has_prefetch_ring(variant)) return 4 / units_read;
+// The number of chunks that a warp sums at once. `units_read`: the number of units of y for one unit that is sent; more
+// than one means that sums are cast. With a ring, a warp always reads a part of a row of y.
+constexpr int chunks_at_once(Variant variant, int units_read) {
+  if (has_prefetch_ring(variant)) return kChunksOfPart / units_read;
   return units_read > 1 ? 1 : 2;
 }
-// The ring has room for the own sum of a part beside the pieces (store_own_sum), in float32 if sums are cast.
+// Behind its pieces, the ring has room for the own sum of a part (store_own_sum): 4 chunks, or 8 if sums are cast, for
+// 2 chunks with 16 float32 per lane.
 template <bool kCasts>
-using PrefetchRingOfY =
-    PrefetchRing<sums_at_once(Variant::kThroughput, 1) * kChunkBytes, (kCasts ? 8 : 4) * kChunkBytes>;
+using PrefetchRingOfY = PrefetchRing<kChunksOfPart * kChunkBytes, (kCasts ? 8 : 4) * kChunkBytes>;
 constexpr int32_t ring_bytes(Variant variant, bool casts) {
   if (!has_prefetch_ring(variant)) return 0;
   return casts ? PrefetchRingOfY<true>::kBytes : PrefetchRingOfY<false>::kBytes;
@@ -89,11 +89,13 @@ struct CombineOperands {
   static constexpr bool kCasts = Config::kCasts;
   static constexpr bool kHasRing = has_prefetch_ring(kVariant);
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // units of y for one unit that is sent
-  static constexpr int kSumsAtOnce = sums_at_once(kVariant, kUnitsRead);
-  static constexpr int32_t kPartBytes = kSumsAtOnce * kUnitsRead * kChunkBytes;  // of a row of y, with a ring
-  // True if a warp group loads the metadata of its next row while it sends a row. Few rows usually take one round.
-  static constexpr bool kLoadsAhead = !is_low_latency(kVariant);
-  // The same for the next token that it receives. With a ring, this would take too many registers.
+  static constexpr int kChunksAtOnce = chunks_at_once(kVariant, kUnitsRead);
+  static constexpr int32_t kPartBytes = kChunksAtOnce * kUnitsRead * kChunkBytes;  // of a row of y, with a ring
+  // True if a warp group loads the metadata of its next row before it sums and sends a row. False for few rows, which
+  // usually take one round.
+  static constexpr bool kSenderLoadsAhead = !is_low_latency(kVariant);
+  // True if a warp group loads the metadata of its next token while it receives a token. With a ring, this would take
+  // too many registers.
   static constexpr bool kReceiverLoadsAhead = kVariant == Variant::kBalanced;
   static constexpr int kRanksAtOnce = 4;                       // the ranks whose sums a lane usually awaits at once
   static constexpr int kSize = kUnitsRead * Vector<X>::kSize;  // channels of a unit that is sent
@@ -123,7 +125,7 @@ struct CombineOperands {
   }
   __device__ Cast cast() const { return static_cast<Cast>(args.cast); }
 
-  using Sums = UnitSums<kSumsAtOnce>;
+  using Sums = UnitSums<kChunksAtOnce>;
 
   // Starts a sum at zero. all_to_all_back moves one row unchanged. If there is a row, its sum starts at -0: zero plus
   // -0 would not give -0.
@@ -177,15 +179,15 @@ struct CombineOperands {
   // part's number, and its chunks are contiguous. Without a ring, `part` is the part's first chunk, and its chunks are
   // num_warps apart, so that all warps of the warp group have a chunk if there are as many. In both cases, `part` goes
   // from warp_group.warp to end_of_parts(), in steps of step().
-  template <int N = kSumsAtOnce>
+  template <int N = kChunksAtOnce>
   __device__ int32_t end_of_parts() const {
     return kHasRing ? (chunks() + N - 1) / N : chunks();
   }
-  template <int N = kSumsAtOnce>
+  template <int N = kChunksAtOnce>
   __device__ static int32_t step(const WarpGroup& warp_group) {
     return kHasRing ? warp_group.num_warps : N * warp_group.num_warps;
   }
-  template <int N = kSumsAtOnce>
+  template <int N = kChunksAtOnce>
   __device__ static int32_t chunk_of(int32_t part, int i, const WarpGroup& warp_group) {
     return kHasRing ? part * N + i : part + i * warp_group.num_warps;
   }

@@ -11,7 +11,7 @@ struct CombineReceiver : CombineSender<Config> {
   using Base = CombineSender<Config>;
   using Base::args, Base::bytes_in_transit, Base::cast, Base::chunks, Base::issue_row_loads, Base::uses_rail_peers,
       Base::chunk_of, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kReceiverLoadsAhead, Base::kVariant,
-      Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kSumsAtOnce, Base::op, Base::payload_bytes, Base::peers,
+      Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kChunksAtOnce, Base::op, Base::payload_bytes, Base::peers,
       Base::plan, Base::complete_row, Base::ring, Base::rounded, Base::row_bytes, Base::row_number, Base::start_sum,
       Base::step, Base::sums_own, Base::weight_to_send, Base::with_out_type;
   using typename Base::RowsOfToken;
@@ -97,9 +97,9 @@ struct CombineReceiver : CombineSender<Config> {
       store_shared_unit(kept + i * kChunkBytes, unit.bits);
     }
   }
-  __device__ static void add_own_sum(uint32_t kept, float (&total)[kSumsAtOnce][kSize]) {
+  __device__ static void add_own_sum(uint32_t kept, float (&total)[kChunksAtOnce][kSize]) {
 #pragma unroll
-    for (int i = 0; i < kUnitsKept * kSumsAtOnce; ++i) {
+    for (int i = 0; i < kUnitsKept * kChunksAtOnce; ++i) {
       Vector<float> unit;
       unit.bits = load_shared_unit(kept + i * kChunkBytes);
 #pragma unroll
@@ -113,15 +113,15 @@ struct CombineReceiver : CombineSender<Config> {
   // is added in the order of ranks. This takes few instructions, which matters most here.
   __device__ void add_parts_of_ring(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
                                     const RowsOfToken& own, const WarpGroup& warp_group) const {
-    static_assert(kSumsAtOnce * kUnitsKept * kChunkBytes <= Base::Ring::kBytesOfSpare);
+    static_assert(kChunksAtOnce * kUnitsKept * kChunkBytes <= Base::Ring::kBytesOfSpare);
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
       if (here) {
-        float sum[kSumsAtOnce][kSize];
-        Base::template sum_part<kSumsAtOnce, true>(own, part, warp_group, sum);
+        float sum[kChunksAtOnce][kSize];
+        Base::template sum_part<kChunksAtOnce, true>(own, part, warp_group, sum);
 #pragma unroll
-        for (int c = 0; c < kSumsAtOnce; ++c) {
+        for (int c = 0; c < kChunksAtOnce; ++c) {
           if constexpr (kCasts) {
             store_own_sum(kept + c * kUnitsKept * kChunkBytes, sum[c]);
           } else {
@@ -129,9 +129,9 @@ struct CombineReceiver : CombineSender<Config> {
           }
         }
       }
-      float total[kSumsAtOnce][kSize];
+      float total[kChunksAtOnce][kSize];
 #pragma unroll
-      for (int c = 0; c < kSumsAtOnce; ++c) start_sum(total[c], sources != 0);
+      for (int c = 0; c < kChunksAtOnce; ++c) start_sum(total[c], sources != 0);
 #pragma unroll 1
       for (uint32_t left = sources; left; left &= left - 1) {
         const bool is_here = (left & -left & here) != 0;
@@ -144,12 +144,12 @@ struct CombineReceiver : CombineSender<Config> {
         Sums sums;
         if (is_here) {
 #pragma unroll
-          for (int c = 0; c < kSumsAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
+          for (int c = 0; c < kChunksAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
         } else {
           sums = take_sums(__ffs(left) - 1, arena_row, part);
         }
 #pragma unroll
-        for (int c = 0; c < kSumsAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
+        for (int c = 0; c < kChunksAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
       }
       store_sums(token, part, total);
     }
@@ -176,44 +176,44 @@ struct CombineReceiver : CombineSender<Config> {
     int32_t bytes_left;
     bool has_scales;
     __device__ __forceinline__ bool has(int i) const {
-      return i < kSumsAtOnce ? i * kChunkBytes < bytes_left : has_scales;
+      return i < kChunksAtOnce ? i * kChunkBytes < bytes_left : has_scales;
     }
-    __device__ __forceinline__ uint8_t* at(int i) const { return i < kSumsAtOnce ? units + i * kChunkBytes : scales; }
+    __device__ __forceinline__ uint8_t* at(int i) const { return i < kChunksAtOnce ? units + i * kChunkBytes : scales; }
   };
 
   // Waits for a part of the sum from `source`, and takes it.
   __device__ Sums take_sums(int32_t source, int32_t arena_row, int32_t part) const {
     const RowAddress from(op, __shfl_sync(kAllLanes, arena_row, source));
-    const int32_t first = part * kSumsAtOnce;
+    const int32_t first = part * kChunksAtOnce;
     const int32_t chunk_of_scales = first + lane_id();
     const PartAddresses addresses = {from.unit(op, first), from.scales(op, payload_bytes(), chunk_of_scales),
                                      payload_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes),
-                                     kCasts && lane_id() < kSumsAtOnce && chunk_of_scales < chunks()};
+                                     kCasts && lane_id() < kChunksAtOnce && chunk_of_scales < chunks()};
     const auto resolve = [&](int i) {
-      const bool is_unit = i < kSumsAtOnce;
+      const bool is_unit = i < kChunksAtOnce;
       return true_unit(op.state, source, from.escape_masks + (is_unit ? first + i : chunks() + chunk_of_scales),
                        is_unit ? lane_id() : 0);
     };
-    uint4 units[kSumsAtOnce + kCasts];
+    uint4 units[kChunksAtOnce + kCasts];
     look_at_units(units, addresses);
     take_units(op, [=](int) { return source; }, units, addresses, resolve, [] { return true; });
     __syncwarp();
     Sums sums;
 #pragma unroll
-    for (int c = 0; c < kSumsAtOnce; ++c) {
+    for (int c = 0; c < kChunksAtOnce; ++c) {
       sums.unit[c] = units[c];
-      if constexpr (kCasts) sums.scale[c] = scale_of_block(units[kSumsAtOnce], c);
+      if constexpr (kCasts) sums.scale[c] = scale_of_block(units[kChunksAtOnce], c);
     }
     return sums;
   }
 
-  __device__ void store_sums(int32_t token, int32_t part, const float (&total)[kSumsAtOnce][kSize]) const {
-    const int32_t first = part * kSumsAtOnce * kChunkUnits + lane_id();  // unit of the row
+  __device__ void store_sums(int32_t token, int32_t part, const float (&total)[kChunksAtOnce][kSize]) const {
+    const int32_t first = part * kChunksAtOnce * kChunkUnits + lane_id();  // unit of the row
     const int32_t units = payload_bytes() / kUnitBytes;
     const int64_t index = (int64_t{token} * units + first) * kSize;
     const auto store = [&](auto* out) {
 #pragma unroll
-      for (int c = 0; c < kSumsAtOnce; ++c) {
+      for (int c = 0; c < kChunksAtOnce; ++c) {
         if (first + c * kChunkUnits < units) store_elements(out + index + c * kChunkUnits * kSize, total[c]);
       }
     };

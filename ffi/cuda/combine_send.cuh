@@ -9,9 +9,9 @@ template <typename Config>
 struct CombineSender : CombineSums<Config> {
   using Base = CombineSums<Config>;
   using Base::args, Base::issue_row_loads, Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of,
-      Base::bytes_in_transit, Base::chunks, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kLoadsAhead,
-      Base::kHasRing, Base::kSumsAtOnce, Base::num_destinations, Base::op, Base::partial_sums, Base::payload_bytes,
-      Base::peers, Base::plan, Base::complete_row, Base::send_num_rows, Base::step, Base::drain_ring,
+      Base::bytes_in_transit, Base::chunks, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead,
+      Base::kHasRing, Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums, Base::payload_bytes,
+      Base::peers, Base::plan, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own, Base::drain_ring,
       Base::weight_to_send;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
@@ -28,17 +28,22 @@ struct CombineSender : CombineSums<Config> {
   // this one.
   __device__ void send() const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id());
-    const uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
+    uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
     uint32_t item = warp_group.index;
     RowsOfToken row = {}, next = {};
     Sums sums = {};
-    const auto sum_row = [&](RowsOfToken issued) {
+    const auto load_next_and_sum = [&](RowsOfToken issued) {
       const uint32_t next_item = item + warp_group.num_groups;
-      if (kLoadsAhead && !is_all_to_all() && next_item < num_items) next = issue_row_loads(next_item);
+      if (kSenderLoadsAhead && !is_all_to_all() && next_item < num_items) next = issue_row_loads(next_item);
       row = complete_row(issued);
       sums = partial_sums(row, warp_group.warp, warp_group);
     };
-    if (item < num_items && !is_all_to_all()) sum_row(issue_row_loads(item));
+    if (item < num_items && !is_all_to_all()) {
+      const RowsOfToken issued = issue_row_loads(item);
+      // These loads overlap those above.
+      if (kHasRing && sums_own()) num_items = num_destinations() * most_rows_of_peer();
+      load_next_and_sum(issued);
+    }
     op.stamp(Stamp::kEntered);
     bool gives_up = op.warp_has_failed();
     // The warps of a warp group meet at a barrier for each row to a remote rank. So they must agree: all of them go on
@@ -51,11 +56,18 @@ struct CombineSender : CombineSums<Config> {
 #pragma unroll 1
     for (; item < num_items; item += warp_group.num_groups) {
       if (item >= warp_group.num_groups || is_all_to_all())
-        sum_row(kLoadsAhead && !is_all_to_all() ? next : issue_row_loads(item));
+        load_next_and_sum(kSenderLoadsAhead && !is_all_to_all() ? next : issue_row_loads(item));
       if (row.present) send_row(row, sums, warp_group);
       if (is_remote(peers, row.peer) && !uses_rail_peers())
         put_staged(row.peer, peers.rank, row.index, row.present, warp_group);
     }
+  }
+
+  // The largest number of rows that go to a peer. A peer's rows are the first of its items, so no item behind them has
+  // a row. With many ranks, most items have none.
+  __device__ int32_t most_rows_of_peer() const {
+    const bool is_peer = lane_id() < peers.num_ranks && lane_id() != peers.rank;
+    return __reduce_max_sync(kAllLanes, is_peer ? __ldg(args.num_recv_per_rank + lane_id()) : 0);
   }
 
   // Sends a partial sum. `sums` is this warp's first part of it.
@@ -70,7 +82,7 @@ struct CombineSender : CombineSums<Config> {
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
       if (part != warp_group.warp) sums = partial_sums(row, part, warp_group);
 #pragma unroll
-      for (int i = 0; i < kSumsAtOnce; ++i) {
+      for (int i = 0; i < kChunksAtOnce; ++i) {
         const int32_t chunk = chunk_of(part, i, warp_group);
         const bool present = has_unit(chunk);
         Chunk::of(sums.unit[i], present)

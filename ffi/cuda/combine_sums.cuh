@@ -9,8 +9,8 @@ template <typename Config>
 struct CombineSums : CombineOperands<Config> {
   using Base = CombineOperands<Config>;
   using Base::add_weighted, Base::args, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
-      Base::kLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize,
-      Base::kSumsAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers, Base::ring, Base::row_bytes,
+      Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize,
+      Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers, Base::ring, Base::row_bytes,
       Base::start_sum, Base::sums_own, Base::to_come;
   using typename Base::RowsOfToken;
   using typename Base::X;
@@ -23,9 +23,9 @@ struct CombineSums : CombineOperands<Config> {
     return operation_of<Operation>(state).wait_num_rows(source);
   }
 
-  // Loads the metadata of a token's rows, and does not use it yet; complete_row() makes it usable. If kLoadsAhead,
-  // complete_row() also computes `present`: a compare here would wait for the loads. Otherwise `present` is computed
-  // here, which takes less time.
+  // Loads the metadata of a token's rows, and does not use it yet; complete_row() makes it usable. If
+  // kSenderLoadsAhead, complete_row() also computes `present`: a compare here would wait for the loads. Otherwise it is
+  // computed here.
   __device__ RowsOfToken issue_row_loads(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
@@ -47,16 +47,16 @@ struct CombineSums : CombineOperands<Config> {
     }
     if (peer != peers.rank || is_all_to_all()) {
       token.num_rows_or_index = num_rows_of(token.peer);
-      if (!kLoadsAhead) token.present = token.index < token.num_rows_or_index;
+      if (!kSenderLoadsAhead) token.present = token.index < token.num_rows_or_index;
     } else {
       token.num_rows_or_index = sums_own() ? index : __ldg(args.send_index + int64_t{index} * peers.num_ranks + peer);
-      if (!kLoadsAhead) token.present = token.num_rows_or_index >= 0;
+      if (!kSenderLoadsAhead) token.present = token.num_rows_or_index >= 0;
     }
     return token;
   }
 
   __device__ RowsOfToken complete_row(RowsOfToken token) const {
-    if (kLoadsAhead) token.present = is_present(token);
+    if (kSenderLoadsAhead) token.present = is_present(token);
     if (!token.present) token.row = -1;
     token.weight = args.row_weights && token.row >= 0 ? __ldg(args.row_weights + token.row) : 1.0f;
     token.rows = __ballot_sync(kAllLanes, token.row >= 0);
@@ -79,14 +79,14 @@ struct CombineSums : CombineOperands<Config> {
   }
 
   // Sums a part for a sender.
-  __device__ UnitSums<kSumsAtOnce> partial_sums(const RowsOfToken& token, int32_t part,
-                                                const WarpGroup& warp_group) const {
-    float total[kSumsAtOnce][kSize];
-    sum_part<kSumsAtOnce, false>(token, part, warp_group, total);
-    UnitSums<kSumsAtOnce> sums;
+  __device__ UnitSums<kChunksAtOnce> partial_sums(const RowsOfToken& token, int32_t part,
+                                                  const WarpGroup& warp_group) const {
+    float total[kChunksAtOnce][kSize];
+    sum_part<kChunksAtOnce, false>(token, part, warp_group, total);
+    UnitSums<kChunksAtOnce> sums;
 #pragma unroll
-    for (int c = 0; c < kSumsAtOnce; ++c) {
-      sums.unit[c] = packed(total[c], Base::template chunk_of<kSumsAtOnce>(part, c, warp_group), sums.scale[c]);
+    for (int c = 0; c < kChunksAtOnce; ++c) {
+      sums.unit[c] = packed(total[c], Base::template chunk_of<kChunksAtOnce>(part, c, warp_group), sums.scale[c]);
     }
     return sums;
   }
@@ -204,7 +204,7 @@ struct CombineSums : CombineOperands<Config> {
   template <int N>
   __device__ void add_pieces(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group,
                              float (&total)[N][kSize]) const {
-    static_assert(N == kSumsAtOnce);
+    static_assert(N == kChunksAtOnce);
     const int32_t begin = part * kPartBytes;
     if (part == warp_group.warp) {
       const uint32_t rows_before = token.rows & ((1u << lane_id()) - 1);

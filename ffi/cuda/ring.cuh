@@ -16,7 +16,8 @@ class PrefetchRing {
  public:
   // More pieces were slower, perhaps because they leave less of an SM's memory to the L1 cache, which holds spilled
   // registers.
-  static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes, kBytesOfSpare = kSpareBytes;
+  static constexpr int32_t kPieces = 8 * 1024 / kPieceBytes;
+  static constexpr int32_t kBytesOfSpare = kSpareBytes;
   static constexpr int32_t kBytes = kPieces * kPieceBytes + kSpareBytes;
   using Landed = uint64_t[kPieces];
   using LandedOfWarps = Landed[kMaxBlockWarps];
@@ -29,6 +30,7 @@ class PrefetchRing {
     __syncwarp();
   }
 
+  // The room behind the pieces.
   __device__ __forceinline__ uint32_t spare() const { return pieces_ + kPieces * kPieceBytes; }
 
   // The number of pieces taken, which is also the number of the next piece.

@@ -61,7 +61,7 @@ void expect_valid(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
 }
 
 void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_sms) {
-  for (int64_t tokens : {0, 1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 128, 129, 132, 512, 4096, 8192}) {
+  for (int64_t tokens : {0, 1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 128, 129, 132, 512, 1024, 2048, 4096, 8192}) {
     for (int32_t ranks : {1, 2, 4, 8, 32}) {
       for (int32_t num_sms : choices_of_num_sms) {
         for (int32_t chunks : {1, 4, 8, 14, 28, 32, 100}) {
@@ -75,8 +75,11 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
           }
           for (int32_t top_k : {0, 1, 2, 8}) {
             for (int32_t units_read : {1, 2, 4}) {
-              expect_valid(plan_combine(tokens, ranks, top_k, chunks, units_read, num_sms, device_sms), num_sms,
-                           device_sms);
+              const LaunchPlan plan = plan_combine(tokens, ranks, top_k, chunks, units_read, num_sms, device_sms);
+              expect_valid(plan, num_sms, device_sms);
+              if (units_read == 1) continue;
+              const int32_t most = log2_ceil(static_cast<int32_t>(divide_up(chunks, units_read)));  // a warp per chunk
+              EXPECT_EQ(plan.log_send_warps <= most && plan.log_receive_warps <= most, true);
             }
           }
         }
@@ -108,7 +111,10 @@ void test_plans_on_few_sms() {
               expect_valid(plan_dispatch(tokens, ranks, top_k, 3, num_sms, device_sms, is_combine_back), num_sms,
                            device_sms);
             }
-            expect_valid(plan_combine(tokens, ranks, top_k, 28, 1, num_sms, device_sms), num_sms, device_sms);
+            for (int32_t units_read : {1, 2}) {
+              expect_valid(plan_combine(tokens, ranks, top_k, 28, units_read, num_sms, device_sms), num_sms,
+                           device_sms);
+            }
           }
         }
       }
@@ -225,7 +231,8 @@ void test_blocks_that_forward() {
   for (int64_t tokens : {33, 128, 4096}) {
     for (int32_t num_sms : {0, 1, 2, 3, 5, 24, 132}) {
       for (const LaunchPlan& best :
-           {plan_dispatch(tokens, 8, 8, 28, num_sms, false), plan_combine(tokens, 8, 8, 28, num_sms)}) {
+           {plan_dispatch(tokens, 8, 8, 28, num_sms, false), plan_combine(tokens, 8, 8, 28, num_sms),
+            plan_combine(tokens, 8, 8, 28, num_sms, 2)}) {
         const LaunchPlan plan = over_network(best, true);
         int32_t forwarders = 0;
         for (int32_t block = 0; block < plan.num_blocks; ++block) forwarders += plan.forwards(block);
@@ -250,7 +257,7 @@ void test_few_rows_go_directly() {
 }
 
 void test_few_tokens_take_few_blocks() {
-  // PlanOverrides of 8 warps: one notifies the peers, two send the token with 16 warps, one writes the small results,
+  // Blocks of 8 warps: one notifies the peers, two send the token with 16 warps, one writes the small results,
   // and four per rank receive a row with 32 warps.
   EXPECT_EQ(plan_dispatch(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
   EXPECT_EQ(plan_dispatch(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // a warp per chunk
@@ -289,7 +296,8 @@ void test_senders_enter_first() {
   EXPECT_EQ(plan_combine(4096, 2, 8, 28, 0).senders_enter_first, false);
 }
 
-// If a combine reads much, its receivers sum the rows of own tokens. Otherwise its senders sum all rows.
+// Receivers sum the rows of own tokens if a combine casts, prefetches y, or (kBalanced) has one or two experts per
+// token.
 void test_who_sums_own_rows() {
   EXPECT_EQ(plan_combine(32, 4, 8, 28, 0).sums_own, false);
   EXPECT_EQ(plan_combine(128, 4, 8, 28, 0).sums_own, true);
@@ -315,6 +323,7 @@ void test_warps_per_prefetched_row() {
   EXPECT_EQ(plan_combine(512, 2, 8, 28, 0).log_send_warps, 3);
   EXPECT_EQ(plan_combine(1024, 2, 8, 28, 0).log_send_warps, 0);  // one round of all warps
   EXPECT_EQ(plan_combine(8192, 4, 8, 28, 0).log_send_warps, 3);
+  EXPECT_EQ(plan_combine(8192, 4, 0, 28, 0).log_send_warps, 0);     // all_to_all_back
   EXPECT_EQ(plan_combine(8192, 4, 8, 28, 0, 2).log_send_warps, 3);  // a part of y has two chunks of the cast sum
 }
 
@@ -341,10 +350,10 @@ void test_balanced_combines() {
   }
 }
 
-// The only rank of a group has nothing to send. One block notifies, and all others receive.
+// The only rank of a group has nothing to send if receivers sum own rows. One block notifies, and all others receive.
 void test_one_rank_only_receives() {
   for (int64_t tokens : {64, 128, 4096}) EXPECT_EQ(plan_combine(tokens, 1, 8, 28, 0, 2).num_senders, 1);
-  EXPECT_EQ(plan_combine(4096, 1, 8, 28, 0).num_blocks, kDeviceSms);
+  for (int64_t tokens : {512, 1024, 4096}) EXPECT_EQ(plan_combine(tokens, 1, 8, 28, 0).num_blocks, kDeviceSms);
   EXPECT_EQ(plan_combine(128, 1, 1, 28, 0).num_senders, 1);  // one expert per token
 }
 
