@@ -247,7 +247,7 @@ def _prepare(
     tolerance_units = None if plan is None else plan.tolerance_units
     checked = options.checked(op, group, num_tokens, tolerance_units)
     returns_fp8 = (quantized or options.wire is not None) and not options.dequantize
-    _scales.check(op, options.scales_format, returns_fp8=returns_fp8, are_powers_of_two=options.wire == "fp8_pow2")
+    _scales.check(op, options.scales_format, returns_fp8=returns_fp8, quantized=quantized, wire=options.wire)
     topk_idx = home_slots(group, topk_idx) if plan is None else plan.topk_slot
     if checked.layout == "token":
         topk_idx = _token_layout.token_slots(group, topk_idx)

@@ -7,7 +7,7 @@ accelerator (TMA): a column must begin at a multiple of 16 bytes.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ from jax import lax
 from jax_ep import _checks, _layouts
 
 ScalesFormat: TypeAlias = Literal["float32", "float32_columns", "ue8m0", "ue8m0_columns"]
-FORMATS = ("float32", "float32_columns", "ue8m0", "ue8m0_columns")
-UE8M0 = jnp.float8_e8m0fnu  # the exponent of a power of two, as float32 stores it
-_WORDS_PER_TMA_UNIT = 4  # 16 bytes
+FORMATS = get_args(ScalesFormat)
+UE8M0 = jnp.float8_e8m0fnu  # the exponent of a power of two, as float32 stores it; 255 is NaN
+_WORDS_PER_TMA_UNIT = 4  # a word has 4 bytes
 _EXPONENTS_PER_WORD = 4
 
 
-def check(op: str, scales_format: str, *, returns_fp8: bool, are_powers_of_two: bool) -> None:
-    """`scales_format` is one of FORMATS, and fits the scales of the call."""
+def check(op: str, scales_format: str, *, returns_fp8: bool, quantized: bool, wire: str | None) -> None:
+    """`scales_format` is one of FORMATS, and fits the scales of the call. `quantized`: x comes with its scales."""
     _checks.choice(f"{op}: scales_format", scales_format, FORMATS)
     if scales_format == "float32":
         return
@@ -32,23 +32,26 @@ def check(op: str, scales_format: str, *, returns_fp8: bool, are_powers_of_two: 
             f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or give "
             "dispatch an fp8 wire and dequantize=False"
         )
-    if scales_format.startswith("ue8m0") and not are_powers_of_two:
+    if scales_format.startswith("ue8m0") and wire != "fp8_pow2":
+        fix = "call dispatch"
+        if quantized:
+            fix = "the scales of a quantised x may be other numbers: give x in the group's dtype"
         raise ValueError(
-            f"{op}: scales_format is {scales_format!r}, which holds only powers of two; give dispatch "
+            f"{op}: scales_format is {scales_format!r}, which holds only powers of two; {fix} with "
             "wire='fp8_pow2', or take the scales as float32"
         )
 
 
 def arrange(scales: jax.Array, scales_format: ScalesFormat) -> jax.Array:
-    """Returns float32 scales [..., rows, S] in `scales_format`."""
+    """Returns float32 scales [..., rows, S] in `scales_format`. For UE8M0, they are 0, a power of two, or NaN."""
     if scales_format == "float32":
         return scales
     if scales_format == "float32_columns":
-        return _columns(scales)
+        return _to_columns(scales)
     exponents = (lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8)
     if scales_format == "ue8m0":
         return lax.bitcast_convert_type(exponents, UE8M0)
-    return _columns(_words(exponents))
+    return _to_columns(_words(exponents))
 
 
 def restore(arranged: jax.Array, scales_format: ScalesFormat, num_rows: int, num_scales: int) -> jax.Array:
@@ -56,11 +59,11 @@ def restore(arranged: jax.Array, scales_format: ScalesFormat, num_rows: int, num
     if scales_format == "float32":
         return arranged
     if scales_format == "float32_columns":
-        return _rows(arranged, num_rows)
+        return _to_rows(arranged, num_rows)
     if scales_format == "ue8m0":
         exponents = lax.bitcast_convert_type(arranged, jnp.uint8)
     else:
-        words = _rows(arranged, num_rows)
+        words = _to_rows(arranged, num_rows)
         exponents = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)[..., :num_scales]
     # 255 is NaN. As an exponent of float32 alone, it would be infinity.
     bits = (exponents.astype(jnp.uint32) << 23) | jnp.where(exponents == 255, jnp.uint32(1 << 22), jnp.uint32(0))
@@ -75,13 +78,13 @@ def _words(exponents: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(padded.reshape(shape), jnp.int32)
 
 
-def _columns(rows: jax.Array) -> jax.Array:
-    """Returns rows [..., N, C] as columns [..., C, N'], with zeros behind N up to a multiple of four."""
+def _to_columns(rows: jax.Array) -> jax.Array:
+    """Returns rows [..., N, C] as columns [..., C, N'], padded with zeros to a multiple of four."""
     columns = jnp.swapaxes(rows, -1, -2)
     missing = _layouts.align_up(columns.shape[-1], _WORDS_PER_TMA_UNIT) - columns.shape[-1]
     return jnp.pad(columns, [(0, 0)] * (columns.ndim - 1) + [(0, missing)])
 
 
-def _rows(columns: jax.Array, num_rows: int) -> jax.Array:
-    """The inverse of `_columns`."""
+def _to_rows(columns: jax.Array, num_rows: int) -> jax.Array:
+    """The inverse of `_to_columns`."""
     return jnp.swapaxes(columns[..., :num_rows], -1, -2)

@@ -225,8 +225,8 @@ class Dispatched:
             do not describe the rows of x: use those of `expand`.
         weights: float32, one per row of x; 0 in rows that hold no token. In the layout "token", [capacity, K]; 0 for
             experts of other ranks.
-        scales: float32 [..., ceil(H/128)], one per 128 channels of x, if rows arrive in fp8 and dequantize is False;
-            else None. `dispatch` describes the other forms, under scales_format.
+        scales: one per 128 channels of x, if rows arrive in fp8 and dequantize is False; else None. float32
+            [..., ceil(H/128)], or the form that `dispatch` describes under scales_format.
         num_dropped: [] int32, rows that this rank dropped because they did not fit. The number of all ranks is
             `jax.lax.psum(recv.num_dropped, axes)`, with all axes over which the tokens are split.
         route: opaque; `combine` and `dispatch_like` use it.
@@ -235,7 +235,8 @@ class Dispatched:
         num_rows: in the layout "token", [] int32, the rows that hold a token. They come first. None in the other
             layouts.
         num_rows_per_rank: in the layout "token", [R] int32, the rows from each source rank. None in the other layouts.
-        scales_format: static, that of the call.
+        scales_format: that of the call (static). In the layout "token", it is the form of the scales that `expand`
+            returns, and `scales` is float32.
 
     Example:
         >>> def rows_per_rank(x, topk_idx):
@@ -308,7 +309,7 @@ class Expanded:
         row_of_pair: [N, K] int32, the row of each pair (row of recv, k); `capacity` for no row. `reduce` uses it.
         pair_of_row: [capacity] int32, n * K + k for the pair (n, k) of each row; N * K for no pair. `reduce` uses it.
         group: the `Group`.
-        scales_format: static, that of the dispatch.
+        scales_format: the form of `scales` (static): that of the dispatch.
 
     Example:
         >>> def is_within_the_room(x, topk_idx):

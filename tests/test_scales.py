@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import jax_ep as ep
+import oracle
 from helpers import assert_same_bits, run_spmd, spmd
 from jax_ep import _scales
 from shapes import SMALL, make_inputs
 
-SHAPE = dataclasses.replace(SMALL, hidden=5 * 128, tokens=5)  # five scales fill one word of exponents, and a part
+SHAPE = dataclasses.replace(SMALL, hidden=5 * 128, tokens=5)  # five scales: one full word of exponents, and one partial
 FORMATS = ["float32", "float32_columns", "ue8m0", "ue8m0_columns"]
 
 
@@ -99,7 +100,7 @@ def test_split_phase_and_the_static_format(make_group, mesh):
         ({"scales_format": "float32_columns", "wire": "fp8"}, "no scales; .*dequantize=False"),
         (
             {"scales_format": "ue8m0_columns", "wire": "fp8", "dequantize": False},
-            "'ue8m0_columns', which holds only powers of two; give dispatch wire='fp8_pow2'",
+            "'ue8m0_columns', which holds only powers of two; call dispatch with wire='fp8_pow2'",
         ),
     ],
 )
@@ -108,4 +109,14 @@ def test_a_format_that_does_not_fit(make_group, mesh, options, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
             spmd(lambda *inputs: ep.dispatch(*inputs, group=group, **options).x, mesh), *make_inputs(SHAPE, mesh.size)
+        )
+
+
+def test_a_quantised_x_has_no_exponents(make_group, mesh):
+    group = make_group(mesh, SHAPE)
+    x, *routing = make_inputs(SHAPE, mesh.size)
+    options = {"group": group, "dequantize": False, "scales_format": "ue8m0"}
+    with pytest.raises(ValueError, match="scales of a quantised x may be other numbers: give x in the group's dtype"):
+        jax.eval_shape(
+            spmd(lambda *inputs: ep.dispatch(*inputs, **options).x, mesh), oracle.quantize(x, "fp8_pow2"), *routing
         )
