@@ -152,32 +152,31 @@ def backward(machine: Machine) -> str:
 
 def forward_legs(machine: Machine) -> str:
     """Makes the table of pairs whose combine travels as fp8."""
-    rows = machine.rows("bench", "bench-10-legs")
-    cells = []
-    for tokens in sorted({row["tokens"] for row in rows}):
-        of_wire = {row.get("combine_wire"): row for row in rows if row["tokens"] == tokens}
-        times = [of_wire[wire][name] for name in ("combine_us", "pair_us", "floor_pair_us") for wire in (None, "fp8")]
-        cells.append([str(tokens), *map(us, times)])
-    text = f"{SHAPE}, wire fp8 in dispatch; microseconds. The floor is that of a pair."
-    caption = machine.caption(rows, "scripts/gpu_check.sh bench-10-legs", text)
-    names = ("combine", "pair", "floor")
-    headings = ["tokens per rank", *(f"{name}: {wire}" for name in names for wire in ("none", "fp8"))]
-    return f"{caption}\n\n{markdown(headings, cells)}"
+    columns = {"combine": "combine_us", "pair": "pair_us", "floor": "floor_pair_us"}
+    text = "wire fp8 in dispatch; microseconds. The floor is that of a pair."
+    return _without_and_with_fp8(machine, "bench-10-legs", "combine_wire", columns, text)
 
 
 def backward_legs(machine: Machine) -> str:
     """Makes the table of backward passes that travel as fp8."""
-    rows = machine.rows("bench", "bench-11-grad-legs")
+    columns = {
+        "backward pair": "grad_pair_us",
+        "of which combine's": "grad_combine_us",
+        "of which dispatch's": "grad_dispatch_us",
+    }
+    text = "wire fp8 in dispatch and combine, default capacity; microseconds."
+    return _without_and_with_fp8(machine, "bench-11-grad-legs", "grad_wire", columns, text)
+
+
+def _without_and_with_fp8(machine: Machine, step: str, setting: str, columns: dict[str, str], text: str) -> str:
+    """Makes a table with two columns for each of `columns`: without `setting`, and with fp8."""
+    rows = machine.rows("bench", step)
     cells = []
     for tokens in sorted({row["tokens"] for row in rows}):
-        of_wire = {row.get("grad_wire"): row for row in rows if row["tokens"] == tokens}
-        columns = ("grad_pair_us", "grad_combine_us", "grad_dispatch_us")
-        times = [of_wire[wire][name] for name in columns for wire in (None, "fp8")]
-        cells.append([str(tokens), *map(us, times)])
-    text = f"{SHAPE}, wire fp8 in dispatch and combine, default capacity; microseconds."
-    caption = machine.caption(rows, "scripts/gpu_check.sh bench-11-grad-legs", text)
-    names = ("backward pair", "of which combine's", "of which dispatch's")
-    headings = ["tokens per rank", *(f"{name}: {wire}" for name in names for wire in ("none", "fp8"))]
+        of_wire = {row.get(setting): row for row in rows if row["tokens"] == tokens}
+        cells.append([str(tokens), *(us(of_wire[wire][name]) for name in columns.values() for wire in (None, "fp8"))])
+    caption = machine.caption(rows, f"scripts/gpu_check.sh {step}", f"{SHAPE}, {text}")
+    headings = ["tokens per rank", *(f"{heading}: {wire}" for heading in columns for wire in ("none", "fp8"))]
     return f"{caption}\n\n{markdown(headings, cells)}"
 
 
