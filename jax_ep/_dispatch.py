@@ -246,12 +246,11 @@ def _prepare(
         _check_plan(op, plan, group, topk_idx)
     tolerance_units = None if plan is None else plan.tolerance_units
     checked = options.checked(op, group, num_tokens, tolerance_units)
-    returns_fp8 = (quantized or options.wire is not None) and not options.dequantize
-    _scales.check(op, options.scales_format, returns_fp8=returns_fp8, quantized=quantized, wire=options.wire)
     topk_idx = home_slots(group, topk_idx) if plan is None else plan.topk_slot
     if checked.layout == "token":
         topk_idx = _token_layout.token_slots(group, topk_idx)
     call = DispatchCall(group._backend_for(num_tokens), checked, num_tokens, quantized, tolerance_units)
+    _scales.check(op, checked.scales_format, returns_fp8=call.returns_fp8, quantized=quantized, wire=checked.wire)
     return call, _compat.vary((tuple(x) if quantized else x, topk_idx, topk_weights), group.axis_names)
 
 

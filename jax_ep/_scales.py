@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _checks, _layouts
+from jax_ep import _checks
 
 ScalesFormat: TypeAlias = Literal["float32", "float32_columns", "ue8m0", "ue8m0_columns"]
 FORMATS = get_args(ScalesFormat)
@@ -70,19 +70,21 @@ def restore(arranged: jax.Array, scales_format: ScalesFormat, num_rows: int, num
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _padded(array: jax.Array, multiple: int) -> jax.Array:
+    """Returns `array` with zeros behind its last axis, whose size becomes a multiple of `multiple`."""
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % multiple)])
+
+
 def _words(exponents: jax.Array) -> jax.Array:
     """Packs uint8 [..., rows, S] into int32 [..., rows, ceil(S/4)], the first exponent in the lowest byte."""
-    missing = -exponents.shape[-1] % _EXPONENTS_PER_WORD
-    padded = jnp.pad(exponents, [(0, 0)] * (exponents.ndim - 1) + [(0, missing)])
+    padded = _padded(exponents, _EXPONENTS_PER_WORD)
     shape = (*exponents.shape[:-1], padded.shape[-1] // _EXPONENTS_PER_WORD, _EXPONENTS_PER_WORD)
     return lax.bitcast_convert_type(padded.reshape(shape), jnp.int32)
 
 
 def _to_columns(rows: jax.Array) -> jax.Array:
     """Returns rows [..., N, C] as columns [..., C, N'], padded with zeros to a multiple of four."""
-    columns = jnp.swapaxes(rows, -1, -2)
-    missing = _layouts.align_up(columns.shape[-1], _WORDS_PER_TMA_UNIT) - columns.shape[-1]
-    return jnp.pad(columns, [(0, 0)] * (columns.ndim - 1) + [(0, missing)])
+    return _padded(jnp.swapaxes(rows, -1, -2), _WORDS_PER_TMA_UNIT)
 
 
 def _to_rows(columns: jax.Array, num_rows: int) -> jax.Array:
