@@ -411,25 +411,26 @@ inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{4}, Send{Wa
 // Decode of 3 to 32 tokens.
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::at_most(16, 2)},
                                   Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
-// The same with one or two experts per token: few warps per row, so that one round is enough for all tokens.
+// 33 to 256 tokens, no cast, little to read, and one or two experts per token. Each row has few warps, so that one
+// round is enough for all tokens.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
                                       Receive{WarpsPerRow::exactly(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
-// 33 to 256 tokens, no cast, and little to read. Senders sum the rows of own tokens, too.
+// The same with three or more experts per token, or for all_to_all_back. Senders also sum the rows of own tokens.
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
-// plan_combine may take a warp per part instead.
+// plan_combine may replace it by kWarpPerPart.
 inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::exactly(1);
 // More than 256 tokens; or more than 32, if the combine casts, or has much to read. More than two ranks.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
                                       ReceiverSixteenths{8}};
-// The same with at most two ranks.
+// At most two ranks, without a limit on SMs. Also for all_to_all_back.
 inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                                 Receive{kWarpPerRow}, ReceiverSixteenths{11}};
 // More than two ranks, if the user limits the SMs, in a split-phase call, or for all_to_all_back.
 inline constexpr Shape kManyTokensByRow = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                            Receive{kWarpPerRow}, ReceiverSixteenths{8}};
-// The same with at most two ranks.
+// At most two ranks, if the user limits the SMs, or in a split-phase call.
 inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                             Receive{kWarpPerRow}, ReceiverSixteenths{10}};
 
@@ -438,16 +439,18 @@ inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}
 // A combine that casts has no kBalanced kernel: kThroughput was faster, except for short rows (hidden 2048).
 constexpr bool combine_has(Variant variant, bool casts) { return !casts || variant != Variant::kBalanced; }
 
-// The variant of a combine. With much to read, y is prefetched (kThroughput).
+// The variant of a combine. One that would be kBalanced becomes kThroughput, which prefetches y, if it casts or has
+// much to read.
 constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool reads_much, bool casts) {
   const Variant variant = variant_for(num_tokens, num_sms);
   const bool prefetches = variant == Variant::kBalanced && (reads_much || !combine_has(variant, casts));
   return prefetches ? Variant::kThroughput : variant;
 }
 
-// Plans a combine. If there is little to read, three or more experts per token, and no cast, own rows go through the
-// arena like a peer's: the senders sum own rows and the peers' rows at the same time. top_k == 0 means all_to_all_back:
-// rows are not summed, and own rows go back like a peer's. `num_chunks`: of a row of y. `units_read`: the number of
+// Plans a combine. Without a cast, own rows go through the arena like a peer's in kLowLatency, and in kBalanced with
+// three or more experts per token: the senders then sum own rows and the peers' rows at the same time. In all other
+// cases, receivers sum own rows. The exception is all_to_all_back (top_k == 0): it does not sum rows, and own rows go
+// back like a peer's. `num_chunks`: of a row of y. `units_read`: the number of
 // units of y for one unit that is sent; more than one means that sums are cast.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t units_read, int32_t num_sms, int32_t device_sms) {

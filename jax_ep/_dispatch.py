@@ -83,9 +83,9 @@ def dispatch(
         scales_format: the form of recv.scales, for rows [..., N, H] and S = ceil(H/128) scales per row. "float32":
             float32 [..., N, S]. "float32_columns": float32 [..., S, N'], with N' = N rounded up to a multiple of 4.
             "ue8m0": float8_e8m0fnu [..., N, S]. "ue8m0_columns": int32 [..., ceil(S/4), N'], four exponents per word,
-            the first in the lowest byte. The forms with columns are those of DeepGEMM. "ue8m0" and "ue8m0_columns" need
-            wire="fp8_pow2". In the layout "token", recv.scales is always float32, and this is the form of the scales
-            that `expand` returns.
+            the first in the lowest byte. The forms with columns are those of DeepGEMM. All but "float32" need fp8 rows
+            and dequantize=False; "ue8m0" and "ue8m0_columns" need wire="fp8_pow2". In the layout "token", recv.scales
+            is always float32, and scales_format is the form of the scales that `expand` returns.
         zero_pad: True zeroes rows that hold no token. False leaves them unspecified. None, the default, means True if
             the call is differentiated, and False otherwise.
         plan: the result of `balance` for the same topk_idx: rows go where the plan says. counts, group_sizes and the

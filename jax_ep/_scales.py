@@ -29,8 +29,8 @@ def check(op: str, scales_format: str, *, returns_fp8: bool, quantized: bool, wi
         return
     if not returns_fp8:
         raise ValueError(
-            f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or give "
-            "dispatch an fp8 wire and dequantize=False"
+            f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or call "
+            "dispatch with dequantize=False and an fp8 wire or a quantised x"
         )
     if scales_format.startswith("ue8m0") and wire != "fp8_pow2":
         fix = "call dispatch"
