@@ -311,14 +311,18 @@ namespace dispatch_shapes {
 inline constexpr int32_t kAny = WarpsPerRow::kAnyNumber;
 inline constexpr WarpsPerRow kReceiveWithMoreForFewRows = WarpsPerRow::at_most(4, 4).more_for_few_rows(kAny, 1);
 
-// Decode of one or two tokens, or at most 16 rows in all: a whole row is in flight at once.
+// Decode of one or two tokens, or at most 16 rows in all: a whole row is in flight at once. A receiving warp takes two
+// chunks of a row at once; fewer chunks per warp would take more blocks.
 inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{8},
                                     Send{WarpsPerRow::at_most(16, 1).but_at_least(8)},
-                                    Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
+                                    Receive{WarpsPerRow::at_most(32, 2)}, ReceiverSixteenths{10}};
+// One or two tokens on at most two ranks. There are few rows, and more blocks per row are faster (measured).
+inline constexpr Shape kOneTokenOnTwoRanks = {Variant::kLowLatency, BlockWarps{8}, kOneToken.send,
+                                              Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
 // Decode of at most 16 tokens.
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 1).but_at_least(8)},
-                                  Receive{WarpsPerRow::at_most(16, 1)}, ReceiverSixteenths{10}};
+                                  Receive{WarpsPerRow::at_most(16, 2)}, ReceiverSixteenths{10}};
 // Decode of 17 to 32 tokens.
 inline constexpr Shape kLargeDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::exactly(8)},
                                        Receive{WarpsPerRow::at_most(8, 1)}, ReceiverSixteenths{10}};
@@ -376,6 +380,7 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
     if (is_combine_back && !are_few(num_tokens)) return kCombineBack;
     switch (variant_for(num_tokens, num_sms)) {
       case Variant::kLowLatency:
+        if (num_tokens <= 2 && num_ranks <= 2) return kOneTokenOnTwoRanks;
         return num_tokens <= 2 || num_rows <= 16 ? kOneToken : num_tokens <= 16 ? kDecode : kLargeDecode;
       case Variant::kBalanced: {
         if (top_k > 0 && top_k <= 2) return kFewExperts;

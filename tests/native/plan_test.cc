@@ -157,8 +157,11 @@ void test_plans_on_132_sms() {
     bool is_combine_back;
     std::vector<int32_t> expected;
   } dispatches[] = {
-      {1, 4, 8, 28, 0, false, {kLowLatency, 3, 20, 3, 4, 5}},
-      {8, 2, 8, 28, 0, false, {kLowLatency, 17, 82, 3, 4, 5}},
+      {1, 2, 8, 28, 0, false, {kLowLatency, 3, 12, 3, 4, 5}},
+      {1, 4, 8, 28, 0, false, {kLowLatency, 3, 12, 3, 4, 4}},
+      {1, 4, 8, 14, 0, false, {kLowLatency, 3, 8, 3, 4, 3}},
+      {8, 2, 8, 28, 0, false, {kLowLatency, 17, 50, 3, 4, 4}},
+      {8, 4, 8, 14, 0, false, {kLowLatency, 17, 50, 3, 4, 3}},
       {8, 4, 8, 28, 0, false, {kLowLatency, 17, 82, 3, 4, 4}},
       {32, 4, 8, 14, 0, false, {kLowLatency, 33, 162, 3, 3, 3}},
       {32, 8, 8, 28, 0, true, {kLowLatency, 33, 264, 3, 3, 3}},
@@ -258,10 +261,11 @@ void test_few_rows_go_directly() {
 
 void test_few_tokens_take_few_blocks() {
   // Blocks of 8 warps: one notifies the peers, two send the token with 16 warps, one writes the small results,
-  // and four per rank receive a row with 32 warps.
-  EXPECT_EQ(plan_dispatch(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 4);
-  EXPECT_EQ(plan_dispatch(8, 2, 8, 28, 0, false).log_receive_warps, 5);  // a warp per chunk
+  // and two per rank receive a row with 16 warps, which take two chunks each.
+  EXPECT_EQ(plan_dispatch(1, 4, 8, 28, 0, false).num_blocks, 1 + 2 + 1 + 4 * 2);
+  EXPECT_EQ(plan_dispatch(1, 2, 8, 28, 0, false).log_receive_warps, 5);  // a warp per chunk
   EXPECT_EQ(plan_dispatch(8, 4, 8, 28, 0, false).log_receive_warps, 4);
+  EXPECT_EQ(plan_dispatch(8, 4, 8, 14, 0, false).log_receive_warps, 3);
   EXPECT_EQ(plan_dispatch(4096, 4, 8, 28, 0, false).num_blocks, kDeviceSms);
   EXPECT_EQ(plan_combine(4096, 4, 8, 28, 24).num_blocks, 24);
 }
