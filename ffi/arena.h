@@ -205,6 +205,9 @@ struct Control {
   // another block takes it.
   alignas(128) unsigned long long begun[2];
   uint32_t given_away[kMaxLowLatencyBlocks];
+  // {epoch, hash} from each rank: it cannot enter the operation with this epoch, because it is in the operation of
+  // another group that has the hash (ffi/cuda/other_groups.cuh).
+  unsigned long long blocked[kMaxRanks];
   Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
@@ -262,10 +265,16 @@ enum class Phase : int32_t { kWhole, kStart, kDone };
 constexpr bool has_levels(int32_t node_size, int32_t num_ranks) { return 1 < node_size && node_size < num_ranks; }
 
 // PeerTable and Peers are the kernel ABI: all that a kernel knows about its peers. ffi/cuda/group.cc fills them, and so
-// decides the transport. For groups over a network, `table` points to a NetworkTable (ffi/cuda/network.h).
+// decides the transport. `table` points to a RankTable or, for groups over a network, to a NetworkTable
+// (ffi/cuda/network.h).
 struct PeerTable {
   uint8_t* arena[kMaxRanks];
   Control* control[kMaxRanks];
+};
+struct DeviceGroups;
+struct RankTable : PeerTable {
+  const DeviceGroups* device_groups;  // of this rank's device; or null
+  int32_t index_in_device;            // of this group there
 };
 struct Peers {
   int32_t experts_per_rank;  // with the slots for copies

@@ -56,7 +56,7 @@ enum class FailureReason : uint32_t {
   kSlotTaken = 3,
   // another process, perhaps on another host, has the record
   kElsewhere = 4,
-  // devices run this group's operations and another's in different order: ffi/cuda/call_order.h
+  // devices run this group's operations and another's in different order: docs/design.md
   kOtherOrder = 5,
   // two operations of the group run at the same time on this device
   kOverlap = 6,

@@ -37,7 +37,7 @@ class FailureReason(enum.IntEnum):
     WRONG_RANK = 2  # XLA runs another rank on this device than the group's mesh says
     SLOT_TAKEN = 3  # the operation that had the arena slot before was started and never done
     ELSEWHERE = 4  # another process, perhaps on another host, has the record
-    OTHER_ORDER = 5  # devices run this group's operations and another's in different order: ffi/cuda/call_order.h
+    OTHER_ORDER = 5  # devices run this group's operations and another's in different order: docs/design.md
     OVERLAP = 6  # two operations of the group run at the same time on this device
     OTHER_RUN = 7  # devices run the calls of two runs of programs in different order: ffi/cuda/call_order.h
 

@@ -825,6 +825,35 @@ def groups_again_and_again():
                 assert_trees_same_bits(here, first.setdefault(name, here))
 
 
+def test_groups_in_other_order(run_processes):
+    run_processes("groups_in_other_order")
+
+
+def groups_in_other_order():
+    """The first process calls two programs in another order than the others: an error, long before the time-out."""
+    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+    inputs = make_inputs(SMALL, mesh.size, "uneven")
+    x, topk_idx = shard(inputs.x, mesh), shard(inputs.topk_idx, mesh)
+    groups = [make_group(mesh, backend=kernels(), timeout=200.0) for _ in range(2)]
+    layers = [jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh)) for group in groups]
+    for layer in layers:
+        jax.block_until_ready(layer(x, topk_idx))
+    begun = time.monotonic()
+    with emulated_patience(0.5):
+        try:
+            jax.block_until_ready([layer(x, topk_idx) for layer in layers[:: 1 if jax.process_index() else -1]])
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            assert kernels() == "emulated" and "its group has failed before" in str(error)
+    assert time.monotonic() - begun < 60
+    errors = []
+    for group in groups:
+        try:
+            group.check()
+        except ep.Error as error:
+            errors.append(str(error))
+    assert any("operations of this group and of another group in different order" in error for error in errors), errors
+
+
 @pytest.fixture
 def node_size(monkeypatch):
     """Half of the ranks, as if those of the other half were on another host."""

@@ -112,6 +112,7 @@ inline void reject_run(const Group& group, const Member& member, uint32_t op, co
 inline void check_order(const OrderedCall& call, const Member& member, CallStream stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  note_device_call(member.entry, stream, call.num_sms, capture != cudaStreamCaptureStatusNone);
   const auto op = static_cast<uint32_t>(call.op);
   const auto conflicts =
       call_order().note({call.group, member.ep_group}, {member.ordinal, stream, call.num_sms, member.num_sms, op,

@@ -123,7 +123,12 @@ void Group::open() {
   }
   for (Member& member : members_) {
     const OnDevice device(member.ordinal);
-    member.table = config_.network ? find_peers(member) : NetworkTable{map_peers(member, others), {}, {}};
+    if (config_.network) {
+      member.table = find_peers(member);
+    } else {
+      member.table = {{map_peers(member, others), nullptr, 0}, {}, {}};
+      add_to_device(member);
+    }
     upload(const_cast<PeerTable*>(member.peers.table), member.table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
   }
@@ -188,6 +193,16 @@ void Group::open_member(Member& member) {
                     kernels().load_start, load_dispatch_layout}) {
     check(load(), "loading the kernels");
   }
+}
+
+void Group::add_to_device(Member& member) const {
+  const Peers& peers = member.peers;
+  const auto id = static_cast<uint64_t>(config_.id) * 31 + static_cast<uint64_t>(member.ep_group);
+  member.entry = add_device_group(
+      member.ordinal, member.num_sms,
+      {peers.control, peers.table, peers.rank, peers.num_ranks, static_cast<uint32_t>(id ^ id >> 32), 0, 0, 0});
+  member.table.device_groups = member.entry.list;
+  member.table.index_in_device = member.entry.index;
 }
 
 // NVSHMEM's processes wait for one another when they allocate, so that one without room says so before.
@@ -288,6 +303,7 @@ void Group::close() {
     const OnDevice device(member.ordinal);
     cudaDeviceSynchronize();
     if (member.split_phase) member.split_phase->close();
+    remove_device_group(member.entry);
   }
   for (Member& member : members_) member.peer_arenas.clear();
   if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();
@@ -407,6 +423,7 @@ Registry& registry() {
 }  // namespace
 
 void open_group(int64_t id, GroupConfig config) {
+  config.id = id;
   auto group = std::make_unique<Group>(std::move(config));
   std::map<int32_t, std::vector<int32_t>> ep_groups;
   for (const Member& member : group->members()) ep_groups[member.ep_group].push_back(member.ordinal);

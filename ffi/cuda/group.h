@@ -13,6 +13,7 @@
 
 #include "ffi/arena.h"
 #include "ffi/constants.h"
+#include "ffi/cuda/device_groups.h"
 #include "ffi/cuda/network.h"
 #include "ffi/cuda/sharing.h"
 #include "ffi/cuda/split_phase.h"
@@ -53,6 +54,7 @@ struct GroupConfig {
   std::vector<std::vector<int32_t>> pes = {};
   int32_t node_size = 0;  // consecutive ranks that map each other's memory
   int32_t replicas = 0;   // the slots for copies, of a rank
+  int64_t id = 0;         // the same in all processes
 };
 
 // The counters of a rank since the group was opened.
@@ -81,6 +83,7 @@ struct Member {
   std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
   std::vector<DeviceMemory> peer_controls;  // the same
   NetworkTable table = {};                  // the host's copy
+  DeviceGroupsEntry entry = {};             // not over a network
   std::unique_ptr<SplitPhaseCalls> split_phase;
 
   bool is_over_network() const { return symmetric_arena != nullptr; }
@@ -134,6 +137,7 @@ class Group {
   void open();
   void check_supported_pairs() const;
   void open_member(Member& member);
+  void add_to_device(Member& member) const;
   void check_room() const;
   uint8_t* allocate_symmetric(int64_t bytes, int32_t ordinal) const;
   ProcessHandle handle() const;

@@ -21,7 +21,7 @@ inline constexpr int32_t kLocal = -1;
 // Memory is symmetric. So a word of a remote rank is named by the address of the same word in this rank's memory, and
 // by the remote rank's processing element (PE). For remote ranks, the pointers of PeerTable are this rank's own
 // pointers.
-struct NetworkTable : PeerTable {
+struct NetworkTable : RankTable {
   int32_t pe[kMaxRanks];  // kLocal for local ranks
   Nodes nodes;            // the ranks of a node are local to one another
 };

@@ -5,6 +5,7 @@
 #include "ffi/arena.h"
 #include "ffi/cuda/call.h"
 #include "ffi/cuda/network.cuh"
+#include "ffi/cuda/other_groups.cuh"
 #include "ffi/cuda/ptx.cuh"
 #include "ffi/cuda/warp.cuh"
 
@@ -139,7 +140,11 @@ struct Waiting {
     const uint64_t now = globaltimer_ns();
     if (load_relaxed(&op.own().failed) != 0) state.failed = true;
     if (deadline_ns == 0) return (now + min(op.peers.timeout_ns, kShortWaitNs)) & ~uint64_t{1};
-    if (now < deadline_ns) return deadline_ns;
+    if (now < deadline_ns) {
+      const bool is_long = deadline_ns % 2 == 1 && deadline_ns - now + kOrderPatienceNs < op.peers.timeout_ns;
+      if (is_long && reason == FailureReason::kTimeout && state.entered) op.check_order_of_groups();
+      return deadline_ns;
+    }
     if (deadline_ns % 2 == 0) return deadline(state, now) | 1;
     if (reason == FailureReason::kTimeout && state.entered) {
       op.check_no_other_call();
@@ -167,6 +172,13 @@ struct Waiting {
     const auto waited_ticks = max(static_cast<int32_t>(tick - static_cast<uint32_t>(first)), 0);
     const uint64_t waited_ns = uint64_t{static_cast<uint32_t>(waited_ticks)} << kLogTickNs;
     return now + timeout_ns - min(waited_ns, timeout_ns);
+  }
+
+  // Fails with kOtherOrder if a peer waits for this rank in an operation of another group, and so cannot come.
+  static constexpr uint64_t kOrderPatienceNs = 1'000'000'000;
+  __device__ void check_order_of_groups() const {
+    const OtherOrder other = find_other_order(peers, state.epoch);
+    if (other.rank >= 0) fail(state, FailureReason::kOtherOrder, other.rank, state.epoch, other.epoch);
   }
 
   // Fails with kOtherOp if a rank is in another operation: then the awaited data never comes.

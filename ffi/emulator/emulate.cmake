@@ -11,6 +11,7 @@ function(emulate target)
             "${cuda}/dispatch_layout.cu"
             "${cuda}/grouped_matmul/groups.cu"
             "${cuda}/call_order.cc"
+            "${cuda}/device_groups.cc"
             "${cuda}/group.cc"
             "${cuda}/split_phase.cc"
             "${cuda}/sharing.cc"

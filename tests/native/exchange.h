@@ -49,6 +49,8 @@ class Session {
         blocks_(blocks),
         config_{num_ranks * experts_per_rank, top_k, max_tokens, kRowBytes, blocks.number, timeout_seconds,
                 {devices(num_ranks)}} {
+    static int64_t num_groups = 0;
+    config_.id = ++num_groups;
     config_.replicas = replicas;
     if (node_size > 0) span_nodes(node_size);
     open_group();
@@ -95,7 +97,11 @@ class Session {
   // The same on one rank only.
   template <typename Args>
   void whole_of(int32_t r, Args args, int32_t stream = 0) {
-    must(body_of(group().members()[r], args(*ranks_[r])).launch(ranks_[r]->streams[stream]));
+    whole_on(r, args, ranks_[r]->streams[stream]);
+  }
+  template <typename Args>
+  void whole_on(int32_t r, Args args, cudaStream_t stream) {
+    must(body_of(group().members()[r], args(*ranks_[r])).launch(stream));
   }
   template <typename Args>
   void start(Args args) {

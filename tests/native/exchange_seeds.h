@@ -15,6 +15,7 @@
 #include "exchange_layouts.h"
 #include "exchange_rare_orders.h"
 #include "exchange_successes.h"
+#include "exchange_two_groups.h"
 
 namespace {
 
@@ -121,6 +122,10 @@ std::string run_seed(uint64_t seed) {
   if (check::failures == 0 && seed % 4 == 3) {
     what += ", then a wrong rank with stalled blocks";
     run_wrong_rank_with_stalled_blocks(seed);
+  }
+  if (check::failures == 0 && seed % 4 == 2) {
+    what += ", then two groups";
+    run_two_groups(seed);
   }
   if (check::failures == 0 && seed % 4 == 0) {
     what += ", then a failure by the host";
