@@ -273,8 +273,8 @@ struct PeerTable {
 };
 struct DeviceGroups;
 struct RankTable : PeerTable {
-  const DeviceGroups* device_groups;  // of this rank's device; or null
-  int32_t index_in_device;            // of this group there
+  const DeviceGroups* device_groups;  // of this rank's device; null over a network, or if the list is full
+  int32_t index_in_device;            // the index of this group in the list
 };
 struct Peers {
   int32_t experts_per_rank;  // with the slots for copies

@@ -19,13 +19,13 @@ struct DeviceGroup {
 
   // Of the calls so far.
   uint32_t most_sms;
-  uint32_t is_in_graph;       // 1 if a CUDA graph has a call. Then nobody knows the stream of later calls.
+  uint32_t is_in_graph;       // 1 if a call was captured in a CUDA graph, which may run it on another stream
   unsigned long long stream;  // of the newest call; 0 before the first call
 };
 
-// All entries have the same device.
+// The open groups of one device.
 struct DeviceGroups {
-  static constexpr int32_t kMost = 64;  // a group more is not looked at
+  static constexpr int32_t kMost = 64;  // kernels look at no more groups
 
   int32_t device_sms;
   DeviceGroup groups[kMost];

@@ -2,8 +2,9 @@
 // all ranks have entered it. So if one rank is in an operation of group A, and another rank is in one of group B, and
 // each needs the other's operation, both wait until the time-out.
 //
-// A rank that waits for long tells its peers which operation keeps it from entering theirs (Control::blocked). It has
-// found such ranks if a peer tells it the same the other way round.
+// A rank that waits for long in an operation of group A writes to the ranks of each other group B that it cannot enter
+// B's next operation before this one ends (Control::blocked). If a rank of A has written to it that A is blocked by
+// that operation of B, then the two ranks wait for each other.
 #pragma once
 
 #include "ffi/cuda/device_groups.h"
@@ -30,10 +31,10 @@ __device__ __forceinline__ bool can_run_together(const DeviceGroups& list, const
   return load_relaxed(&a.most_sms) + load_relaxed(&b.most_sms) <= static_cast<uint32_t>(list.device_sms);
 }
 
-// The rank and the epoch of another group's operation that a rank of this group is in.
+// A rank of this group that waits for this rank in an operation of another group.
 struct OtherOrder {
-  int32_t rank;  // -1: no rank has been found
-  uint32_t epoch;
+  int32_t rank;    // -1: none has been found
+  uint32_t epoch;  // of the other group's operation
 };
 
 // A thread that has waited for long in the operation of this epoch calls it from time to time.
