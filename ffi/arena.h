@@ -205,8 +205,8 @@ struct Control {
   // another block takes it.
   alignas(128) unsigned long long begun[2];
   uint32_t given_away[kMaxLowLatencyBlocks];
-  // {epoch, hash} from each rank: it cannot enter the operation with this epoch, because it is in the operation of
-  // another group that has the hash (ffi/cuda/other_groups.cuh).
+  // {epoch, hash} from each rank (ffi/cuda/other_groups.cuh): it cannot enter this group's operation with the epoch,
+  // because it is in the operation with the hash, of another group.
   unsigned long long blocked[kMaxRanks];
   Counters counters;
 };

@@ -9,9 +9,13 @@
 namespace jax_ep {
 namespace {
 
+struct List {
+  HostMemory memory;  // a DeviceGroups
+  bool is_reserved[DeviceGroups::kMaxGroups] = {};
+};
 struct Lists {
   std::mutex mutex;
-  std::map<int32_t, HostMemory> of_devices;
+  std::map<int32_t, List> of_devices;
 };
 
 // Never destroyed: a kernel may still read a list while the process ends.
@@ -27,28 +31,39 @@ void store(Word& word, Word value) {
 
 }  // namespace
 
-DeviceGroupsEntry add_device_group(int32_t ordinal, int32_t device_sms, const DeviceGroup& group) {
+DeviceGroupsEntry reserve_device_group(int32_t ordinal, uint32_t device_sms) {
   const std::lock_guard<std::mutex> lock(lists().mutex);
   auto found = lists().of_devices.find(ordinal);
   if (found == lists().of_devices.end()) {
-    found = lists().of_devices.emplace(ordinal, HostMemory::allocate(sizeof(DeviceGroups))).first;
+    found = lists().of_devices.emplace(ordinal, List{HostMemory::allocate(sizeof(DeviceGroups))}).first;
   }
-  auto& list = *static_cast<DeviceGroups*>(found->second.data());
-  store(list.device_sms, device_sms);
-  DeviceGroup hidden = group;
-  hidden.control = nullptr;
-  const auto is_free = [](const DeviceGroup& entry) { return entry.control == nullptr; };
-  DeviceGroup* const entry = std::find_if(std::begin(list.groups), std::end(list.groups), is_free);
-  if (entry == std::end(list.groups)) return {};
-  *entry = hidden;
-  store(entry->control, group.control);  // last: from now on, kernels read the entry
-  return {static_cast<const DeviceGroups*>(found->second.on_device(ordinal)), entry,
-          static_cast<int32_t>(entry - list.groups)};
+  List& list = found->second;
+  const auto free = std::find(std::begin(list.is_reserved), std::end(list.is_reserved), false);
+  if (free == std::end(list.is_reserved)) return {};
+  *free = true;
+  const auto index = static_cast<int32_t>(free - std::begin(list.is_reserved));
+  auto* const groups = static_cast<DeviceGroups*>(list.memory.data());
+  store(groups->device_sms, device_sms);
+  store(groups->num_entries, std::max(groups->num_entries, static_cast<uint32_t>(index) + 1));
+  return {static_cast<const DeviceGroups*>(list.memory.on_device(ordinal)), &groups->groups[index], index, ordinal};
 }
 
-void remove_device_group(const DeviceGroupsEntry& entry) {
+void show_device_group(const DeviceGroupsEntry& entry, const DeviceGroup& group) {
+  if (entry.group == nullptr) return;
+  DeviceGroup hidden = group;
+  hidden.is_open = 0;
+  *entry.group = hidden;
+  store(entry.group->is_open, 1u);  // last: kernels read the entry after this word
+}
+
+void hide_device_group(const DeviceGroupsEntry& entry) {
+  if (entry.group != nullptr) store(entry.group->is_open, 0u);
+}
+
+void free_device_group(const DeviceGroupsEntry& entry) {
+  if (entry.group == nullptr) return;
   const std::lock_guard<std::mutex> lock(lists().mutex);
-  if (entry.group != nullptr) store<Control*>(entry.group->control, nullptr);
+  lists().of_devices.at(entry.ordinal).is_reserved[entry.index] = false;
 }
 
 void note_device_call(const DeviceGroupsEntry& entry, cudaStream_t stream, int32_t num_sms, bool is_in_graph) {
@@ -57,6 +72,7 @@ void note_device_call(const DeviceGroupsEntry& entry, cudaStream_t stream, int32
   store(group.most_sms, std::max(group.most_sms, static_cast<uint32_t>(num_sms)));
   store(group.is_in_graph, group.is_in_graph | static_cast<uint32_t>(is_in_graph));
   store(group.stream, reinterpret_cast<unsigned long long>(stream));
+  store(group.has_call, 1u);
 }
 
 }  // namespace jax_ep

@@ -10,37 +10,45 @@
 
 namespace jax_ep {
 
-// A group of a device, in pinned host memory. The host writes all words, with atomic stores.
+// A group of a device, in pinned host memory.
 struct DeviceGroup {
-  Control* control;  // of the group's rank on this device; null: the entry is free
+  Control* control;  // of the group's rank on this device
   const PeerTable* table;
   int32_t rank, num_ranks;
-  uint32_t id;  // the same on all ranks of the EP group, in all processes
+  uint32_t id;       // random, and the same on all ranks of the EP group. Each opening has a new id.
+  uint32_t is_open;  // 1 while kernels may read the entry
 
   // Of the calls so far.
+  uint32_t has_call;  // 1 after the first call
   uint32_t most_sms;
   uint32_t is_in_graph;       // 1 if a call was captured in a CUDA graph, which may run it on another stream
-  unsigned long long stream;  // of the newest call; 0 before the first call
+  unsigned long long stream;  // of the newest call
 };
 
 // The open groups of one device.
 struct DeviceGroups {
-  static constexpr int32_t kMost = 64;  // kernels look at no more groups
+  static constexpr int32_t kMaxGroups = 64;  // kernels do not look at more
 
-  int32_t device_sms;
-  DeviceGroup groups[kMost];
+  uint32_t device_sms;
+  uint32_t num_entries;  // no group is at this index or later
+  DeviceGroup groups[kMaxGroups];
 };
 
 // Where an open group is in the list of its device.
 struct DeviceGroupsEntry {
   const DeviceGroups* list = nullptr;  // the device's address
   DeviceGroup* group = nullptr;        // the host's address
-  int32_t index = 0;
+  int32_t index = 0, ordinal = 0;
 };
 
-// Adds a group to the list of the device. If the list is full, the entry has no pointers.
-DeviceGroupsEntry add_device_group(int32_t ordinal, int32_t device_sms, const DeviceGroup& group);
-void remove_device_group(const DeviceGroupsEntry& entry);
+// Reserves an entry in the list of the device. If the list is full, the entry has no pointers.
+DeviceGroupsEntry reserve_device_group(int32_t ordinal, uint32_t device_sms);
+// Shows the group to kernels, which use its table from now on.
+void show_device_group(const DeviceGroupsEntry& entry, const DeviceGroup& group);
+// Hides the group from kernels. Those that run may still use its table.
+void hide_device_group(const DeviceGroupsEntry& entry);
+// Frees a hidden entry, once no kernel uses it.
+void free_device_group(const DeviceGroupsEntry& entry);
 // Notes a call of the group, before it is launched.
 void note_device_call(const DeviceGroupsEntry& entry, cudaStream_t stream, int32_t num_sms, bool is_in_graph);
 

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <mutex>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -105,6 +106,7 @@ void Group::open() {
       member.ordinal = ordinal;
       member.ep_group = static_cast<int32_t>(ep_group);
       member.peers.rank = rank;
+      member.nonce = std::random_device()();
     }
   }
   check_supported_pairs();
@@ -126,11 +128,16 @@ void Group::open() {
     if (config_.network) {
       member.table = find_peers(member);
     } else {
-      member.table = {{map_peers(member, others), nullptr, 0}, {}, {}};
-      add_to_device(member);
+      // With kIpc, a peer's memory ends with its process. The kernels of other groups must not write to it.
+      if (config_.sharing != Sharing::kIpc)
+        member.entry = reserve_device_group(member.ordinal, static_cast<uint32_t>(member.num_sms));
+      member.table = {{map_peers(member, others), member.entry.list, member.entry.index}, {}, {}};
     }
     upload(const_cast<PeerTable*>(member.peers.table), member.table);
     check(cudaDeviceSynchronize(), "setting up the group's memory");
+    const Peers& peers = member.peers;
+    show_device_group(member.entry,
+                      {peers.control, peers.table, peers.rank, peers.num_ranks, device_group_id(member, others)});
   }
 }
 
@@ -195,14 +202,18 @@ void Group::open_member(Member& member) {
   }
 }
 
-void Group::add_to_device(Member& member) const {
-  const Peers& peers = member.peers;
-  const auto id = static_cast<uint64_t>(config_.id) * 31 + static_cast<uint64_t>(member.ep_group);
-  member.entry = add_device_group(
-      member.ordinal, member.num_sms,
-      {peers.control, peers.table, peers.rank, peers.num_ranks, static_cast<uint32_t>(id ^ id >> 32), 0, 0, 0});
-  member.table.device_groups = member.entry.list;
-  member.table.index_in_device = member.entry.index;
+// The sum of the nonces of all ranks of the EP group: the same in all processes, and new each time a group is opened.
+uint32_t Group::device_group_id(const Member& member, const std::vector<ProcessHandle>& others) const {
+  uint32_t id = 0;
+  for (const Member& peer : members_) {
+    if (peer.ep_group == member.ep_group) id += peer.nonce;
+  }
+  for (const ProcessHandle& other : others) {
+    for (const RankHandle& peer : other.ranks) {
+      if (peer.ep_group == member.ep_group) id += peer.nonce;
+    }
+  }
+  return id;
 }
 
 // NVSHMEM's processes wait for one another when they allocate, so that one without room says so before.
@@ -229,8 +240,8 @@ ProcessHandle Group::handle() const {
   mine.descriptors.push_back(records_[0].memory.descriptor());
   for (const Member& member : members_) {
     const DeviceMemory& control = *member.control.allocation;
-    mine.ranks.push_back(
-        {member.ep_group, member.peers.rank, member.arena.handle(), control.handle(), member.control.offset});
+    mine.ranks.push_back({member.ep_group, member.peers.rank, member.arena.handle(), control.handle(),
+                          member.control.offset, member.nonce});
     if (config_.sharing != Sharing::kFileDescriptor) continue;
     mine.descriptors.push_back(member.arena.descriptor());
     mine.descriptors.push_back(control.descriptor());
@@ -301,9 +312,10 @@ void Group::close() {
   }
   for (const Member& member : members_) {  // what waits for a peer has seen `failed` on every device by now
     const OnDevice device(member.ordinal);
-    cudaDeviceSynchronize();
+    hide_device_group(member.entry);
+    cudaDeviceSynchronize();  // now no kernel uses the entry
+    free_device_group(member.entry);
     if (member.split_phase) member.split_phase->close();
-    remove_device_group(member.entry);
   }
   for (Member& member : members_) member.peer_arenas.clear();
   if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();
@@ -423,7 +435,6 @@ Registry& registry() {
 }  // namespace
 
 void open_group(int64_t id, GroupConfig config) {
-  config.id = id;
   auto group = std::make_unique<Group>(std::move(config));
   std::map<int32_t, std::vector<int32_t>> ep_groups;
   for (const Member& member : group->members()) ep_groups[member.ep_group].push_back(member.ordinal);

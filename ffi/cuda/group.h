@@ -25,6 +25,7 @@ struct RankHandle {
   int32_t ep_group, rank;
   MemoryHandle arena, control;
   int64_t control_offset;
+  uint32_t nonce;
 };
 static_assert(std::is_trivially_copyable_v<RankHandle>);
 
@@ -54,7 +55,6 @@ struct GroupConfig {
   std::vector<std::vector<int32_t>> pes = {};
   int32_t node_size = 0;  // consecutive ranks that map each other's memory
   int32_t replicas = 0;   // the slots for copies, of a rank
-  int64_t id = 0;         // the same in all processes
 };
 
 // The counters of a rank since the group was opened.
@@ -83,7 +83,8 @@ struct Member {
   std::vector<DeviceMemory> peer_arenas;    // of other processes, mapped for this device
   std::vector<DeviceMemory> peer_controls;  // the same
   NetworkTable table = {};                  // the host's copy
-  DeviceGroupsEntry entry = {};             // not over a network
+  uint32_t nonce = 0;                       // random
+  DeviceGroupsEntry entry = {};             // not over a network, nor with Sharing::kIpc
   std::unique_ptr<SplitPhaseCalls> split_phase;
 
   bool is_over_network() const { return symmetric_arena != nullptr; }
@@ -137,7 +138,7 @@ class Group {
   void open();
   void check_supported_pairs() const;
   void open_member(Member& member);
-  void add_to_device(Member& member) const;
+  uint32_t device_group_id(const Member& member, const std::vector<ProcessHandle>& others) const;
   void check_room() const;
   uint8_t* allocate_symmetric(int64_t bytes, int32_t ordinal) const;
   ProcessHandle handle() const;

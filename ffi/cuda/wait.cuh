@@ -34,6 +34,7 @@ struct State {
   bool slot_is_free;      // the slot is known to be free on all ranks
   bool entered;           // no block of another launch has entered: the epoch and the slot belong to this launch
   volatile bool failed;   // the operation has failed: the results will be poisoned
+  volatile uint32_t looked_at_order;  // the tick in which a thread has looked for operations in different order
 #ifdef JAX_EP_TIMELINE
   uint64_t begun;
 #endif
@@ -129,10 +130,11 @@ struct Waiting {
     return peer();
   }
 
-  // A waiting thread calls this from time to time. Fails the operation once its deadline has passed. `deadline_ns` is 0
-  // at the first call, then the value that the former call returned: the end of a short wait, an even number; after
-  // that, the deadline that the blocks share, an odd number. Most waits are short: they do not touch the word that the
-  // blocks share.
+  // A waiting thread calls this from time to time, with the value that its former call returned. Fails the operation
+  // once its deadline has passed. `deadline_ns` has one of three states:
+  //   0            this is the first call of the wait;
+  //   even number  the end of a short wait: most waits are short, and do not touch the word that the blocks share;
+  //   odd number   the deadline that all blocks of the operation share.
   __device__ __noinline__ static uint64_t check_deadline(State& state, uint64_t deadline_ns, FailureReason reason,
                                                          int32_t peer, uint32_t expected, uint32_t seen) {
     const auto op = operation_of<Waiting>(state);
@@ -141,8 +143,8 @@ struct Waiting {
     if (load_relaxed(&op.own().failed) != 0) state.failed = true;
     if (deadline_ns == 0) return (now + min(op.peers.timeout_ns, kShortWaitNs)) & ~uint64_t{1};
     if (now < deadline_ns) {
-      const bool is_long = deadline_ns % 2 == 1 && deadline_ns - now + kOrderPatienceNs < op.peers.timeout_ns;
-      if (is_long && reason == FailureReason::kTimeout && state.entered) op.check_order_of_groups();
+      const bool waits_for_rank = reason == FailureReason::kTimeout && state.entered && !state.failed;
+      if (deadline_ns % 2 == 1 && waits_for_rank) op.check_order_of_groups(now, deadline_ns);
       return deadline_ns;
     }
     if (deadline_ns % 2 == 0) return deadline(state, now) | 1;
@@ -154,10 +156,11 @@ struct Waiting {
     return deadline_ns;
   }
 
+  static constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
+
   // The deadline that all blocks of the operation share: the time of its first long wait, plus the time-out. So a peer
   // that is late several times cannot extend it. A block that has not entered yet has a deadline of its own.
   __device__ __noinline__ static uint64_t deadline(State& state, uint64_t now) {
-    constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
     const auto op = operation_of<Waiting>(state);
     const uint64_t timeout_ns = op.peers.timeout_ns;
     if (!state.entered) return now + timeout_ns;
@@ -174,11 +177,20 @@ struct Waiting {
     return now + timeout_ns - min(waited_ns, timeout_ns);
   }
 
-  // Fails with kOtherOrder if a peer waits for this rank in an operation of another group, and so cannot come.
+  // Fails with kOtherOrder if a peer waits for this rank in an operation of another group, and so cannot come. Looks
+  // for such a peer only after a wait of kOrderPatienceNs or half the time-out. Then few threads look in each tick.
+  // A split-phase operation does not look: while it is in flight, this rank enters operations of other groups.
   static constexpr uint64_t kOrderPatienceNs = 1'000'000'000;
-  __device__ void check_order_of_groups() const {
-    const OtherOrder other = find_other_order(peers, state.epoch);
-    if (other.rank >= 0) fail(state, FailureReason::kOtherOrder, other.rank, state.epoch, other.epoch);
+  __device__ void check_order_of_groups(uint64_t now, uint64_t deadline_ns) const {
+    if (call.phase != Phase::kWhole) return;
+    if (deadline_ns - now + min(kOrderPatienceNs, peers.timeout_ns / 2) >= peers.timeout_ns) return;
+    const auto tick = static_cast<uint32_t>(now >> kLogTickNs);
+    if (state.looked_at_order == tick) return;
+    state.looked_at_order = tick;
+    const RankInOtherOrder other = find_rank_in_other_order(peers, state.epoch);
+    if (other.rank < 0) return;
+    const bool has_come = load_relaxed(&own().notified[state.slot][other.rank]) >> 32 == state.epoch;
+    if (!has_come) fail(state, FailureReason::kOtherOrder, other.rank, state.epoch, other.epoch);
   }
 
   // Fails with kOtherOp if a rank is in another operation: then the awaited data never comes.

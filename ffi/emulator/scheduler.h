@@ -108,7 +108,7 @@ class Scheduler {
   size_t steps_without_progress_ = 0;
   uint64_t progress_ = 0, progress_at_skip_ = 0;
   uint32_t num_steps_ = 0;
-  uint64_t now_ns_ = kStartNs, skip_ns_ = 0, first_skip_at_ns_ = 0;
+  uint64_t now_ns_ = kStartNs, skip_ns_ = 0, first_skip_at_ns_ = kStartNs;
   int num_skips_ = 0;  // since something has happened
   bool streams_may_advance_ = false;
 };

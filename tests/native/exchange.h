@@ -49,8 +49,6 @@ class Session {
         blocks_(blocks),
         config_{num_ranks * experts_per_rank, top_k, max_tokens, kRowBytes, blocks.number, timeout_seconds,
                 {devices(num_ranks)}} {
-    static int64_t num_groups = 0;
-    config_.id = ++num_groups;
     config_.replicas = replicas;
     if (node_size > 0) span_nodes(node_size);
     open_group();

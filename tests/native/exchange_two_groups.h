@@ -97,6 +97,26 @@ void run_groups_at_the_same_time(Session& one, Session& other, std::mt19937& ran
   for (const Session* session : {&one, &other}) session->expect_no_failure();
 }
 
+// One rank has told another that an operation of `one` keeps it from `other`. This is no longer true: `one` has failed,
+// or was closed and opened again. So the other rank may wait for it in `other`.
+void run_group_after_old_words(Session& one, Session& other, std::mt19937& random) {
+  const bool has_failed = random() % 2;
+  const auto dispatch = [](Rank& rank) { return rank.dispatch(0); };
+  const auto run = [&](Session& session, int32_t late, bool comes) {
+    for (int32_t r = 0; r < one.num_ranks(); ++r) {
+      if (r != late) session.whole_on(r, dispatch, one.ranks()[r]->streams[0]);
+    }
+    emulator::run_for(kLateNs);
+    if (comes) session.whole_on(late, dispatch, one.ranks()[late]->streams[0]);
+    one.wait();
+  };
+  run(one, 1, !has_failed);
+  EXPECT_EQ(one.group().failure().has_value(), has_failed);
+  if (!has_failed) one.open_group();
+  run(other, 0, true);
+  other.expect_no_failure();
+}
+
 void run_two_groups(uint64_t seed) {
   const Settings former;
   std::mt19937 random(static_cast<uint32_t>(seed));
@@ -107,13 +127,15 @@ void run_two_groups(uint64_t seed) {
   emulator::set_num_sms(2);
   Session one(num_ranks, 0, blocks, kTimeout), other(num_ranks, 0, blocks, kTimeout);
   for (Session* session : {&one, &other}) session->randomize(random);
-  switch (random() % 4) {
+  switch (random() % 5) {
     case 0:
       return run_groups_in_other_order(one, other, random);
     case 1:
       return run_groups_with_late_rank(one, other, random);
     case 2:
       return run_groups_at_the_same_time(one, other, random);
+    case 3:
+      return run_group_after_old_words(one, other, random);
     default:
       return run_groups_side_by_side(one, other);
   }
