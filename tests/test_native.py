@@ -31,6 +31,22 @@ def test_cpp_unit_tests(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_build_without_compiler(tmp_path):
+    """Without a C++ compiler, CMake builds no extension. With JAX_EP_CUDA=ON, it fails."""
+    search_path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    cmake, make = (shutil.which(name, path=search_path) for name in ("cmake", "make"))
+
+    def configure(folder, *options):
+        command = [cmake, "-S", ROOT, "-B", tmp_path / folder, "-G", "Unix Makefiles", f"-DCMAKE_MAKE_PROGRAM={make}"]
+        return subprocess.run([*command, *options], env={"PATH": "/nowhere"}, capture_output=True, text=True)
+
+    done = configure("auto")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "jax_ep is installed without its native extensions" in " ".join(done.stderr.split())
+    assert not (tmp_path / "auto" / "CMakeFiles" / "_cpu.dir").exists()
+    assert "There is no C++ compiler, which JAX_EP_CUDA=ON" in configure("cuda", "-DJAX_EP_CUDA=ON").stderr
+
+
 # Loading
 
 
@@ -46,7 +62,11 @@ def test_cuda_is_loaded_or_explained():
     [
         (("_cuda",), ModuleNotFoundError("No module"), "jax_ep has no CUDA extension"),
         (("_cuda",), ImportError("libfoo.so: no such file"), r"does not load \(libfoo.so: no such file\)"),
-        (("_cpu", "_cuda"), ModuleNotFoundError("No module"), "a folder without native extensions; install it"),
+        (
+            ("_cpu", "_cuda"),
+            ModuleNotFoundError("No module"),
+            r"installed without a C\+\+ compiler, or Python imports the folder",
+        ),
     ],
 )
 @needs_native
