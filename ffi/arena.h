@@ -205,9 +205,9 @@ struct Control {
   // another block takes it.
   alignas(128) unsigned long long begun[2];
   uint32_t given_away[kMaxLowLatencyBlocks];
-  // {epoch, hash} from each rank (ffi/cuda/other_groups.cuh): it cannot enter this group's operation with the epoch,
-  // because it is in the operation with the hash, of another group.
-  unsigned long long blocked[kMaxRanks];
+  // A BlockedWord from each rank, which is in an operation of another group (ffi/cuda/other_groups.cuh); and the newest
+  // word that a block of this rank has erased.
+  unsigned long long blocked[kMaxRanks], erased_blocked[kMaxRanks];
   Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;

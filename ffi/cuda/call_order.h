@@ -1,6 +1,7 @@
 // Finds devices of this process that run operations in different order. An operation keeps its stream and its SMs until
 // all ranks have run it. So devices that run the operations of two groups in different order would wait for each other
-// until the time-out. Devices that run two programs in different order could take one program's rows for the other's.
+// until kernels find it (other_groups.cuh), or until the time-out. Devices that run two programs in different order
+// could take one program's rows for the other's.
 //
 // Handlers note each call before they launch it. This file is plain C++ and does not use the device.
 #pragma once

@@ -53,7 +53,7 @@ void show_device_group(const DeviceGroupsEntry& entry, const DeviceGroup& group)
   DeviceGroup hidden = group;
   hidden.is_open = 0;
   *entry.group = hidden;
-  store(entry.group->is_open, 1u);  // last: kernels read the entry after this word
+  store(entry.group->is_open, 1u);  // last, release: kernels acquire this word before they read the others
 }
 
 void hide_device_group(const DeviceGroupsEntry& entry) {
@@ -66,10 +66,10 @@ void free_device_group(const DeviceGroupsEntry& entry) {
   lists().of_devices.at(entry.ordinal).is_reserved[entry.index] = false;
 }
 
-void note_device_call(const DeviceGroupsEntry& entry, cudaStream_t stream, int32_t num_sms, bool is_in_graph) {
+void note_device_call(const DeviceGroupsEntry& entry, cudaStream_t stream, int32_t num_blocks, bool is_in_graph) {
   if (entry.group == nullptr) return;
   DeviceGroup& group = *entry.group;
-  store(group.most_sms, std::max(group.most_sms, static_cast<uint32_t>(num_sms)));
+  store(group.most_blocks, std::max(group.most_blocks, static_cast<uint32_t>(num_blocks)));
   store(group.is_in_graph, group.is_in_graph | static_cast<uint32_t>(is_in_graph));
   store(group.stream, reinterpret_cast<unsigned long long>(stream));
   store(group.has_call, 1u);

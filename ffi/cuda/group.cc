@@ -202,7 +202,8 @@ void Group::open_member(Member& member) {
   }
 }
 
-// The sum of the nonces of all ranks of the EP group: the same in all processes, and new each time a group is opened.
+// The sum of the nonces of all ranks of the EP group, in 24 bits: the same in all processes, and new each time a group
+// is opened.
 uint32_t Group::device_group_id(const Member& member, const std::vector<ProcessHandle>& others) const {
   uint32_t id = 0;
   for (const Member& peer : members_) {
@@ -213,10 +214,10 @@ uint32_t Group::device_group_id(const Member& member, const std::vector<ProcessH
       if (peer.ep_group == member.ep_group) id += peer.nonce;
     }
   }
-  return id;
+  return id % (1u << 24);
 }
 
-// NVSHMEM's processes wait for one another when they allocate, so that one without room says so before.
+// NVSHMEM allocates collectively. So a process without room says so before any process allocates.
 void Group::check_room() const {
   constexpr int64_t kGranularity = int64_t{512} << 20;  // of NVSHMEM's heap, by default
   const OnDevice device(members_[0].ordinal);
@@ -310,7 +311,7 @@ void Group::close() {
       cudaMemcpy(&control->failed, &kClosed, sizeof(kClosed), cudaMemcpyHostToDevice);
     }
   }
-  for (const Member& member : members_) {  // what waits for a peer has seen `failed` on every device by now
+  for (const Member& member : members_) {  // `failed` is set on every device, so kernels that wait for a peer end
     const OnDevice device(member.ordinal);
     hide_device_group(member.entry);
     cudaDeviceSynchronize();  // now no kernel uses the entry

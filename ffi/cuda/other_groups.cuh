@@ -2,9 +2,16 @@
 // until all ranks have entered it. Assume that one rank is in an operation of group A, that another rank is in an
 // operation of group B, and that each needs the other rank in its operation. Then both wait until the time-out.
 //
-// A rank that waits for long in an operation of group A tells the ranks of each other group B that it cannot enter B's
-// next operation before this one ends (Control::blocked). If a rank of A has told it the same about this operation of A
-// and that operation of B, the two ranks wait for each other. A circle of three groups is not found.
+// A rank that waits for long in operation a of group A writes to all ranks of each other group B (Control::blocked):
+// it is in a, so it cannot enter b, B's next operation. If a rank of A has written the reverse to it (it is in b, so it
+// cannot enter a), the two ranks wait for each other.
+//
+// A cycle of three or more groups is found only if two of these groups form a cycle by themselves. Kernels look at no
+// more than DeviceGroups::kMaxGroups groups of a device. A rank in a split-phase call does not look
+// (check_order_of_groups in wait.cuh), so a cycle with it is not found.
+//
+// A word may be old: its writer has left the operation, because the group has failed or was closed. So a rank that
+// finds such a word erases it, and fails only if the writer writes the same word again.
 #pragma once
 
 #include "ffi/cuda/device_groups.h"
@@ -12,52 +19,82 @@
 
 namespace jax_ep {
 
-// A word of Control::blocked: a rank cannot enter the operation with this epoch, because it is in an operation of the
-// other group. All ranks have the same hash for that operation.
-__device__ __forceinline__ unsigned long long blocked_word(uint32_t epoch, uint32_t other_group, uint32_t other_epoch) {
-  const uint32_t operation_hash = (other_group * 0x9e3779b1u) ^ (other_epoch * 0x85ebca6bu);
-  return static_cast<unsigned long long>(epoch) << 32 | operation_hash;
-}
+// A word of Control::blocked. The writer cannot enter operation `epoch` of the group that owns the word, nor a later
+// one, because it is in operation `other_epoch` of the group `other_id`. All members are truncated.
+struct BlockedWord {
+  static constexpr int kEpochBits = 20;
+  static constexpr uint32_t kEpochMask = (1u << kEpochBits) - 1;
+
+  uint32_t other_id, epoch, other_epoch;
+
+  __device__ __forceinline__ static BlockedWord unpack(unsigned long long word) {
+    return {static_cast<uint32_t>(word >> 2 * kEpochBits), static_cast<uint32_t>(word >> kEpochBits) & kEpochMask,
+            static_cast<uint32_t>(word) & kEpochMask};
+  }
+  __device__ __forceinline__ static unsigned long long pack(uint32_t other_id, uint32_t epoch, uint32_t other_epoch) {
+    return static_cast<unsigned long long>(other_id) << 2 * kEpochBits |
+           static_cast<unsigned long long>(epoch & kEpochMask) << kEpochBits | (other_epoch & kEpochMask);
+  }
+  // True if operation `a` is not later than `b`. Both are truncated, or one of them.
+  __device__ __forceinline__ static bool is_not_later(uint32_t a, uint32_t b) {
+    return ((b - a) & (1u << (kEpochBits - 1))) == 0;
+  }
+};
 
 // True if operations of two groups can run at the same time on their device.
 __device__ __forceinline__ bool can_run_together(const DeviceGroups& list, const DeviceGroup& a, const DeviceGroup& b) {
+  // Replays of a graph are expected on the stream of all other work: XLA has one for all programs. So is a group
+  // without a call yet.
+  if (!load_acquire(&a.has_call) || !load_acquire(&b.has_call)) return false;
   if (load_relaxed(&a.is_in_graph) || load_relaxed(&b.is_in_graph)) return false;
-  // A group without a call yet is expected on the stream of the other one: XLA has one for all programs.
-  if (!load_relaxed(&a.has_call) || !load_relaxed(&b.has_call)) return false;
   if (load_relaxed(&a.stream) == load_relaxed(&b.stream)) return false;
-  return load_relaxed(&a.most_sms) + load_relaxed(&b.most_sms) <= load_relaxed(&list.device_sms);
+  return load_relaxed(&a.most_blocks) + load_relaxed(&b.most_blocks) <= load_relaxed(&list.device_sms);
 }
 
 // A rank that waits for this rank in an operation of another group.
-struct RankInOtherOrder {
+struct DeadlockedPeer {
   int32_t rank;    // of this group; -1: none has been found
   uint32_t epoch;  // of the other group's operation
 };
 
+// Tells the ranks of another group that this rank cannot enter operation `next` of it.
+__device__ __forceinline__ void tell_blocked(const DeviceGroup& other, uint32_t next, uint32_t id, uint32_t epoch) {
+  const unsigned long long word = BlockedWord::pack(id, next, epoch);
+#pragma unroll 1
+  for (int32_t rank = 0; rank < other.num_ranks; ++rank) {
+    unsigned long long* const there = &other.table->control[rank]->blocked[other.rank];
+    if (rank != other.rank && load_relaxed(there) != word) store_relaxed(there, word);
+  }
+}
+
 // A thread that has waited for long in the operation with this epoch calls it from time to time.
-__device__ __noinline__ static RankInOtherOrder find_rank_in_other_order(const Peers& peers, uint32_t epoch) {
-  const auto& own = static_cast<const RankTable&>(*peers.table);
-  if (own.device_groups == nullptr) return {-1, 0};
-  const DeviceGroups& list = *own.device_groups;
-  const DeviceGroup& own_group = list.groups[own.index_in_device];
+__device__ __noinline__ static DeadlockedPeer find_deadlocked_peer(const Peers& peers, uint32_t epoch) {
+  const auto& table = static_cast<const RankTable&>(*peers.table);
+  if (table.device_groups == nullptr) return {-1, 0};
+  const DeviceGroups& list = *table.device_groups;
+  const DeviceGroup& own_group = list.groups[table.index_in_device];
   const uint32_t num_entries = load_relaxed(&list.num_entries);
 #pragma unroll 1
   for (uint32_t index = 0; index < num_entries; ++index) {
     const DeviceGroup& other = list.groups[index];
     if (!load_acquire(&other.is_open) || other.id == own_group.id) continue;
     if (can_run_together(list, own_group, other)) continue;
-    if (load_relaxed(&other.control->failed) != 0) continue;  // its operations end
-    const uint32_t next = EntryWord::unpack(load_relaxed(&other.control->entry)).newest_epoch + 1;
-    const unsigned long long next_is_blocked = blocked_word(next, own_group.id, epoch);
-#pragma unroll 1
-    for (int32_t rank = 0; rank < other.num_ranks; ++rank) {
-      unsigned long long* const word = &other.table->control[rank]->blocked[other.rank];
-      if (load_relaxed(word) != next_is_blocked) store_relaxed(word, next_is_blocked);
-    }
-    const unsigned long long this_is_blocked = blocked_word(epoch, other.id, next);
+    const EntryWord entry = EntryWord::unpack(load_relaxed(&other.control->entry));
+    if (entry.num_entered > 0) continue;  // this rank is in an operation of the other group, too
+    const uint32_t next = entry.newest_epoch + 1;
+    tell_blocked(other, next, own_group.id, epoch);
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
-      if (load_relaxed(&peers.control->blocked[rank]) == this_is_blocked) return {rank, next};
+      unsigned long long* const word = &peers.control->blocked[rank];
+      const unsigned long long found = load_relaxed(word);
+      const BlockedWord blocked = BlockedWord::unpack(found);
+      const bool waits_for_this_rank = BlockedWord::is_not_later(next, blocked.other_epoch);
+      const bool cannot_come = BlockedWord::is_not_later(blocked.epoch, epoch);
+      if (found == 0 || blocked.other_id != other.id || !waits_for_this_rank || !cannot_come) continue;
+      if (atomic_cas_relaxed_sys(word, found, 0ull) != found) continue;  // another block has erased it
+      unsigned long long* const erased = &peers.control->erased_blocked[rank];
+      if (load_relaxed(erased) == found) return {rank, next};
+      store_relaxed(erased, found);
     }
   }
   return {-1, 0};

@@ -197,6 +197,15 @@ __device__ __forceinline__ uint32_t atomic_cas_relaxed_sys(uint32_t* p, uint32_t
                : "memory");
   return before;
 }
+__device__ __forceinline__ unsigned long long atomic_cas_relaxed_sys(unsigned long long* p, unsigned long long expected,
+                                                                     unsigned long long v) {
+  unsigned long long before;
+  asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(p), "l"(expected), "l"(v)
+               : "memory");
+  return before;
+}
 __device__ __forceinline__ unsigned long long atomic_cas_relaxed_gpu(unsigned long long* p, unsigned long long expected,
                                                                      unsigned long long v) {
   unsigned long long before;

@@ -23,18 +23,18 @@ struct State {
   const Peers* peers;
   const Call* call;
   const void* result;
-  int32_t num_worker_threads;  // threads of a block, without an additional control warp
+  int32_t num_worker_threads;  // threads of the block; an extra control warp does not count
   PeerTable table;
   uint32_t epoch;
   int32_t slot;
-  int32_t ticket;         // number of blocks of this launch that entered before
-  int32_t role;           // 0 for the block that notifies; LaunchPlan has the others; kNoRole
-  int32_t roles_to_take;  // number of receivers whose roles this block takes
-  uint32_t whole_slots;   // EntryWord::whole_slots, as this launch found it
-  bool slot_is_free;      // the slot is known to be free on all ranks
-  bool entered;           // no block of another launch has entered: the epoch and the slot belong to this launch
-  volatile bool failed;   // the operation has failed: the results will be poisoned
-  volatile uint32_t looked_at_order;  // the tick in which a thread has looked for operations in different order
+  int32_t ticket;                     // number of blocks of this launch that entered before
+  int32_t role;                       // LaunchPlan defines the roles; role 0 notifies; kNoRole: none
+  int32_t roles_to_take;              // number of receivers whose roles this block takes
+  uint32_t whole_slots;               // EntryWord::whole_slots, as this launch found it
+  bool slot_is_free;                  // the slot is known to be free on all ranks
+  bool entered;                       // no other launch overlaps: the epoch and the slot belong to this launch
+  volatile bool failed;               // the operation has failed: the results will be poisoned
+  volatile uint32_t looked_at_order;  // the tick of the newest check_order_of_groups()
 #ifdef JAX_EP_TIMELINE
   uint64_t begun;
 #endif
@@ -66,7 +66,7 @@ struct Waiting {
   const Call& call;
   const void* result;  // its address identifies this launch (EntryWord::tag)
   State& state;
-  int32_t num_worker_threads;  // threads of the block, without a control warp that is an extra warp
+  int32_t num_worker_threads;  // threads of the block; an extra control warp does not count
 
   // Records the time of a phase of this block, in a build for benchmarks/native/timeline.cu. A later call for the same
   // phase overwrites it.
@@ -156,7 +156,7 @@ struct Waiting {
     return deadline_ns;
   }
 
-  static constexpr int32_t kLogTickNs = 20;  // a millisecond, roughly
+  static constexpr int32_t kLogTickNs = 20;  // log2 of a tick in nanoseconds: a tick is about 1 ms
 
   // The deadline that all blocks of the operation share: the time of its first long wait, plus the time-out. So a peer
   // that is late several times cannot extend it. A block that has not entered yet has a deadline of its own.
@@ -177,20 +177,19 @@ struct Waiting {
     return now + timeout_ns - min(waited_ns, timeout_ns);
   }
 
-  // Fails with kOtherOrder if a peer waits for this rank in an operation of another group, and so cannot come. Looks
-  // for such a peer only after a wait of kOrderPatienceNs or half the time-out. Then few threads look in each tick.
+  // Fails with kOtherOrder if a peer is in another group's operation, and waits there for this rank. Looks only after
+  // kOrderPatienceNs or half the time-out, whichever is shorter; then about one thread per block looks in each tick.
   // A split-phase operation does not look: while it is in flight, this rank enters operations of other groups.
   static constexpr uint64_t kOrderPatienceNs = 1'000'000'000;
   __device__ void check_order_of_groups(uint64_t now, uint64_t deadline_ns) const {
     if (call.phase != Phase::kWhole) return;
+    // Returns if the operation has waited (timeout_ns, less the time that is left) for a shorter time.
     if (deadline_ns - now + min(kOrderPatienceNs, peers.timeout_ns / 2) >= peers.timeout_ns) return;
     const auto tick = static_cast<uint32_t>(now >> kLogTickNs);
     if (state.looked_at_order == tick) return;
     state.looked_at_order = tick;
-    const RankInOtherOrder other = find_rank_in_other_order(peers, state.epoch);
-    if (other.rank < 0) return;
-    const bool has_come = load_relaxed(&own().notified[state.slot][other.rank]) >> 32 == state.epoch;
-    if (!has_come) fail(state, FailureReason::kOtherOrder, other.rank, state.epoch, other.epoch);
+    const DeadlockedPeer other = find_deadlocked_peer(peers, state.epoch);
+    if (other.rank >= 0) fail(state, FailureReason::kOtherOrder, other.rank, state.epoch, other.epoch);
   }
 
   // Fails with kOtherOp if a rank is in another operation: then the awaited data never comes.

@@ -103,11 +103,13 @@ class Session {
   }
   template <typename Args>
   void start(Args args) {
-    for (int32_t r = 0; r < num_ranks_; ++r) {
-      const Member& member = group().members()[r];
-      const auto call = args(*ranks_[r]);
-      member.split_phase->start(call, buffers_of(call), body_of(member, call), ranks_[r]->streams[0]);
-    }
+    for (int32_t r = 0; r < num_ranks_; ++r) start_on(r, args);
+  }
+  template <typename Args>
+  void start_on(int32_t r, Args args) {
+    const Member& member = group().members()[r];
+    const auto call = args(*ranks_[r]);
+    member.split_phase->start(call, buffers_of(call), body_of(member, call), ranks_[r]->streams[0]);
   }
   template <typename Args>
   void done(Args args) {

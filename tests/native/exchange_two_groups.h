@@ -22,12 +22,16 @@ std::optional<FailureReason> reason_of(const Session& session) {
 
 // Each rank has one stream for both groups. Some ranks run an operation of the one group first, and the other ranks an
 // operation of the other group. At least one group must fail with kOtherOrder, and no kernel may wait for its time-out.
+// Perhaps each rank has a start before its operation of the one group. A start waits for no other rank, so ranks that
+// run the other group first have not begun it.
 void run_groups_in_other_order(Session& one, Session& other, std::mt19937& random) {
   const auto num_in_one_order = static_cast<int32_t>(1 + random() % (one.num_ranks() - 1));
+  const bool has_start = random() % 2;
   const uint64_t begun = emulator::now_ns();
   for (int32_t r = 0; r < one.num_ranks(); ++r) {
     const cudaStream_t stream = one.ranks()[r]->streams[0];
     const auto run = [&](Session& session) {
+      if (has_start && &session == &one) one.start_on(r, [](Rank& rank) { return rank.dispatch_split(0, 0); });
       session.whole_on(r, [](Rank& rank) { return rank.dispatch(0); }, stream);
     };
     run(r < num_in_one_order ? one : other);
