@@ -1,6 +1,7 @@
 """Times dispatch and combine on this machine's devices, beside the floor of the link and plain JAX.
 
     jax-ep bench --tokens 8,32,128 --wire none,fp8 --json rows.json --plot pairs.png
+    jax-ep bench --report FOLDER
 
 In several processes (started by jax-ep launch, srun or mpirun), the bench measures the devices of all processes. A time
 on the host's clock is then the time of the slowest process, and process 0 reports.
@@ -38,5 +39,5 @@ means that a value cannot be measured here:
 
 `cases.Case` describes what to time. An `exchanges.Exchange` is a way to move tokens. `timing.time_forward` runs it, and
 `timeline.time_line` reads its trace. `__main__.measure` makes a row of the results. `options.mismatches` checks the
-options before the bench measures anything.
+options before the bench measures anything. `run_page.write` writes the page of --report.
 """

@@ -8,6 +8,7 @@ import functools
 import importlib
 import itertools
 import json
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ import jax_ep as ep
 from jax_ep import _checks, _network, _processes, _wires
 from jax_ep._group import BackendName
 from jax_ep._layouts import LAYOUTS
-from jax_ep.bench import report
+from jax_ep.bench import report, run_page
 from jax_ep.bench.cases import ROUTINGS, Case
 from jax_ep.bench.devices import allow_virtual_cpus
 from jax_ep.bench.exchanges import AXIS, EpExchange, LaxExchange, open_group
@@ -31,6 +32,7 @@ from jax_ep.bench.options import flag, mismatches, sms_or_auto
 from jax_ep.bench.timing import Timing, time_backward, time_forward
 
 OTHERS = ("balance", "experts")  # modules with a bench of their own: jax-ep bench NAME
+OUTPUTS = ("json", "plot", "report")  # options that name a file or a directory to write; only process 0 writes
 
 
 def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     add("--experts", type=numbers, default=argparse.SUPPRESS, help=f"experts in all; a list (default: {experts})")
     # The bench cannot check "fp8_pow2" on the other legs: with its scales, sums of make_inputs are not exact in fp8.
     for name, formats, what in (
-        ("--wire", list(_wires.WIRES), "tokens travel to the experts"),
+        ("--wire", list(_wires.DISPATCH_WIRES), "tokens travel to the experts"),
         ("--combine-wire", ["fp8"], "the experts' outputs come back"),
         (
             "--grad-wire",
@@ -190,14 +192,15 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
     add("--lax", action=compare, default=True, help="also time lax.all_to_all and lax.ragged_all_to_all")
     add("--json", metavar="FILE", help="also write the rows to FILE")
     add("--plot", metavar="FILE", help="plot the time per pair over the tokens to FILE (needs matplotlib)")
+    add("--report", metavar="FOLDER", help="write a page about the run to FOLDER: report.html, report.md and plots")
     options = parser.parse_args(argv)
     if options.model:
         model = MODELS[options.model]
         hidden, top_k, experts = model.hidden, model.top_k, model.num_experts
     sizes = {"hidden": [hidden], "top_k": [top_k], "experts": [experts]}
     options = argparse.Namespace(**sizes | vars(options))
-    if jax.process_index() != 0:  # only process 0 writes files
-        options.json = options.plot = None
+    if jax.process_index() != 0:
+        vars(options).update(dict.fromkeys(OUTPUTS))
     if wrong := _mismatch(options, num_ranks):
         parser.error(wrong)
     return options
@@ -210,7 +213,7 @@ def _mismatch(options: argparse.Namespace, num_ranks: int) -> str | None:
     """
     missing = report.missing("matplotlib") if options.plot else None
     wrong = f"--plot: {missing}" if missing else next(mismatches(options, num_ranks), None)
-    mine = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
+    mine = {name: value for name, value in vars(options).items() if name not in OUTPUTS}
     published = _processes.exchange_among_all("jax_ep.bench", "options", [wrong, mine])
     for process, (wrong, theirs) in published.items():
         if wrong:
@@ -228,9 +231,9 @@ def _cases(options: argparse.Namespace, num_ranks: int) -> list[Case]:
 
 
 def _show(
-    measured: Iterable[dict[str, Any]], cases: Sequence[Case], options: argparse.Namespace
+    measured: Iterable[dict[str, Any]], cases: Sequence[Case], options: argparse.Namespace, command: str
 ) -> list[dict[str, Any]]:
-    """Prints a line for each row as it is measured, and writes the files of --json and --plot. Returns the rows."""
+    """Prints a line for each row as it is measured, and writes the files of the options. Returns the rows."""
     devices = jax.devices()
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     print(f"{len(devices)} x {devices[0].device_kind}{processes}; microseconds per dispatch + combine")
@@ -246,6 +249,8 @@ def _show(
                     json.dump(rows, file, indent=1)
     if options.plot:
         report.plot(rows, options.plot)
+    if options.report:
+        print(f"wrote {run_page.write(options.report, rows, command)}")
     return rows
 
 
@@ -254,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     In several processes, all measure, and process 0 prints.
     """
+    argv = sys.argv[1:] if argv is None else argv
     devices = jax.devices()
     options = _parse(argv, num_ranks=len(devices), on_cpu=devices[0].platform == "cpu")
     mesh = Mesh(np.array(devices), (AXIS,))
@@ -262,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(case, mesh, backend=options.backend, pairs=options.chain, grad=options.grad, lax=options.lax)
         for case in cases
     )
-    rows = _show(measured, cases, options) if jax.process_index() == 0 else list(measured)
+    command = shlex.join(["jax-ep", "bench", *argv])
+    rows = _show(measured, cases, options, command) if jax.process_index() == 0 else list(measured)
     return 0 if all(row["checked"] for row in rows) else 1
 
 

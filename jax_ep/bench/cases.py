@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep._layouts import LayoutName
-from jax_ep._wires import GradWire, Wire
+from jax_ep._wires import DispatchWire, GradWire, Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Case:
     top_k: int
     experts: int
     dtype: str
-    wire: Wire | None
+    wire: DispatchWire | None
     layout: LayoutName
     routing: str
     num_sms: int | None = None

@@ -16,7 +16,7 @@ import jax_ep as ep
 from jax_ep import _layouts, _token_layout
 from jax_ep._group import BackendName
 from jax_ep._layouts import LayoutName
-from jax_ep._wires import GradWire, Wire
+from jax_ep._wires import DispatchWire, GradWire, Wire
 from jax_ep.bench.cases import Case
 
 AXIS = "ep"
@@ -73,7 +73,7 @@ class EpExchange:
 
     group: ep.Group
     layout: LayoutName
-    wire: Wire | None
+    wire: DispatchWire | None
     combine_wire: Wire | None = None
     grad_wire: GradWire | None = None
     capacity: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,14 @@ def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
                 yield f"{flag(name)} is {file}, in a directory that does not exist; make it first"
             elif Path(file).is_dir():
                 yield f"{flag(name)} is {file}, a directory; name a file in it"
+    for folder in given("report"):
+        is_new = not Path(folder).exists()
+        if not is_new and not Path(folder).is_dir():
+            yield f"--report is {folder}, a file; name a directory, which may be new"
+        elif not Path(folder).parent.is_dir():
+            yield f"--report is {folder}, in a directory that does not exist; make it first"
+        elif not os.access(Path(folder).parent if is_new else folder, os.W_OK | os.X_OK):
+            yield f"--report is {folder}, where this user may not write; name another directory"
     for file in given("plot"):
         from matplotlib.backend_bases import FigureCanvasBase
 

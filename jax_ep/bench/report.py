@@ -44,7 +44,7 @@ def open_report(cases: Sequence[Case], *, grad: bool, lax: bool) -> Report:
     """
     shared = {name: value for name, value in dataclasses.asdict(cases[0]).items() if not _differs(name, cases)}
     shared.pop("tokens", None)  # always a column
-    print(", ".join(f"{name} {_text(name, value)}" for name, value in shared.items()))
+    print(", ".join(f"{name} {text(name, value)}" for name, value in shared.items()))
     settings = [name for name in SETTINGS if name not in shared]
     times = [
         name for name in HEADINGS if (grad or not name.startswith("grad_")) and (lax or not name.startswith("lax_"))
@@ -69,17 +69,17 @@ class PlainReport:
     """Prints a line for each row at once, for logs and pipes."""
 
     def __init__(self, columns: Sequence[str]) -> None:
-        self._widths = {column: max(len(_heading(column)), 8) for column in columns}
+        self._widths = {column: max(len(heading(column)), 8) for column in columns}
 
     def __enter__(self) -> PlainReport:
-        self._print({column: _heading(column) for column in self._widths})
+        self._print({column: heading(column) for column in self._widths})
         return self
 
     def __exit__(self, *exception: object) -> None:
         pass
 
     def add(self, row: dict[str, Any]) -> None:
-        self._print({column: _text(column, row[column]) for column in self._widths})
+        self._print({column: text(column, row[column]) for column in self._widths})
 
     def _print(self, cells: dict[str, str]) -> None:
         print("  ".join(cells[column].rjust(width) for column, width in self._widths.items()), flush=True)
@@ -98,7 +98,7 @@ class LiveReport:
         self._columns = columns
         self._table = Table(box=SIMPLE, padding=0, collapse_padding=True)
         for column in columns:
-            self._table.add_column(_heading(column), justify="right", overflow="fold", min_width=6)
+            self._table.add_column(heading(column), justify="right", overflow="fold", min_width=6)
         bar = BarColumn(bar_width=None)
         self._progress = Progress(bar, MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), expand=True)
         self._task = self._progress.add_task("", total=num_cases)
@@ -113,7 +113,7 @@ class LiveReport:
 
     def add(self, row: dict[str, Any]) -> None:
         style = None if row["checked"] else "bold red"
-        self._table.add_row(*(_text(column, row[column]) for column in self._columns), style=style)
+        self._table.add_row(*(text(column, row[column]) for column in self._columns), style=style)
         self._progress.advance(self._task)
 
 
@@ -121,11 +121,13 @@ def _differs(name: str, cases: Sequence[Case]) -> bool:
     return len({getattr(case, name) for case in cases}) > 1
 
 
-def _heading(column: str) -> str:
+def heading(column: str) -> str:
+    """Returns the heading of a column of the JSON rows."""
     return HEADINGS.get(column, column)
 
 
-def _text(column: str, cell: Any) -> str:
+def text(column: str, cell: Any) -> str:
+    """Formats a value of a JSON row."""
     if cell is None:
         return "none" if column.endswith("wire") else {"num_sms": "auto"}.get(column, "-")
     if isinstance(cell, bool):
@@ -152,10 +154,10 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
 
-    for index, (label, group) in enumerate(_series(rows, SETTINGS[:-1]).items()):
+    for index, (label, group) in enumerate(series(rows, SETTINGS[:-1]).items()):
         draw(f"jax_ep{label}", group, "pair_us" if on_gpus else "wall_pair_us", "o-", f"C{index}")
         draw(f"floor of the link{label}", group, "floor_pair_us", "--", f"C{index}")
-    for label, group in _series(rows, SETTINGS_OF_LAX[:-1]).items():
+    for label, group in series(rows, SETTINGS_OF_LAX[:-1]).items():
         draw(f"lax.all_to_all{label}", group, "lax_pair_us", ":", "0.5")
     axes.set(
         xscale="log",
@@ -169,10 +171,10 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _series(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def series(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Groups the rows by the settings in `names` that differ between rows. Returns label -> rows."""
     names = [name for name in names if len({row[name] for row in rows}) > 1]
-    series: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        series.setdefault("".join(f", {name} {_text(name, row[name])}" for name in names), []).append(row)
-    return series
+        groups.setdefault("".join(f", {name} {text(name, row[name])}" for name in names), []).append(row)
+    return groups
