@@ -34,7 +34,9 @@ def dequantize(recv: Dispatched | AllToAll | Expanded) -> Annotated[jax.Array, "
     if recv.scales is None:
         return recv.x
     scales, (num_rows, hidden) = recv.scales, recv.x.shape[-2:]
-    # Scales of AllToAll, and those of the layout "token", are float32 in rows.
-    if not isinstance(recv, AllToAll) and not (isinstance(recv, Dispatched) and recv.route.layout == "token"):
-        scales = _scales.restore(scales, recv.scales_format, num_rows, _wires.num_scales(hidden))
-    return _wires.dequantize(recv.x, scales, recv.group.dtype)
+    if isinstance(recv, AllToAll):
+        return _wires.dequantize(recv.x, scales, recv.group.dtype)
+    if isinstance(recv, Expanded) or recv.route.layout != "token":  # scales of the layout "token" are float32 in rows
+        num_scales = _wires.num_scales(hidden, recv.channels_per_scale)
+        scales = _scales.restore(scales, recv.scales_format, num_rows, num_scales)
+    return _wires.dequantize(recv.x, scales, recv.group.dtype, recv.channels_per_scale)

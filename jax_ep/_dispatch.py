@@ -23,7 +23,7 @@ from jax_ep._layouts import LayoutName
 from jax_ep._scales import ScalesFormat
 from jax_ep._split_calls import Pending, check_compiled, check_pending
 from jax_ep._types import DispatchCall, Dispatched, Route, route_of
-from jax_ep._wires import GradWire, Wire
+from jax_ep._wires import DispatchWire, GradWire
 
 QuantizedRows: TypeAlias = tuple[
     Annotated[jax.Array, "float8_e4m3fn [T, H]"], Annotated[jax.Array, "float32 [T, ceil(H/128)]"]
@@ -41,7 +41,7 @@ def dispatch(
     capacity: int | None = None,
     capacity_factor: float | None = None,
     alignment: int = 1,
-    wire: Wire | None = None,
+    wire: DispatchWire | None = None,
     grad_wire: GradWire | None = None,
     dequantize: bool = True,
     scales_format: ScalesFormat = "float32",
@@ -67,12 +67,13 @@ def dispatch(
             (docs/concepts.md). recv.num_dropped counts the dropped rows, and combine treats them as zero.
         capacity_factor: use it in place of capacity. The capacity is then capacity_factor times the rows that a
             balanced router sends: T * K rows per rank ("ragged") or T * K / E_local rows per local expert ("expert"),
-            rounded up to a multiple of alignment. With "token", it is that of "ragged", but at most R * T: more rows
-            never arrive.
+            rounded up to a multiple of alignment. With "token", it is that of "ragged", but at most R * T, because a
+            rank never gets more rows.
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number. The
             other layouts pad no group. With "token", give alignment to `expand`.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
-            "fp8_pow2" does the same with scales that are powers of two. Both need group.hidden to be a multiple of 16.
+            "fp8_pow2" does the same with scales that are powers of two. "mxfp8" has one such scale per 32 channels, for
+            experts that multiply in MXFP8. All need group.hidden to be a multiple of 16.
         grad_wire: the format in which the cotangent of x comes back in the backward pass. None sends it in the group's
             dtype. "fp8" and "fp8_pow2" cast as for wire, and "fp8_e5m2" casts to float8_e5m2. Each rank sums its rows
             of a token in float32, and then casts the sum. The token's own rank does not cast its own sum.
@@ -80,12 +81,13 @@ def dispatch(
             fp8 wire, the gradient is then the one of wire=None: it ignores the rounding. A quantised x has no gradient.
             False keeps recv.x in fp8; recv.x must then be multiplied by recv.scales, and the call cannot be
             differentiated.
-        scales_format: the form of recv.scales, for rows [..., N, H] and S = ceil(H/128) scales per row. "float32":
-            float32 [..., N, S]. "float32_columns": float32 [..., S, N'], with N' = N rounded up to a multiple of 4.
-            "ue8m0": float8_e8m0fnu [..., N, S]. "ue8m0_columns": int32 [..., ceil(S/4), N'], four exponents per word,
-            the first in the lowest byte. The forms with columns are those of DeepGEMM. All but "float32" need fp8 rows
-            and dequantize=False; "ue8m0" and "ue8m0_columns" need wire="fp8_pow2". In the layout "token", recv.scales
-            is always float32, and scales_format is the form of the scales that `expand` returns.
+        scales_format: the form of recv.scales, for rows [..., N, H] and S scales per row: ceil(H/128), or ceil(H/32)
+            with "mxfp8". "float32": float32 [..., N, S]. "float32_columns": float32 [..., S, N'], with N' = N rounded
+            up to a multiple of 4. "ue8m0": float8_e8m0fnu [..., N, S]. "ue8m0_columns": int32 [..., ceil(S/4), N'],
+            four exponents per word, the first in the lowest byte. The forms with columns are those of DeepGEMM. All but
+            "float32" need fp8 rows and dequantize=False; "ue8m0" and "ue8m0_columns" need wire="fp8_pow2" or "mxfp8".
+            In the layout "token", recv.scales is always float32, and scales_format is the form of the scales that
+            `expand` returns.
         zero_pad: True zeroes rows that hold no token. False leaves them unspecified. None, the default, means True if
             the call is differentiated, and False otherwise.
         plan: the result of `balance` for the same topk_idx: rows go where the plan says. counts, group_sizes and the
@@ -99,7 +101,8 @@ def dispatch(
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
-        TypeError: a call that returns fp8 rows is differentiated, or a call is differentiated in a quantised x.
+        TypeError: a call that returns fp8 rows is differentiated, or a call is differentiated with respect to x, which
+            is quantised.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
@@ -127,7 +130,7 @@ def dispatch_start(
     capacity: int | None = None,
     capacity_factor: float | None = None,
     alignment: int = 1,
-    wire: Wire | None = None,
+    wire: DispatchWire | None = None,
     grad_wire: GradWire | None = None,
     dequantize: bool = True,
     scales_format: ScalesFormat = "float32",
@@ -213,7 +216,7 @@ def dispatch_like(
     route = route_of("dispatch_like", recv)
     check_usable("dispatch_like", route.group)
     _checks.array("dispatch_like", "x", x, {"T": route.num_tokens, "H'": None}, getattr(x, "dtype", None))
-    # Keys are no numbers, and XLA packs several int4 into a byte.
+    # PRNG keys are not numbers, and XLA packs several int4 into a byte.
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or jax.dtypes.itemsize_bits(x.dtype) % 8:
         raise TypeError(f"dispatch_like: x has dtype {x.dtype}; it must be of whole bytes, such as int8 or float32")
     group = route.group
@@ -273,9 +276,12 @@ def _visible(call: DispatchCall, recv: Dispatched) -> Dispatched:
     """What the user sees of the backend's `recv`: no empty slots, and scales in the form that the call asks for."""
     recv = _without_empty_slots(recv)
     scales_format = call.options.scales_format
-    if recv.scales is None or recv.route.layout == "token":  # `expand` arranges the scales of the layout "token"
-        return dataclasses.replace(recv, scales_format=scales_format)
-    return dataclasses.replace(recv, scales=_scales.arrange(recv.scales, scales_format), scales_format=scales_format)
+    scales = recv.scales
+    if scales is not None and recv.route.layout != "token":  # `expand` arranges the scales of the layout "token"
+        scales = _scales.arrange(scales, scales_format)
+    return dataclasses.replace(
+        recv, scales=scales, scales_format=scales_format, channels_per_scale=call.channels_per_scale
+    )
 
 
 def _without_empty_slots(recv: Dispatched) -> Dispatched:
@@ -356,7 +362,7 @@ def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatche
         given = "x is quantised" if call.quantized else f"wire is {call.options.wire!r}"
         raise TypeError(f"dispatch: fp8 rows cannot be differentiated ({given}); use dequantize=True")
     recv = _move(call, *_compat.values((x, *operands)), zero_pad=call.options.zero_pad is not False)
-    # Named here, for the route that the backward rule saves is otherwise out of reach of a checkpoint policy.
+    # Named here: otherwise, no checkpoint policy could save the route, which the backward rule needs.
     recv = checkpoint_name(recv, "jax_ep_dispatch")
     return recv, (recv.route, recv.topk_idx)
 
@@ -367,7 +373,7 @@ def _dispatch_bwd(
     route, topk_idx = saved
     rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
     if call.quantized:
-        rows = None  # x and its scales are constants: the forward rule has seen to that
+        rows = None  # x and its scales are constants: otherwise, the forward rule raises an error
     if rows is None and weights is None:
         return None, None, None, None
     if topk_idx is None:

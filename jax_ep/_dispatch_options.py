@@ -9,7 +9,7 @@ from jax_ep._layouts import LayoutName
 from jax_ep._placement import limit_of
 from jax_ep._scales import ScalesFormat
 from jax_ep._settings import GroupSettings
-from jax_ep._wires import GRAD_WIRES, GradWire, Wire
+from jax_ep._wires import DISPATCH_WIRES, GRAD_WIRES, DispatchWire, GradWire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class DispatchOptions:
     capacity: int | None
     capacity_factor: float | None
     alignment: int
-    wire: Wire | None
+    wire: DispatchWire | None
     grad_wire: GradWire | None
     dequantize: bool
     zero_pad: bool | None
@@ -34,7 +34,7 @@ class DispatchOptions:
         `tolerance_units`: of the plan along which rows go; None for no plan.
         """
         _checks.choice(f"{op}: layout", self.layout, _layouts.LAYOUTS)
-        _checks.wire(op, self.wire, group.hidden)
+        _checks.wire(op, self.wire, group.hidden, formats=DISPATCH_WIRES)
         _checks.wire(op, self.grad_wire, group.hidden, "grad_wire", GRAD_WIRES)
         if self.zero_pad is not None:
             _checks.boolean(op, "zero_pad", self.zero_pad)

@@ -32,13 +32,13 @@ def check(op: str, scales_format: str, *, returns_fp8: bool, quantized: bool, wi
             f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or call "
             "dispatch with dequantize=False and an fp8 wire or a quantised x"
         )
-    if scales_format.startswith("ue8m0") and wire != "fp8_pow2":
+    if scales_format.startswith("ue8m0") and wire not in ("fp8_pow2", "mxfp8"):
         fix = "call dispatch"
         if quantized:
             fix = "the scales of a quantised x may be other numbers: give x in the group's dtype"
         raise ValueError(
             f"{op}: scales_format is {scales_format!r}, which holds only powers of two; {fix} with "
-            "wire='fp8_pow2', or take the scales as float32"
+            "wire='fp8_pow2' or 'mxfp8', or take the scales as float32"
         )
 
 
@@ -48,10 +48,9 @@ def arrange(scales: jax.Array, scales_format: ScalesFormat) -> jax.Array:
         return scales
     if scales_format == "float32_columns":
         return _to_columns(scales)
-    exponents = (lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8)
     if scales_format == "ue8m0":
-        return lax.bitcast_convert_type(exponents, UE8M0)
-    return _to_columns(_words(exponents))
+        return lax.bitcast_convert_type(_exponents(scales), UE8M0)
+    return _to_columns(to_words(scales))
 
 
 def restore(arranged: jax.Array, scales_format: ScalesFormat, num_rows: int, num_scales: int) -> jax.Array:
@@ -61,10 +60,33 @@ def restore(arranged: jax.Array, scales_format: ScalesFormat, num_rows: int, num
     if scales_format == "float32_columns":
         return _to_rows(arranged, num_rows)
     if scales_format == "ue8m0":
-        exponents = lax.bitcast_convert_type(arranged, jnp.uint8)
-    else:
-        words = _to_rows(arranged, num_rows)
-        exponents = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)[..., :num_scales]
+        return _from_exponents(lax.bitcast_convert_type(arranged, jnp.uint8))
+    return from_words(_to_rows(arranged, num_rows), num_scales)
+
+
+def to_words(scales: jax.Array) -> jax.Array:
+    """Packs float32 scales [..., S] that are 0, a power of two, or NaN into int32 [..., ceil(S/4)].
+
+    A word has the exponents of four scales, the first in its lowest byte.
+    """
+    exponents = _padded(_exponents(scales), _EXPONENTS_PER_WORD)
+    shape = (*scales.shape[:-1], exponents.shape[-1] // _EXPONENTS_PER_WORD, _EXPONENTS_PER_WORD)
+    return lax.bitcast_convert_type(exponents.reshape(shape), jnp.int32)
+
+
+def from_words(words: jax.Array, num_scales: int) -> jax.Array:
+    """The inverse of `to_words`: float32 [..., num_scales]."""
+    shape = (*words.shape[:-1], _EXPONENTS_PER_WORD * words.shape[-1])
+    return _from_exponents(lax.bitcast_convert_type(words, jnp.uint8).reshape(shape)[..., :num_scales])
+
+
+def _exponents(scales: jax.Array) -> jax.Array:
+    """The exponents of float32 scales that are 0, a power of two, or NaN: uint8."""
+    return (lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8)
+
+
+def _from_exponents(exponents: jax.Array) -> jax.Array:
+    """The inverse of `_exponents`."""
     # 255 is NaN. As an exponent of float32 alone, it would be infinity.
     bits = (exponents.astype(jnp.uint32) << 23) | jnp.where(exponents == 255, jnp.uint32(1 << 22), jnp.uint32(0))
     return lax.bitcast_convert_type(bits, jnp.float32)
@@ -73,13 +95,6 @@ def restore(arranged: jax.Array, scales_format: ScalesFormat, num_rows: int, num
 def _padded(array: jax.Array, multiple: int) -> jax.Array:
     """Returns `array` with zeros behind its last axis, whose size becomes a multiple of `multiple`."""
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % multiple)])
-
-
-def _words(exponents: jax.Array) -> jax.Array:
-    """Packs uint8 [..., rows, S] into int32 [..., rows, ceil(S/4)], the first exponent in the lowest byte."""
-    padded = _padded(exponents, _EXPONENTS_PER_WORD)
-    shape = (*exponents.shape[:-1], padded.shape[-1] // _EXPONENTS_PER_WORD, _EXPONENTS_PER_WORD)
-    return lax.bitcast_convert_type(padded.reshape(shape), jnp.int32)
 
 
 def _to_columns(rows: jax.Array) -> jax.Array:

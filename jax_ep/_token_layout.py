@@ -179,6 +179,7 @@ def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1)
         pair_of_row=pair_of_row,
         group=group,
         scales_format=recv.scales_format,
+        channels_per_scale=recv.channels_per_scale,
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks, _layouts
+from jax_ep import _checks, _layouts, _wires
+from jax_ep._constants import CHANNELS_PER_SCALE
 from jax_ep._dispatch_options import CheckedOptions
 from jax_ep._layouts import LayoutName
 from jax_ep._placement import PlanArrays
@@ -86,7 +87,7 @@ class Backend(Protocol):
     def dispatch_back(
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """The transpose of dispatch: sums rows [rows, H'] to [T, H'], returns weights [rows] to [T, K]; or None.
+        """The transpose of dispatch: sums rows to [T, H'], and sends weights back to [T, K]. None for None.
 
         With a wire, a rank casts the float32 sums that it sends to other ranks, but not those of its own tokens.
 
@@ -205,7 +206,7 @@ class Route:
         *("x", "counts", "group_sizes", "weights", "scales", "num_dropped", "route"),
         *("topk_idx", "num_rows", "num_rows_per_rank"),
     ],
-    meta_fields=["scales_format"],
+    meta_fields=["scales_format", "channels_per_scale"],
 )
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
@@ -225,8 +226,8 @@ class Dispatched:
             do not describe the rows of x: use those of `expand`.
         weights: float32, one per row of x; 0 in rows that hold no token. In the layout "token", [capacity, K]; 0 for
             experts of other ranks.
-        scales: one per 128 channels of x, if rows arrive in fp8 and dequantize is False; else None. float32
-            [..., ceil(H/128)], or the form that `dispatch` describes under scales_format.
+        scales: one per `channels_per_scale` channels of x, if rows arrive in fp8 and dequantize is False; else None.
+            float32 [..., ceil(H/channels_per_scale)], or the form that `dispatch` describes under scales_format.
         num_dropped: [] int32, rows that this rank dropped because they did not fit. The number of all ranks is
             `jax.lax.psum(recv.num_dropped, axes)`, with all axes over which the tokens are split.
         route: opaque; `combine` and `dispatch_like` use it.
@@ -237,6 +238,7 @@ class Dispatched:
         num_rows_per_rank: in the layout "token", [R] int32, the rows from each source rank. None in the other layouts.
         scales_format: that of the call (static). In the layout "token", it is the form of the scales that `expand`
             returns, and `scales` is float32.
+        channels_per_scale: 32 with wire="mxfp8", else 128 (static).
 
     Example:
         >>> def rows_per_rank(x, topk_idx):
@@ -257,6 +259,7 @@ class Dispatched:
     num_rows: jax.Array | None = None
     num_rows_per_rank: jax.Array | None = None
     scales_format: ScalesFormat = "float32"
+    channels_per_scale: int = CHANNELS_PER_SCALE
 
     @property
     def group(self) -> GroupSettings:
@@ -290,7 +293,7 @@ class Dispatched:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["x", "counts", "group_sizes", "weights", "scales", "num_dropped", "row_of_pair", "pair_of_row"],
-    meta_fields=["group", "scales_format"],
+    meta_fields=["group", "scales_format", "channels_per_scale"],
 )
 @dataclasses.dataclass(frozen=True)
 class Expanded:
@@ -310,6 +313,7 @@ class Expanded:
         pair_of_row: [capacity] int32, n * K + k for the pair (n, k) of each row; N * K for no pair. `reduce` uses it.
         group: the `Group`.
         scales_format: the form of `scales` (static): that of the dispatch.
+        channels_per_scale: that of recv (static).
 
     Example:
         >>> def is_within_the_room(x, topk_idx):
@@ -329,6 +333,7 @@ class Expanded:
     pair_of_row: jax.Array
     group: GroupSettings
     scales_format: ScalesFormat = "float32"
+    channels_per_scale: int = CHANNELS_PER_SCALE
 
     @property
     def row_expert(self) -> jax.Array:
@@ -360,6 +365,10 @@ class DispatchCall:
     @property
     def returns_fp8(self) -> bool:
         return self.arrives_fp8 and not self.options.dequantize
+
+    @property
+    def channels_per_scale(self) -> int:
+        return _wires.channels_per_scale(self.options.wire)
 
     def route(self, arrays: Any) -> Route:
         options = self.options

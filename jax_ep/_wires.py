@@ -1,12 +1,13 @@
-"""The formats in which rows cross the link. A new wire format is a new entry of `WIRES` or `GRAD_WIRES`.
+"""The formats in which rows cross the link. A new format is a new entry of `WIRES`, `DISPATCH_WIRES` or `GRAD_WIRES`.
 
-An fp8 wire carries values of 8 bits (`Fp8Type`) and one float32 scale per 128 channels (the blocks of DeepSeek-V3's
-activations, https://arxiv.org/abs/2412.19437, section 3.3). The last block has the remaining channels. On the CUDA
-backend, the dispatch kernel casts bfloat16 rows, in a dispatch and in the backward pass of combine. The combine kernel
-casts float32 sums. The functions of this file cast all other rows, and all rows on the other backends. Every backend
-makes the same bits, except for the bits of a NaN in a gradient. So nothing here may depend on how a compiler rounds:
-XLA divides with 2 ulp on GPUs, may convert to fp8 by way of float16, and skips the rounding to a 16-bit type between
-two float32 computations where no barrier keeps them apart.
+An fp8 wire carries values of 8 bits (`Fp8Type`) and one scale per block of channels. A block has 128 channels, as in
+DeepSeek-V3's activations (https://arxiv.org/abs/2412.19437, section 3.3), or 32 in "mxfp8" (OCP Microscaling Formats
+1.0, section 5, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). The last block
+has the remaining channels. On the CUDA backend, the dispatch kernel casts bfloat16 rows to blocks of 128 channels, in a
+dispatch and in the backward pass of combine. The combine kernel casts float32 sums. The functions of this file cast all
+other rows, and all rows on the other backends. Every backend makes the same bits, except for the bits of a NaN in a
+gradient. So nothing here may depend on how a compiler rounds: XLA divides with 2 ulp on GPUs, may convert to fp8 by way
+of float16, and skips the rounding to a 16-bit type between two float32 computations where no barrier keeps them apart.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax import lax
 from jax_ep._constants import CHANNELS_PER_SCALE, Cast
 
 Wire: TypeAlias = Literal["fp8", "fp8_pow2"]
+DispatchWire: TypeAlias = Literal["fp8", "fp8_pow2", "mxfp8"]
 GradWire: TypeAlias = Literal["fp8", "fp8_pow2", "fp8_e5m2"]
 FP8 = jnp.float8_e4m3fn
 CHANNELS_PER_UNIT = 16  # of an fp8 row: a row in transit has whole units of 16 bytes
@@ -34,15 +36,15 @@ _MANTISSA = np.uint32(0x7FFFFF)
 _ONE = np.uint32(0x800000)  # the leading one of a float32 mantissa, and one step of its exponent
 
 
-def num_scales(hidden: int) -> int:
+def num_scales(hidden: int, channels_per_scale: int = CHANNELS_PER_SCALE) -> int:
     """Returns the number of scales of a row of `hidden` channels."""
-    return -(-hidden // CHANNELS_PER_SCALE)
+    return -(-hidden // channels_per_scale)
 
 
-def _in_blocks(x: jax.Array) -> jax.Array:
-    """Returns x [..., H] as [..., num_scales(H), 128], with zeros behind the last channel."""
-    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % CHANNELS_PER_SCALE)]
-    return jnp.pad(x, padding).reshape(*x.shape[:-1], num_scales(x.shape[-1]), CHANNELS_PER_SCALE)
+def _in_blocks(x: jax.Array, channels_per_scale: int) -> jax.Array:
+    """Returns x [..., H] as [..., num_scales, channels_per_scale], with zeros behind the last channel."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % channels_per_scale)]
+    return jnp.pad(x, padding).reshape(*x.shape[:-1], num_scales(x.shape[-1], channels_per_scale), channels_per_scale)
 
 
 def _out_of_blocks(blocks: jax.Array, hidden: int) -> jax.Array:
@@ -54,25 +56,28 @@ def _out_of_blocks(blocks: jax.Array, hidden: int) -> jax.Array:
 
 
 def quantize(x: jax.Array, wire: str) -> tuple[jax.Array, jax.Array]:
-    """Casts x [..., H] to (fp8 [..., H], float32 scales [..., ceil(H/128)]) such that x ~= q * scale.
+    """Casts x [..., H] to (fp8 [..., H], float32 scales, one per block of channels) such that x ~= q * scale.
 
     A NaN or infinity makes its whole block NaN: every q is 0x7f and the scale is 0x7fc00000.
     """
-    blocks = _in_blocks(lax.optimization_barrier(x).astype(jnp.float32))
+    wire_format = FORMATS[wire]
+    blocks = _in_blocks(lax.optimization_barrier(x).astype(jnp.float32), wire_format.channels_per_scale)
     # As integers, the bits of |x| have the order of the values, and every NaN comes last. No platform drops a NaN here.
     largest = jnp.max(lax.bitcast_convert_type(blocks, jnp.uint32) & ~_SIGN, axis=-1)
     is_finite = largest < _INFINITY
     amax = jnp.maximum(lax.bitcast_convert_type(jnp.where(is_finite, largest, 0), jnp.float32), _AMAX_FLOOR)
-    wire_format = GRAD_WIRES[wire]
     scales, factor = wire_format.scale(amax)
     q = lax.bitcast_convert_type(_round_to_fp8(blocks * factor[..., None], wire_format.type), jnp.uint8)
     q = lax.bitcast_convert_type(jnp.where(is_finite[..., None], q, _FP8_NAN), wire_format.type.dtype)
     return _out_of_blocks(q, x.shape[-1]), jnp.where(is_finite, scales, np.float32(np.nan))
 
 
-def dequantize(q: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def dequantize(
+    q: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike, channels_per_scale: int = CHANNELS_PER_SCALE
+) -> jax.Array:
     """Inverts `quantize`: q * scale in float32, rounded once to `dtype`. Every NaN of the result has NumPy's bits."""
-    values = _out_of_blocks(_in_blocks(q.astype(jnp.float32)) * scales[..., None], q.shape[-1])
+    blocks = _in_blocks(q.astype(jnp.float32), channels_per_scale)
+    values = _out_of_blocks(blocks * scales[..., None], q.shape[-1])
     return lax.optimization_barrier(_unify_nans(values.astype(dtype)))
 
 
@@ -142,24 +147,33 @@ E5M2 = Fp8Type(jnp.float8_e5m2, 2, -14, 15)
 class WireFormat(NamedTuple):
     """How an fp8 wire casts a block of channels."""
 
-    cast: Cast
-    """The kernels' name of the format."""
+    cast: Cast | None
+    """The kernels' name of the format; None if no kernel casts to it."""
     type: Fp8Type
     scale: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     """The largest |x| of a block, finite and at least 1e-4 -> the block's scale, and the factor that multiplies x."""
+    channels_per_scale: int = CHANNELS_PER_SCALE
 
 
 WIRES: dict[str, WireFormat] = {
     "fp8": WireFormat(Cast.AMAX, E4M3, _amax_scale),
     "fp8_pow2": WireFormat(Cast.POWER_OF_TWO, E4M3, _power_of_two_scale),
 }
+DISPATCH_WIRES = WIRES | {"mxfp8": WireFormat(None, E4M3, _power_of_two_scale, channels_per_scale=32)}
+"""The formats of dispatch's `wire`. GEMMs of experts read these rows, so there is one more format for them."""
 GRAD_WIRES = WIRES | {"fp8_e5m2": WireFormat(Cast.E5M2, E5M2, _e5m2_scale)}
 """The formats of `grad_wire`. They include all formats of `wire`. E5M2 has a wider range, and rounds more coarsely."""
+FORMATS = DISPATCH_WIRES | GRAD_WIRES
 
 
 def cast_of(wire: str | None) -> Cast:
-    """Returns how the kernels cast for a wire format."""
-    return Cast.NONE if wire is None else GRAD_WIRES[wire].cast
+    """Returns how the kernels cast for a wire format: not at all if XLA casts."""
+    return Cast.NONE if wire is None else FORMATS[wire].cast or Cast.NONE
+
+
+def channels_per_scale(wire: str | None) -> int:
+    """Returns the number of channels in a block of a wire format; None: of rows that are already quantised."""
+    return CHANNELS_PER_SCALE if wire is None else FORMATS[wire].channels_per_scale
 
 
 def _divide_448_by(amax: jax.Array) -> jax.Array:

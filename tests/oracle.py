@@ -238,16 +238,17 @@ def dispatch_tokens(
 
 
 def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
-    """fp8 of x [..., H] with one float32 scale per 128 channels, every step rounded to float32.
+    """fp8 of x [..., H] with one float32 scale per 128 channels (32 with "mxfp8"), every step rounded to float32.
 
     The last scale is that of the channels that are left.
 
     A block that holds a NaN or infinity becomes NaN: its bytes are 0x7f and its scale is NumPy's NaN.
     """
     hidden = x.shape[-1]
-    blocks = np.zeros((*x.shape[:-1], -(-hidden // CHANNELS_PER_SCALE) * CHANNELS_PER_SCALE), np.float32)
+    block = 32 if wire == "mxfp8" else CHANNELS_PER_SCALE
+    blocks = np.zeros((*x.shape[:-1], -(-hidden // block) * block), np.float32)
     blocks[..., :hidden] = x
-    blocks = blocks.reshape(*x.shape[:-1], -1, CHANNELS_PER_SCALE)
+    blocks = blocks.reshape(*x.shape[:-1], -1, block)
     is_finite = np.isfinite(blocks).all(axis=-1)
     blocks = np.where(is_finite[..., None], blocks, np.float32(0))
     amax = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-4))
@@ -271,10 +272,10 @@ def quantize(x, wire) -> tuple[np.ndarray, np.ndarray]:
 
 def dequantize(x_fp8, scales, dtype) -> np.ndarray:
     """Every NaN of the result has the bits of NumPy's NaN of that dtype."""
+    hidden = x_fp8.shape[-1]
+    block = CHANNELS_PER_SCALE if scales.shape[-1] == -(-hidden // CHANNELS_PER_SCALE) else 32
     with np.errstate(invalid="ignore", over="ignore"):  # 0 * infinity; float16 overflows to infinity
-        values = (
-            x_fp8.astype(np.float32) * np.repeat(scales, CHANNELS_PER_SCALE, axis=-1)[..., : x_fp8.shape[-1]]
-        ).astype(dtype)
+        values = (x_fp8.astype(np.float32) * np.repeat(scales, block, axis=-1)[..., :hidden]).astype(dtype)
     values[np.isnan(values)] = np.nan
     return values
 

@@ -275,19 +275,21 @@ def test_quantized_input(group, layout):
     assert calls(text) == ["jax_ep_dispatch"]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    ("dtype", "wire"), [("bfloat16", "fp8"), ("float16", "fp8"), ("float32", "fp8"), ("bfloat16", "mxfp8")]
+)
 @pytest.mark.parametrize("is_split", [False, True])
-def test_kernels_cast_bfloat16_only(group, layout, dtype, is_split):
-    """XLA casts other dtypes: a split-phase call once, in its start."""
+def test_kernels_cast_bfloat16_only(group, layout, dtype, wire, is_split):
+    """XLA casts other dtypes, and casts to MXFP8: a split-phase call once, in its start."""
 
     def body(x, topk_idx, topk_weights):
-        options = {"group": group, "layout": layout, "wire": "fp8", "dequantize": True}
+        options = {"group": group, "layout": layout, "wire": wire, "dequantize": True}
         if is_split:
             return ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, **options)).x
         return ep.dispatch(x, topk_idx, topk_weights, **options).x
 
-    text = lowered(group, body, (X[0], dtype), IDS, WEIGHTS)
-    in_kernel = dtype == jnp.bfloat16
+    text = lowered(group, body, (X[0], jnp.dtype(dtype)), IDS, WEIGHTS)
+    in_kernel = (dtype, wire) == ("bfloat16", "fp8")
     kernel = "dispatch_start" if is_split else "dispatch"
     (settings,) = re.findall(rf"@jax_ep_{kernel}\(.*cast = (\d+) : i64.*dequantize = (\w+)", text)
     assert settings == (("1", "true") if in_kernel else ("0", "false"))

@@ -155,7 +155,8 @@ DISPATCH = [
     ({"wire": np.zeros(2)}, ValueError, ["None", "fp8", "fp8_pow2"]),
     ({"wire": "fp4"}, ValueError, ["fp4", "fp8", "fp8_pow2"]),
     ({"wire": "fp8", "x": quantised}, ValueError, ["fp8", "None"]),
-    ({"wire": "fp8_e5m2"}, ValueError, ["fp8_e5m2", "'fp8_pow2'"]),
+    ({"wire": "fp8_e5m2"}, ValueError, ["fp8_e5m2", "'fp8_pow2'", "'mxfp8'"]),
+    ({"grad_wire": "mxfp8"}, ValueError, ["mxfp8", "None", "fp8_pow2", "fp8_e5m2"]),
     ({"grad_wire": "fp4"}, ValueError, ["fp4", "None", "fp8_pow2", "fp8_e5m2"]),
 ]
 
@@ -169,6 +170,7 @@ COMBINE = [
     ({"out_dtype": "junk"}, TypeError, ["junk", "bfloat16"]),
     ({"out_dtype": "int32"}, TypeError, ["int32", "bfloat16", "float16", "float32"]),
     ({"wire": "fp8_e5m2"}, ValueError, ["fp8_e5m2", "None", "'fp8_pow2'"]),
+    ({"wire": "mxfp8"}, ValueError, ["mxfp8", "None", "'fp8_pow2'"]),
     ({"grad_wire": 8}, ValueError, [8, "None", "fp8_pow2", "fp8_e5m2"]),
 ]
 
@@ -190,7 +192,7 @@ ALL_TO_ALL = [
     ({"splits": lambda splits: splits[:15]}, ValueError, [15, 16]),
     ({"splits": lambda splits: splits.astype(jnp.uint32)}, TypeError, ["uint32", "int32"]),
     ({"group": None}, TypeError, ["NoneType", "Group"]),
-    ({"wire": "fp4"}, ValueError, ["fp4", "fp8", "fp8_pow2"]),
+    ({"wire": "mxfp8"}, ValueError, ["mxfp8", "fp8", "fp8_pow2"]),
     ({"dequantize": 1}, TypeError, [1, "bool"]),
 ]
 

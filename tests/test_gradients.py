@@ -251,7 +251,7 @@ def test_transpose_of_dispatch_like(make_group, mesh, layout, dtype, hidden):
     assert np.linalg.norm(dother - total) <= COMBINE_BOUND[dtype] * np.linalg.norm(magnitude)
 
 
-@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2", None])
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8", None])
 def test_fp8_rows_are_not_differentiable(make_group, mesh, layout, wire):
     """Neither those that a wire makes nor those that the caller has made: not even in topk_weights alone."""
     group = make_group(mesh, SMALL)

@@ -36,13 +36,16 @@ def arranged(scales, scales_format):
     return columns(np.pad(exponents, padding).view("<i4"))
 
 
-@pytest.mark.parametrize("layout", ["ragged", "expert", "token"])
-def test_all_formats(make_group, mesh, layout):
+@pytest.mark.parametrize(
+    ("layout", "wire"),
+    [("ragged", "fp8_pow2"), ("expert", "fp8_pow2"), ("token", "fp8_pow2"), ("ragged", "mxfp8"), ("token", "mxfp8")],
+)
+def test_all_formats(make_group, mesh, layout, wire):
     inputs = make_inputs(SHAPE, mesh.size, "uneven")
     inputs.x[:, 2:, 130] = np.nan  # scales that are NaN
     group = make_group(mesh, SHAPE)
     capacity = {"ragged": 41, "expert": 19, "token": 17}[layout]  # a column needs padding
-    options = {"group": group, "layout": layout, "capacity": capacity, "wire": "fp8_pow2", "zero_pad": True}
+    options = {"group": group, "layout": layout, "capacity": capacity, "wire": wire, "zero_pad": True}
 
     def dispatch(*inputs):
         results = []
@@ -54,6 +57,7 @@ def test_all_formats(make_group, mesh, layout):
 
     plain, *others = run_spmd(dispatch, mesh, *inputs)
     assert plain[0].dtype == np.float32
+    assert plain[0].shape[-1] == SHAPE.hidden // (32 if wire == "mxfp8" else 128)
     assert np.isnan(plain[0]).any()
     for scales_format, (of_recv, of_rows, *dequantized) in zip(FORMATS[1:], others, strict=True):
         assert_same_bits(of_recv, plain[0] if layout == "token" else arranged(plain[0], scales_format))
@@ -103,7 +107,7 @@ def test_split_phase_and_the_static_format(make_group, mesh):
         ),
         (
             {"scales_format": "ue8m0_columns", "wire": "fp8", "dequantize": False},
-            "'ue8m0_columns', which holds only powers of two; call dispatch with wire='fp8_pow2'",
+            "'ue8m0_columns', which holds only powers of two; call dispatch with wire='fp8_pow2' or 'mxfp8'",
         ),
     ],
 )

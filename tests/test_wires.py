@@ -163,6 +163,23 @@ def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wir
     assert_same_bits(sent.scales, results[0].scales)
 
 
+@pytest.mark.parametrize(("hidden", "dtype"), [(256, "bfloat16"), (400, "bfloat16"), (528, "float32")])
+def test_mxfp8(make_group, mesh, hidden, dtype):
+    """Blocks of 32 channels of all magnitudes, some of them zero or NaN. The last block has the remaining channels."""
+    shape = dataclasses.replace(SHAPE, hidden=hidden, dtype=dtype)
+    inputs = make_inputs(shape, mesh.size)
+    num_scales = -(-hidden // 32)
+    exponents = np.random.default_rng(5).integers(-25, 60, (*inputs.x.shape[:-1], num_scales))
+    inputs.x[...] = inputs.x * np.exp2(np.repeat(exponents, 32, axis=-1)[..., :hidden], dtype=np.float32)
+    inputs.x[:, 1, 32:64] = 0
+    inputs.x[:, 2, 65] = np.nan
+    inputs.x[:, 3, -1] = -np.inf
+    pair = oracle.quantize(inputs.x, "mxfp8")
+    assert pair[1].shape == (*inputs.x.shape[:-1], num_scales)
+    assert np.isnan(pair[1]).sum() == 2 * mesh.size
+    assert_fp8_dispatched(dispatch_fp8(make_group, mesh, shape, "mxfp8", *inputs), pair, inputs, shape)
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_wire_with_too_little_room(make_group, mesh, layout, wire):
     inputs = wide_range_inputs(SHAPE, mesh.size)
@@ -181,7 +198,7 @@ def test_kernels_refuse_to_cast_other_dtypes(make_group, mesh, op, monkeypatch):
     group = make_group(mesh, shape)
     if group.backend in PURE_JAX:
         pytest.skip("it has no kernels")
-    monkeypatch.setattr(CudaBackend, "_kernels_cast", True)
+    monkeypatch.setattr(CudaBackend, "_kernels_cast", lambda backend, wire: True)
 
     def rows(x, topk_idx, topk_weights):
         if op == "all_to_all":
@@ -240,7 +257,7 @@ def test_factor_is_correctly_rounded(ulps):
 def test_oracle_quantised_rows_stay_close():
     """The oracle's own formula is sound: fp8 keeps x to within half a step of its three mantissa bits."""
     x = make_inputs(SHAPE, num_ranks=1).x
-    for wire in WIRES:
+    for wire in [*WIRES, "mxfp8"]:
         values = oracle.dequantize(*oracle.quantize(x, wire), np.float32)
         assert np.linalg.norm(values - x.astype(np.float32)) < 0.04 * np.linalg.norm(x.astype(np.float32))
 

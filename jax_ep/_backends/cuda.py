@@ -1,4 +1,6 @@
-"""The CUDA backend: each operation is one XLA FFI call, which launches its kernel (ffi/cuda/) on the rank's device.
+"""The CUDA backend: each operation is an XLA FFI call, which launches kernels (ffi/cuda/) on the rank's device.
+
+A split-phase call is three FFI calls: for room on the device, for the start, and for the done.
 
 `targets.py` declares the operands and results of each call. This file does not depend on how devices reach each other's
 memory: only the native group knows that (ffi/cuda/group.h).
@@ -15,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import _compat, _layouts, _placement, _wires
+from jax_ep import _compat, _layouts, _placement, _scales, _wires
 from jax_ep._backends import plain_replicate, targets
 from jax_ep._backends.native_group import AbstractGroup, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
-from jax_ep._constants import MAX_BALANCE_BLOCKS, Layout
+from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route, TokenSlots
@@ -94,8 +96,10 @@ class _CudaOperations(Backend):
         else:
             got = self._done(targets.DISPATCH, operands, started)
         out, scales = got["out"], got["out_scales"] if self._kernel_returns_fp8(call) else None
-        if scales is not None and call.options.dequantize:
-            out, scales = _wires.dequantize(out, scales, self.group.dtype), None
+        if scales is not None:
+            scales = self._unpack_scales(scales, call)
+            if call.options.dequantize:
+                out, scales = _wires.dequantize(out, scales, self.group.dtype, call.channels_per_scale), None
         is_token = call.options.layout == "token"
         return Dispatched(
             x=out,
@@ -163,7 +167,8 @@ class _CudaOperations(Backend):
     def combine_back(
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        if wire is not None and not self._kernels_cast:  # XLA casts and packs the rows, and dispatch_like sends them
+        if wire is not None and not self._kernels_cast(wire):
+            # XLA casts and packs the rows, and dispatch_like sends them.
             packed = self._send_along(route, _wires.pack(g, wire), wire)
             rows = _wires.unpack(packed, g.shape[-1], wire)
             y_cotangent = (rows * weights[..., None]).astype(g.dtype)
@@ -195,7 +200,7 @@ class _CudaOperations(Backend):
         self, x: jax.Array, splits: jax.Array, wire: str | None, *, dequantize: bool, zero_pad: bool
     ) -> AllToAll:
         group, num_rows = self.group, x.shape[0]
-        returns_fp8 = wire is not None and not (dequantize and self._kernels_cast)
+        returns_fp8 = wire is not None and not (dequantize and self._kernels_cast(wire))
         blocks = _layouts.split_blocks(splits, num_rows, group.num_ranks)
         rows, scales = self._cast_for_wire(x, wire)
         operands = {
@@ -276,19 +281,31 @@ class _CudaOperations(Backend):
         out = self._call(target, flat, results, aliases=aliases, **attributes)["out"]
         return out.reshape(-1, *experts.shape[1:])
 
-    @property
-    def _kernels_cast(self) -> bool:
-        """True if the kernels cast rows of the group's dtype to fp8 and back. Otherwise XLA casts them."""
-        return self.group.dtype == jnp.bfloat16
+    def _kernels_cast(self, wire: str | None) -> bool:
+        """True if the kernels cast rows of the group's dtype for a wire, and back. Otherwise XLA casts them."""
+        return self.group.dtype == jnp.bfloat16 and (wire is None or _wires.FORMATS[wire].cast is not None)
 
     def _cast_for_wire(self, x: jax.Array, wire: str | None) -> _SentRows:
-        return (x, None) if wire is None or self._kernels_cast else _wires.quantize(x, wire)
+        if wire is None or self._kernels_cast(wire):
+            return x, None
+        rows, scales = _wires.quantize(x, wire)
+        if _wires.channels_per_scale(wire) != CHANNELS_PER_SCALE:
+            # Kernels move one word per 128 channels, without a look at it: here, the exponents of four scales.
+            scales = lax.bitcast_convert_type(_scales.to_words(scales), jnp.float32)
+        return rows, scales
+
+    def _unpack_scales(self, scales: jax.Array, call: DispatchCall) -> jax.Array:
+        """The scales of rows that kernels moved: the inverse of what `_cast_for_wire` does to scales."""
+        if call.channels_per_scale == CHANNELS_PER_SCALE:
+            return scales
+        num_scales = _wires.num_scales(self.group.hidden, call.channels_per_scale)
+        return _scales.from_words(lax.bitcast_convert_type(scales, jnp.int32), num_scales)
 
     def _rows_to_send(self, call: DispatchCall, x: Any) -> _SentRows:
         return x if call.quantized else self._cast_for_wire(x, call.options.wire)
 
     def _kernel_returns_fp8(self, call: DispatchCall) -> bool:
-        return call.returns_fp8 or (call.arrives_fp8 and not self._kernels_cast)
+        return call.returns_fp8 or (call.arrives_fp8 and not self._kernels_cast(call.options.wire))
 
     def _dispatch_call(
         self,

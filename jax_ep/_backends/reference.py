@@ -89,7 +89,7 @@ class ReferenceBackend(Backend):
         if scales is not None:
             scales = self._rows(route, scales)
             if options.dequantize:
-                rows, scales = _wires.dequantize(rows, scales, self.group.dtype), None
+                rows, scales = _wires.dequantize(rows, scales, self.group.dtype, call.channels_per_scale), None
         if not zero_pad:
             is_specified = _is_in_group(route, placement)  # also the rows that alignment adds
             rows = self._fill_unspecified(rows, is_specified)
