@@ -31,7 +31,7 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def positive(name: str, value: Any) -> Any:
-    """`value` is a positive, finite number, static. It is returned unchanged: a float32 has other digits as float."""
+    """`value` is a positive, finite number, static. It is returned unchanged: float(float32) prints other digits."""
     _number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value}; it must be positive and finite")
@@ -54,7 +54,7 @@ def _number(name: str, value: Any) -> None:
 def array(op: str, name: str, value: Any, dims: dict[str, int | None], dtype: Any, no_cast: str = "") -> None:
     """`value` is an array of `dtype` whose dimensions are `dims`: a letter each, and a size where it is fixed.
 
-    `no_cast`: what to do where a cast would not keep what the values mean.
+    `no_cast`: the advice in the error message if a cast would change the meaning of the values.
     """
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(f"{op}: {name} is {kind(value)}; it must be an array")

@@ -15,14 +15,15 @@ class Error(Exception):
 
 
 class PeerTimeoutError(Error):
-    """A device waited for a peer longer than `Group(timeout=...)`. Over a network: or the peer had given up before.
+    """A device waited for a peer longer than `Group(timeout=...)`. Over a network, also: the peer had given up earlier.
 
     Attributes:
         op: the operation that waited, e.g. "dispatch".
         waiting_rank: the rank that gave up.
         missing_rank: the rank that the waiting rank waited for, or that gave up earlier.
-        expected: the value (epoch, operation or hash) that the waiting rank needed.
-        seen: the value that the waiting rank read last.
+        expected: the number that the waiting rank needed. Usually, it is the number of the operation in its group,
+            counted from 1.
+        seen: the number that the waiting rank read last.
 
     Example:
         >>> try:

@@ -47,10 +47,10 @@ class Group(GroupSettings):
             SMs. With None, it uses at most 32.
         timeout: the number of seconds that a device waits for another rank before the operation fails. It is also the
             number of seconds that a process waits for the other processes when the group is made.
-        replicas: B, the slots per rank for copies of other ranks' experts, 0 to E_local: see `balance`. The result of a
-            dispatch along a plan has E_local + B entries per rank, and of a dispatch without a plan E_local. The layout
-            "expert" without a plan then takes one more copy of the rows than in a group without replicas. On the CUDA
-            backend, a group with replicas has at most 4096 experts.
+        replicas: B, the slots per rank for copies of other ranks' experts, 0 to E_local: see `balance`. A dispatch with
+            a plan returns E_local + B entries per rank; a dispatch without a plan returns E_local. If B > 0, a dispatch
+            without a plan in the layout "expert" also copies its rows once in memory. On the CUDA backend, a group with
+            replicas has at most 4096 experts.
 
     With `jax.distributed`, every process that owns devices of the mesh must make the same groups in the same order.
 
@@ -174,7 +174,7 @@ class Group(GroupSettings):
         return GroupStats(ranks, devices, **self._impl.stats())
 
     def _backend_for(self, num_tokens: int) -> Backend:
-        """The backend that moves `num_tokens` tokens per rank. Without tokens, no rank need wait for another."""
+        """The backend that moves `num_tokens` tokens per rank: the reference backend for 0, as no rank must wait."""
         return self._impl if num_tokens else self._without_tokens
 
     def __enter__(self) -> Group:

@@ -43,8 +43,9 @@ def cuda_reason() -> str | None:
     if not isinstance(_cpu_error, ModuleNotFoundError):
         return f"the native extensions do not load ({_cpu_error}); reinstall jax_ep on this machine"
     return (
-        "jax_ep has no native extensions: it was installed without a C++ compiler, or Python imports the folder jax_ep/ "
-        "of a checkout; install it where a compiler and nvcc are, and start Python in another folder than the checkout"
+        "jax_ep has no native extensions: it was installed without a C++ compiler, or Python imports the folder "
+        "jax_ep/ of a checkout; install it where a compiler and nvcc are, and start Python in another folder than the "
+        "checkout"
     )
 
 

@@ -34,9 +34,9 @@ _Parcel: TypeAlias = tuple[bytes, list[int]]  # the handles of a process's memor
 class GroupId:
     """Chooses a group's id, by which compiled programs name the group. All processes must compile the same program.
 
-    The id is a hash of the group's settings, the shape of its mesh, and an index that counts the equal groups that are
-    open at the same time. It does not depend on devices, on the process, or on closed groups. So a program that was
-    exported, or compiled for a group that is closed now, runs with an equal group.
+    The id is a hash of the group's settings, the shape of its mesh, whether it uses a network, and an index that counts
+    the equal groups that are open at the same time. It does not depend on the process, or on closed groups. So a
+    program that was exported, or compiled for a group that is closed now, runs with an equal group.
     """
 
     _taken: dict[str, set[int]] = {}  # by settings: the indices of the groups that this process has open
