@@ -123,28 +123,26 @@ def _ratio(time: float | None, floor: float | None) -> str:
 
 
 def _comparison(rows: Sequence[Row], published: Sequence[Published]) -> list[str | Table]:
-    if not published:
-        return ["jax_ep quotes no published time of another library yet, so this page has no comparison."]
     cells: list[list[str | Link]] = []
     for row in rows:
         theirs = [one for one in published if is_comparable(row, one)]
         if theirs:
             cells.append(["jax_ep, this run", f"{row['ranks']} x {row['device']}", *_us(row), *_settings(row)])
-        for one in theirs:
-            cells.append([Link(one.library, one.source), one.devices, *_us(vars(one)), *_settings(vars(one))])
+        cells += map(_published_cells, theirs)
+    note = "A row of another library is below the row of jax_ep with the same settings. The devices may differ."
     if not cells:
-        sources = "; ".join(f"{one.library} ({', '.join(_settings(vars(one), named=True))})" for one in published)
-        return [f"No row of this run has the settings of a published time. Published times: {sources}."]
+        note = "No row of this run has the settings of a published time. These are the published times."
+        cells = [_published_cells(one) for one in published]
     headings = ["library", "devices", *(HEADINGS[name] for name in _OPERATIONS), *COMPARED]
-    note = (
-        "A row of another library is below the row of jax_ep with the same settings. The devices may differ. A dash "
-        "means that the source does not give the value."
-    )
-    return [note, Table(headings, cells, text_columns=2)]
+    return [f"{note} A dash means that the source does not give the value.", Table(headings, cells, text_columns=2)]
 
 
-def _settings(row: Row, *, named: bool = False) -> list[str]:
-    return [f"{name} {text(name, row[name])}" if named else text(name, row[name]) for name in COMPARED]
+def _published_cells(one: Published) -> list[str | Link]:
+    return [Link(one.library, one.source), one.devices, *_us(vars(one)), *_settings(vars(one))]
+
+
+def _settings(row: Row) -> list[str]:
+    return [text(name, row[name]) for name in COMPARED]
 
 
 def _us(row: Row) -> list[str]:
