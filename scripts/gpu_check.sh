@@ -140,6 +140,8 @@ bench 8-lax --tokens 8,128 --wire none,fp8 --lax
 bench 9-token --tokens 128,4096 --layout token --num-sms auto,24,12
 bench 10-legs --tokens 128,512,4096 --combine-wire none,fp8
 bench 11-grad-legs --tokens 128,512,4096 --combine-wire fp8 --grad --grad-wire none,fp8,fp8_e5m2
+bench 12-capacity --tokens 128,512,4096 --wire none --grad --capacity-factor 1.25
+bench 13-capacity-fp8 --tokens 128,512,4096 --combine-wire fp8 --grad --grad-wire fp8 --capacity-factor 1.25
 # On one GPU: the experts' matrix products, and a layer beside its parts. Without CUTLASS's headers at the time of build,
 # there is no grouped GEMM, and matmul-2-parts and matmul-3-token fail.
 first_gpu=${CUDA_VISIBLE_DEVICES:-0}

@@ -26,7 +26,7 @@ TABLES = ("runs", "steps", "bench", "matmul", "balance", "layer", "overlap", "tr
 HISTORY_COLUMNS = (
     *("date", "commit", "native_hash", "device", "num_devices", "step", "chain", "processes", "nodes"),
     *("tokens", "hidden", "top_k", "experts", "dtype", "wire", "combine_wire", "grad_wire"),
-    *("layout", "routing", "num_sms"),
+    *("layout", "routing", "num_sms", "capacity_factor"),
     *("dispatch_us", "combine_us", "pair_us", "wall_pair_us", "floor_pair_us"),
     *("grad_pair_us", "lax_pair_us", "lax_ragged_pair_us"),
 )

@@ -150,6 +150,28 @@ def backward(machine: Machine) -> str:
     return f"{caption}\n\n{markdown(headings, cells)}"
 
 
+def training(machine: Machine) -> str:
+    """Makes the table of a pair in training with a small capacity: without fp8, and with fp8 on all legs."""
+    rows = machine.rows("bench", "bench-12-capacity", "bench-13-capacity-fp8")
+    cells = [
+        [
+            row.get("grad_wire", "none"),
+            str(row["tokens"]),
+            *(us(row[name]) for name in ("pair_us", "grad_pair_us")),
+            f"{row['grad_pair_us'] / row['pair_us']:.2f}",
+            *(us(row[name]) for name in ("grad_combine_us", "grad_dispatch_us", "floor_pair_us")),
+        ]
+        for row in rows
+    ]
+    text = f"{SHAPE}, capacity_factor 1.25; microseconds. The first column is the format on all legs."
+    caption = machine.caption(rows, "scripts/gpu_check.sh bench-12-capacity bench-13-capacity-fp8", text)
+    headings = [
+        *("wires", "tokens per rank", "forward pair", "backward pair", "backward / forward"),
+        *("of which combine's", "dispatch's", "floor of a pair"),
+    ]
+    return f"{caption}\n\n{markdown(headings, cells)}"
+
+
 def forward_legs(machine: Machine) -> str:
     """Makes the table of pairs whose combine travels as fp8."""
     columns = {"combine": "combine_us", "pair": "pair_us", "floor": "floor_pair_us"}
@@ -426,6 +448,7 @@ TABLES: dict[str, Callable[[Machine], str]] = {
         backward,
         forward_legs,
         backward_legs,
+        training,
         rivals,
         processes,
         network,

@@ -307,6 +307,7 @@ def test_floor_of_the_link():
         ("--wire=none,fp8 --routing=skewed --num-sms=auto,8 --no-lax", 4),
         ("--wire=fp8_pow2 --dtype=float16 --layout=expert --grad --no-lax", 1),
         ("--wire=fp8 --layout=token --combine-wire=fp8 --grad-wire=fp8,fp8_e5m2 --grad --no-lax", 2),
+        ("--wire=mxfp8 --capacity-factor=8 --no-lax", 1),
     ],
 )
 def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
@@ -329,6 +330,14 @@ def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
         assert {"floor_dispatch_us", "floor_combine_us", "floor_pair_us", "arena_bytes", "ranks", "num_sms"} <= set(row)
     assert len(capsys.readouterr().out.splitlines()) >= 1 + num_rows
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_that_do_not_fit_are_wrong_results(tmp_path):
+    json_file = tmp_path / "rows.json"
+    options = "--tokens=8 --hidden=128 --top-k=2 --experts=16 --chain=3 --backend=reference --no-lax --routing=skewed"
+    assert main([*options.split(), "--capacity-factor=1", f"--json={json_file}"]) == 1
+    (row,) = json.loads(json_file.read_text())
+    assert (row["capacity_factor"], row["checked"]) == (1, False)
 
 
 def test_balance_and_copies(tmp_path, capsys):
@@ -395,6 +404,7 @@ def test_live_table(capsys):
         ("--wire=fp4", "'fp4' is no choice of this option; choose from none, fp8, fp8_pow2"),
         ("--combine-wire=fp8_pow2", "'fp8_pow2' is no choice of this option; choose from none, fp8"),
         ("--grad-wire=fp8", "--grad-wire is fp8; it needs --grad"),
+        ("--capacity-factor=0.5", "--capacity-factor is 0.5; it must be at least 1, or rows are dropped"),
         ("--hidden=72 --grad --grad-wire=fp8", "--hidden is 72; it must be a multiple of 16, with --grad-wire=fp8"),
         ("--chain=0", "--chain is 0; it must be at least 1"),
         ("--tokens=8,0", "--tokens is 0; it must be at least 1"),

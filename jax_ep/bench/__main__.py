@@ -38,7 +38,15 @@ OUTPUTS = ("json", "plot", "report")  # options that name a file or a directory 
 def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: bool, lax: bool) -> dict[str, Any]:
     """Measures a case. Returns a row of the report."""
     with open_group(case, mesh, backend) as group:
-        exchange = EpExchange(group, case.layout, case.wire, case.combine_wire, case.grad_wire, zero_pad=grad)
+        exchange = EpExchange(
+            group,
+            case.layout,
+            case.wire,
+            case.combine_wire,
+            case.grad_wire,
+            capacity_factor=case.capacity_factor,
+            zero_pad=grad,
+        )
         forward = time_forward(exchange, case, mesh, pairs, traced=True)
         group.check()
         backward = time_backward(exchange, forward, mesh, pairs) if grad else None
@@ -183,6 +191,12 @@ def _parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpa
         )
     add("--num-sms", type=sms, default="auto", help="SMs that an operation may use; a list")
     add("--layout", choices=LAYOUTS, default="ragged", help="layout of the rows that arrive")
+    add(
+        "--capacity-factor",
+        type=float,
+        metavar="FACTOR",
+        help="room for the rows that arrive, as in jax_ep.dispatch; without it, there is room for any routing",
+    )
     add("--routing", choices=ROUTINGS, default="uniform", help="skewed: half of all rows go to one rank")
     add("--dtype", choices=_checks.DTYPES, default="bfloat16", help="dtype of activations")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="backend of jax_ep")
@@ -226,6 +240,7 @@ def _mismatch(options: argparse.Namespace, num_ranks: int) -> str | None:
 
 def _cases(options: argparse.Namespace, num_ranks: int) -> list[Case]:
     fixed = {"ranks": num_ranks, "dtype": options.dtype, "layout": options.layout, "routing": options.routing}
+    fixed["capacity_factor"] = options.capacity_factor
     combinations = itertools.product(*(getattr(options, name) for name in report.SETTINGS))
     return [Case(**fixed, **dict(zip(report.SETTINGS, values, strict=True))) for values in combinations]
 

@@ -28,6 +28,7 @@ class Case:
     layout: LayoutName
     routing: str
     num_sms: int | None = None
+    capacity_factor: float | None = None  # None: room for any routing
     combine_wire: Wire | None = None  # the `wire` of combine
     grad_wire: GradWire | None = None  # the `grad_wire` of dispatch and of combine
 

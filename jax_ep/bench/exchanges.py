@@ -77,6 +77,7 @@ class EpExchange:
     combine_wire: Wire | None = None
     grad_wire: GradWire | None = None
     capacity: int | None = None
+    capacity_factor: float | None = None
     zero_pad: bool | None = None
 
     @property
@@ -91,6 +92,7 @@ class EpExchange:
             group=self.group,
             layout=self.layout,
             capacity=self.capacity,
+            capacity_factor=self.capacity_factor,
             wire=self.wire,
             dequantize=False,
             zero_pad=self.zero_pad,

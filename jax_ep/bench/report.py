@@ -129,7 +129,7 @@ def heading(column: str) -> str:
 def text(column: str, cell: Any) -> str:
     """Formats a value of a JSON row."""
     if cell is None:
-        return "none" if column.endswith("wire") else {"num_sms": "auto"}.get(column, "-")
+        return "none" if column.endswith("wire") else {"num_sms": "auto", "capacity_factor": "none"}.get(column, "-")
     if isinstance(cell, bool):
         return "yes" if cell else "WRONG"
     return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
