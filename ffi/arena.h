@@ -54,8 +54,8 @@ struct ArenaLayout {
   int32_t max_payload = 0;  // bytes, a multiple of 16; the scales of an fp8 row fit in the bytes that fp8 saves
   int32_t num_slots = 0;    // a power of two, so that epochs may wrap
   int32_t header_bytes = 0, row_stride = 0;
-  // One per chunk of the payload, and one per unit of scales. A row in fp8 has half as many chunks, and no more units
-  // of scales than chunks.
+  // One per chunk of the payload, and one per unit of scales. In fp8, a row of n chunks has at most (n + 1) / 2 chunks,
+  // and as many units of scales: n + 1 in all.
   int32_t escape_masks_per_row = 0;
   int64_t escape_masks_begin = 0;
   int64_t bytes = 0;
@@ -186,10 +186,10 @@ struct Control {
   // of all blocks to num_blocks, when it leaves.
   alignas(16) uint32_t num_left[2];
   uint32_t num_blocks[2];
-  uint32_t done_left[kMaxSlots];   // blocks that have left the done of each slot
+  uint32_t done_left[kMaxSlots];   // blocks that have left the done (a split-phase call's 2nd launch) of each slot
   uint32_t poisons[2][kMaxSlots];  // 1 while a block poisons the results in each slot; indexed like first_wait
-  // {epoch, the next item to claim} in each slot. claimed_items: rows of a dispatch; or tracks, then parts of slots, of
-  // a replicate. claimed_padding: ranges of rows of a dispatch's result.
+  // {epoch, the next item to claim} in each slot. claimed_items: rows of a dispatch; or, of a replicate, tracks
+  // (row_ring.cuh), then parts of slots. claimed_padding: ranges of rows of a dispatch's result.
   unsigned long long claimed_items[kMaxSlots], claimed_padding[kMaxSlots];
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.
   unsigned long long first_wait[2][kMaxSlots];

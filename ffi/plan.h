@@ -79,8 +79,8 @@ struct LaunchPlan {
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * block_warps(); }  // without an extra control warp
 
-  // Of a dispatch: false if a block would have two roles that the variant cannot give to one block, and for a done of
-  // the low-latency variant, whose roles need an epoch of their launch's own (roles.cuh).
+  // For a dispatch. False if a block of the low-latency variant would have two roles. False also for a done of this
+  // variant: its roles need an epoch of its own launch (roles.cuh).
   constexpr bool is_possible(Phase phase = Phase::kWhole) const {
     return !has_extra_control_warp(variant) || (first_receiver >= num_senders && phase != Phase::kDone);
   }
@@ -207,8 +207,8 @@ struct Send {
 struct Receive {
   WarpsPerRow warps;
 };
-// A share of the blocks, in sixteenths. With Fewest::kReceivers, at most this share receives, or more if senders leave
-// blocks unused. With Fewest::kSenders, at least this share receives, or less if there are too few rows to receive.
+// The receivers' share of the blocks, in sixteenths. Fewest::kReceivers: an upper limit, but receivers also get the
+// blocks that senders leave unused. Fewest::kSenders: a lower limit, but they get no more blocks than their rows need.
 struct ReceiverSixteenths {
   int32_t number;
 };
@@ -455,8 +455,8 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool 
 // Plans a combine. Without a cast, own rows go through the arena like a peer's in kLowLatency, and in kBalanced with
 // three or more experts per token: the senders then sum own rows and the peers' rows at the same time. In all other
 // cases, receivers sum own rows. The exception is all_to_all_back (top_k == 0): it does not sum rows, and own rows go
-// back like a peer's. `num_chunks`: of a row of y. `units_read`: the number of
-// units of y for one unit that is sent; more than one means that sums are cast.
+// back like a peer's. `num_chunks`: of a row of y. `units_read`: the number of units of y for one unit that is sent;
+// more than one means that sums are cast.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t units_read, int32_t num_sms, int32_t device_sms) {
   using namespace combine_shapes;

@@ -45,8 +45,8 @@ constexpr int chunks_at_once(Variant variant, int units_read) {
   if (has_prefetch_ring(variant)) return kChunksOfPart / units_read;
   return units_read > 1 ? 1 : 2;
 }
-// Behind its pieces, the ring has room for the own sum of a part (store_own_sum): 4 chunks, or 8 if sums are cast, for
-// 2 chunks with 16 float32 per lane.
+// Behind its pieces, the ring has room for the own sum of a part (store_own_sum), which takes per lane 4 units for 4
+// chunks or, if sums are cast, 8 units for the 16 float32 of 2 chunks.
 template <bool kCasts>
 using PrefetchRingOfY = PrefetchRing<kChunksOfPart * kChunkBytes, (kCasts ? 8 : 4) * kChunkBytes>;
 constexpr int32_t ring_bytes(Variant variant, bool casts) {
@@ -127,8 +127,8 @@ struct CombineOperands {
 
   using Sums = UnitSums<kChunksAtOnce>;
 
-  // Starts a sum at zero. all_to_all_back moves one row unchanged. If there is a row, its sum starts at -0: zero plus
-  // -0 would not give -0.
+  // Starts a sum at zero. all_to_all_back moves one row unchanged: if there is a row, its sum starts at -0, because
+  // 0 + -0 would be 0.
   __device__ void start_sum(float (&total)[kSize], bool any = true) const {
 #pragma unroll
     for (int e = 0; e < kSize; ++e) total[e] = is_all_to_all() && any ? -0.0f : 0.0f;
@@ -158,9 +158,9 @@ struct CombineOperands {
   // treats an own row like a peer's.)
   struct RowsOfToken {
     int32_t peer, index;  // index: among the tokens that the peer has sent here; for an own token, its number
-    // Decides `present`. For a peer's token: the number of tokens that the peer has sent here, which must be more than
-    // `index`. For an own token: a number that must not be negative. With sums_own(), it is the token's number, so each
-    // own token is present, even if it has no rows here. Otherwise, it is the token's index in args.send_index.
+    // Decides `present`. A peer's token: the number of tokens that the peer has sent here; present if `index` is less.
+    // An own token: its index in args.send_index or, with sums_own(), its number; present if this is not negative. So
+    // with sums_own(), each own token is present, even if it has no rows here.
     int32_t num_rows_or_index;
     bool present;
     uint32_t rows;  // bits of the k that have a row here
@@ -168,8 +168,8 @@ struct CombineOperands {
     float weight;
   };
 
-  // True if receivers sum the rows of own tokens. Otherwise own rows go through the arena like a peer's.
-  // If sums are cast, they always do: the own sum stays in float32.
+  // True if receivers sum the rows of own tokens; always, if sums are cast, because the own sum stays in float32. If
+  // false, own rows go through the arena like a peer's.
   __device__ bool sums_own() const {
     return !is_all_to_all() && (kCasts || (!is_low_latency(kVariant) && plan.sums_own));
   }

@@ -65,6 +65,7 @@ struct CombineReceiver : CombineSender<Config> {
     if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
     __syncwarp();                                         // some lanes have waited; now all lanes may read
     const int32_t arena_row = row_number(source, index);  // of rank = lane
+    // here: the bit of this rank if receivers sum own rows, else 0.
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
     if (args.topk_weights && warp_group.warp == warp_group.num_warps - 1) {  // this warp has least to do
       float weight = weight_of(arena_row, sources & ~here);

@@ -83,7 +83,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   }
 
   __device__ uint32_t num_items() const { return peers.num_ranks * args.num_tokens; }
-  // The rows before it are the first rows of the receivers' warp groups.
+  // The first row that warp groups claim. The receivers' warp groups take the rows before it without a claim.
   __device__ uint32_t first_claimable_row() const {
     return WarpGroup::of_receivers(plan, plan.num_blocks - 1, 0).num_groups;
   }
@@ -158,7 +158,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     Arriving arriving = {};
     find_row_of_item(item, arriving);
     arriving.is_own = is_own(arriving.source);
-    // If the operation fails, lanes give up one by one, and only some of them know the number of rows.
+    // After a failure, only some lanes may know the number of rows. The vote gives all lanes the same answer.
     arriving.is_sent = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
     if (!arriving.is_sent) return arriving;
     arriving.address = row_here(arriving.source, arriving.index);

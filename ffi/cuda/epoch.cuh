@@ -48,9 +48,9 @@ struct Epoch : Roles {
   __device__ void sync_workers() const { named_barrier(kWorkersBarrier, num_worker_threads); }
 
   // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
-  // writes to peers. Such a block waits until all peers have read the former rows of the slot, and another block until
-  // this rank has. With kRoleByIndex, the block's role is its index (roles.cuh). A role from `num_senders` on is a
-  // receiver's, and may be given away: then state.role is kNoRole. Without kRoleByIndex, the role is the block's
+  // writes to peers. Such a block waits until all peers have read the slot's former rows. Any other block waits until
+  // this rank has read them. With kRoleByIndex, the block's role is its index (roles.cuh). A role from `num_senders` on
+  // is a receiver's, and may be given away: then state.role is kNoRole. Without kRoleByIndex, the role is the block's
   // ticket. If `num_senders` is positive, blocks with an index from `num_senders` on first wait until num_senders
   // blocks have entered (await_entries).
   template <bool kRoleByIndex = false, typename Sends>
@@ -85,8 +85,8 @@ struct Epoch : Roles {
       __syncwarp();
     }
     if constexpr (kHasNetwork) {
-      // Over a network, words may overtake one another. The words of the former launch must arrive first: some of them,
-      // such as `finished`, have the same address as words of this launch, which replace them.
+      // Over a network, words may overtake one another. Some words of this launch replace words of the former launch
+      // (`finished`, for example). So those of the former launch must arrive first.
       if (state.role == 0 && lane_id() == 0) order_words();
       __syncwarp();
     }
@@ -126,7 +126,7 @@ struct Epoch : Roles {
   __device__ __forceinline__ void enter_epoch() const {
     const uint32_t tag = EntryWord::tag(reinterpret_cast<unsigned long long>(result));
     const int32_t axis_index = *call.axis_index;
-    const uint4 launches = load_unit(own().num_left);
+    const uint4 launches = load_unit(own().num_left);  // num_left[0], num_left[1], num_blocks[0], num_blocks[1]
     const unsigned long long word = atomic_add_relaxed_gpu(address_in_lane_0(&own().entry), EntryWord::step(tag));
     const uint32_t group_failed = load_relaxed(&own().failed);
     publish();
@@ -149,8 +149,8 @@ struct Epoch : Roles {
     // the code of the check.
     if (kRoleByIndex && blockIdx.x == 0) check_rank(axis_index);
     if (state.ticket != 0) return;
-    // At the other index are the words of the former launch, and the next launch will use them. All blocks of the
-    // former launch must have left. The words are reset for the next launch.
+    // The words at the other index belong to the former launch, and then to the next one, for which they are reset
+    // here. All blocks of the former launch must have left.
     const bool has_former_left = epoch & 1 ? launches.x == launches.z : launches.y == launches.w;
     if (!has_former_left && !state.failed) fail_overlap();
     store_relaxed(&own().num_left[~epoch & 1], 0);
@@ -200,8 +200,8 @@ struct Epoch : Roles {
   }
 
   // epoch_before: the former operation of the slot. newest_known: the newest operation of the slot whose rows `peer`
-  // has read, but at most epoch_before, as wait_for() compares for equality. (The peer may be further: it need not wait
-  // for a block that sends it no rows.)
+  // has read, but at most epoch_before, as wait_for() compares for equality. (It may be a later one: a peer that gets
+  // no rows from this block does not wait for it.)
   __device__ uint32_t epoch_before() const { return state.epoch - peers.layout.num_slots; }
   __device__ uint32_t newest_known(int32_t peer) const {
     const uint32_t finished = load_acquire(&own().finished[state.slot][peer]);
