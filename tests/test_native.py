@@ -32,7 +32,7 @@ def test_cpp_unit_tests(tmp_path):
 
 
 def test_build_without_compiler(tmp_path):
-    """Without a C++ compiler, CMake builds no extension. With JAX_EP_CUDA=ON, it fails."""
+    """Without a C++ compiler, CMake builds no extension. It fails if one is asked for, or if the compiler is broken."""
     search_path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     cmake, make = (shutil.which(name, path=search_path) for name in ("cmake", "make"))
 
@@ -44,7 +44,13 @@ def test_build_without_compiler(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "jax_ep is installed without its native extensions" in " ".join(done.stderr.split())
     assert not (tmp_path / "auto" / "CMakeFiles" / "_cpu.dir").exists()
-    assert "There is no C++ compiler, which JAX_EP_CUDA=ON" in configure("cuda", "-DJAX_EP_CUDA=ON").stderr
+    assert configure("off", "-DJAX_EP_CUDA=off").returncode == 0
+    for option in ("CUDA", "NVSHMEM", "CUTLASS", "EMULATOR"):
+        assert (
+            f"JAX_EP_{option} is ON, but there is no C++ compiler" in configure(option, f"-DJAX_EP_{option}=ON").stderr
+        )
+    broken = configure("broken", "-DCMAKE_CXX_COMPILER=/bin/false")
+    assert broken.returncode != 0 and "is not able to compile" in " ".join(broken.stderr.split())
 
 
 # Loading
