@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import warnings
 from types import SimpleNamespace
@@ -307,7 +308,7 @@ def test_floor_of_the_link():
         ("--wire=none,fp8 --routing=skewed --num-sms=auto,8 --no-lax", 4),
         ("--wire=fp8_pow2 --dtype=float16 --layout=expert --grad --no-lax", 1),
         ("--wire=fp8 --layout=token --combine-wire=fp8 --grad-wire=fp8,fp8_e5m2 --grad --no-lax", 2),
-        ("--wire=mxfp8 --capacity-factor=8 --no-lax", 1),
+        ("--wire=mxfp8 --capacity-factor=8.25", 1),
     ],
 )
 def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
@@ -332,12 +333,13 @@ def test_rows_of_the_report(tmp_path, capsys, backend, options, num_rows):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_that_do_not_fit_are_wrong_results(tmp_path):
+def test_rows_that_do_not_fit_are_wrong_results(tmp_path, capsys):
     json_file = tmp_path / "rows.json"
     options = "--tokens=8 --hidden=128 --top-k=2 --experts=16 --chain=3 --backend=reference --no-lax --routing=skewed"
     assert main([*options.split(), "--capacity-factor=1", f"--json={json_file}"]) == 1
     (row,) = json.loads(json_file.read_text())
     assert (row["capacity_factor"], row["checked"]) == (1, False)
+    assert re.search(r"^\d+ rows did not fit, .* larger --capacity-factor$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_balance_and_copies(tmp_path, capsys):
@@ -404,7 +406,7 @@ def test_live_table(capsys):
         ("--wire=fp4", "'fp4' is no choice of this option; choose from none, fp8, fp8_pow2"),
         ("--combine-wire=fp8_pow2", "'fp8_pow2' is no choice of this option; choose from none, fp8"),
         ("--grad-wire=fp8", "--grad-wire is fp8; it needs --grad"),
-        ("--capacity-factor=0.5", "--capacity-factor is 0.5; it must be at least 1, or rows are dropped"),
+        ("--capacity-factor=inf", "--capacity-factor is inf; it must be positive and finite"),
         ("--hidden=72 --grad --grad-wire=fp8", "--hidden is 72; it must be a multiple of 16, with --grad-wire=fp8"),
         ("--chain=0", "--chain is 0; it must be at least 1"),
         ("--tokens=8,0", "--tokens is 0; it must be at least 1"),

@@ -130,8 +130,9 @@ def test_columns_of_what_was_not_run_are_left_out():
 
 
 def test_settings_that_differ_are_columns():
-    _, results, _ = tables(page.to_html(build(row(num_sms=24), row())))
+    _, results, _ = tables(page.to_html(build(row(num_sms=24, capacity_factor=1.25), row())))
     assert [line[results[0].index("num_sms")] for line in results] == ["num_sms", "24", "auto"]
+    assert [line[results[0].index("capacity_factor")] for line in results] == ["capacity_factor", "1.25", "none"]
 
 
 def test_both_forms_have_the_same_tables():
@@ -231,6 +232,7 @@ def test_comparable_rows():
         {"wire": None},
         {"combine_wire": "fp8"},
         {"transport": "nvshmem"},
+        {"layout": "token"},
         {"routing": "skewed"},
         {"zero_pad": True},
         {"pair_us": None},

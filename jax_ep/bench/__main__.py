@@ -60,6 +60,9 @@ def measure(case: Case, mesh: Mesh, *, backend: BackendName, pairs: int, grad: b
         }
         row |= _transport(group, case, forward.topk_idx)
     topk_idx, timing = forward.topk_idx, forward.timing
+    num_dropped = sum(int(np.sum(shard.data)) for shard in forward.recv.num_dropped.addressable_shards)
+    if num_dropped:
+        print(f"{num_dropped} rows did not fit, so the results are wrong: give a larger --capacity-factor")
     del forward  # its arrays are large, and lax's arrays need the memory
     floor = measure_floor(case, topk_idx, mesh)
     plain = dataclasses.replace(case, wire=None, combine_wire=None, grad_wire=None, num_sms=None, layout="ragged")

@@ -307,14 +307,10 @@ def _times_factors(rows: jax.Array, group_sizes: jax.Array, factors: jax.Array) 
 
 def _layout(case: Case, capacity: int | None, group_sizes: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
     """Returns the first row of each group, [E_local] int32, and the leading dimensions of the buffer."""
-    capacity = capacity or _layouts.default_capacity(
-        case.layout,
-        num_ranks=case.ranks,
-        num_tokens=case.tokens,
-        top_k=case.top_k,
-        experts_per_rank=case.experts_per_rank,
-        alignment=1,
-    )
+    sizes = {"num_tokens": case.tokens, "top_k": case.top_k, "experts_per_rank": case.experts_per_rank, "alignment": 1}
+    if capacity is None and case.capacity_factor is not None:
+        capacity = _layouts.capacity_of_factor(case.layout, case.capacity_factor, **sizes)
+    capacity = capacity or _layouts.default_capacity(case.layout, num_ranks=case.ranks, **sizes)
     shape = _layouts.rows_shape(case.layout, capacity=capacity, experts_per_rank=case.experts_per_rank)
     return _layouts.place_rows(
         group_sizes[:, None], layout=case.layout, capacity=capacity, alignment=1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,8 +67,8 @@ def mismatches(options: argparse.Namespace, num_ranks: int) -> Iterator[str]:
             if given(name) and hidden % (unit := CHANNELS_PER_UNIT):
                 yield f"--hidden is {hidden}; it must be a multiple of {unit}, with {flag(name)}={given(name)[0]}"
     for factor in given("capacity_factor"):
-        if not factor >= 1:
-            yield f"--capacity-factor is {factor}; it must be at least 1, or rows are dropped and the results are wrong"
+        if not 0 < factor < math.inf:
+            yield f"--capacity-factor is {factor}; it must be positive and finite"
     if given("grad_wire") and not getattr(options, "grad", False):
         yield f"--grad-wire is {given('grad_wire')[0]}; it needs --grad"
     for backend in given("backend"):

@@ -63,9 +63,12 @@ def is_comparable(row: Mapping[str, Any], published: Published) -> bool:
     """True if a row of the bench has the settings of a published measurement, and times that can be compared.
 
     Devices may differ: the page names both. A row with wrong results, without times from the GPUs' time lines, with a
-    skewed routing, or with padding to zero cannot be compared.
+    skewed routing, or with padding to zero cannot be compared. Nor can a row of the layout "token", whose operations do
+    less: expand and reduce do the rest.
     """
     if not row["checked"] or row["pair_us"] is None or row["routing"] != "uniform" or row["zero_pad"]:
+        return False
+    if row["layout"] == "token":
         return False
     wanted = {name: getattr(published, name) for name in COMPARED}
     if published.experts is None:

@@ -132,7 +132,7 @@ def text(column: str, cell: Any) -> str:
         return "none" if column.endswith("wire") else {"num_sms": "auto", "capacity_factor": "none"}.get(column, "-")
     if isinstance(cell, bool):
         return "yes" if cell else "WRONG"
-    return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
+    return f"{cell:.1f}" if column.endswith("_us") and isinstance(cell, float) else str(cell)
 
 
 def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
