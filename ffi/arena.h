@@ -54,8 +54,8 @@ struct ArenaLayout {
   int32_t max_payload = 0;  // bytes, a multiple of 16; the scales of an fp8 row fit in the bytes that fp8 saves
   int32_t num_slots = 0;    // a power of two, so that epochs may wrap
   int32_t header_bytes = 0, row_stride = 0;
-  // One per chunk of the payload, and one per unit of scales. In fp8, a row of n chunks has at most (n + 1) / 2 chunks,
-  // and as many units of scales: n + 1 in all.
+  // One per chunk of the payload, and one per unit of scales. A row of n chunks in the group's dtype has at most
+  // (n + 1) / 2 chunks in fp8, and as many units of scales. So n + 1 masks are enough.
   int32_t escape_masks_per_row = 0;
   int64_t escape_masks_begin = 0;
   int64_t bytes = 0;

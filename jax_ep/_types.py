@@ -87,7 +87,7 @@ class Backend(Protocol):
     def dispatch_back(
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """The transpose of dispatch: sums rows to [T, H'], and sends weights back to [T, K]. None for None.
+        """The transpose of dispatch: sums rows to [T, H'], and sends weights back to [T, K]. None stays None.
 
         With a wire, a rank casts the float32 sums that it sends to other ranks, but not those of its own tokens.
 

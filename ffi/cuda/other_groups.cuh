@@ -43,8 +43,8 @@ struct BlockedWord {
 
 // True if operations of two groups can run at the same time on their device.
 __device__ __forceinline__ bool can_run_together(const DeviceGroups& list, const DeviceGroup& a, const DeviceGroup& b) {
-  // Replays of a graph are expected on the stream of all other work: XLA has one for all programs. So is a group
-  // without a call yet.
+  // Assumes that replays of a graph use the stream of all other work, because XLA has one stream for all programs.
+  // Assumes the same for a group without a call.
   if (!load_acquire(&a.has_call) || !load_acquire(&b.has_call)) return false;
   if (load_relaxed(&a.is_in_graph) || load_relaxed(&b.is_in_graph)) return false;
   if (load_relaxed(&a.stream) == load_relaxed(&b.stream)) return false;

@@ -1,6 +1,6 @@
 """The CUDA backend: each operation is an XLA FFI call, which launches kernels (ffi/cuda/) on the rank's device.
 
-A split-phase call is three FFI calls: for room on the device, for the start, and for the done.
+A split-phase call is three FFI calls: one allocates the results, one starts the operation, and one ends it.
 
 `targets.py` declares the operands and results of each call. This file does not depend on how devices reach each other's
 memory: only the native group knows that (ffi/cuda/group.h).
@@ -290,7 +290,7 @@ class _CudaOperations(Backend):
             return x, None
         rows, scales = _wires.quantize(x, wire)
         if _wires.channels_per_scale(wire) != CHANNELS_PER_SCALE:
-            # Kernels move one word per 128 channels, without a look at it: here, the exponents of four scales.
+            # Kernels copy one word per 128 channels, and do not interpret it. Here, it has four exponents.
             scales = lax.bitcast_convert_type(_scales.to_words(scales), jnp.float32)
         return rows, scales
 
