@@ -283,6 +283,18 @@ def test_a_run_writes_the_page(tmp_path, capsys):
     assert sorted(path.name for path in folder.iterdir()) == ["pair.svg", "report.html", "report.md"]
 
 
+def test_an_error_in_a_later_case_costs_no_rows(tmp_path, monkeypatch):
+    def measure(case, *_, **__):
+        if case.tokens == 2:
+            raise MemoryError
+        return row(tokens=case.tokens)
+
+    monkeypatch.setattr("jax_ep.bench.__main__.measure", measure)
+    with pytest.raises(MemoryError):
+        main(["--tokens=3,2", f"--report={tmp_path}"])
+    assert tables((tmp_path / "report.html").read_text())[1][1][0] == "3"
+
+
 def test_the_commit(monkeypatch):
     monkeypatch.setenv("JAX_EP_COMMIT", "abc1234")
     assert run_page.machine([row()])["commit of jax_ep"] == "abc1234"

@@ -262,13 +262,16 @@ def _show(
         for row in measured:
             rows.append(row)
             table.add(row)
-            if options.json:  # after every case, so that an error in a later one costs no rows
+            # After every case, so that an error in a later one costs no rows.
+            if options.json:
                 with open(options.json, "w") as file:
                     json.dump(rows, file, indent=1)
+            if options.report:
+                page = run_page.write(options.report, rows, command)
     if options.plot:
         report.plot(rows, options.plot)
     if options.report:
-        print(f"wrote {run_page.write(options.report, rows, command)}")
+        print(f"wrote {page}")
     return rows
 
 
