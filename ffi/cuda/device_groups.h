@@ -15,14 +15,14 @@ struct DeviceGroup {
   Control* control;  // of the group's rank on this device
   const PeerTable* table;
   int32_t rank, num_ranks;
-  uint32_t id;       // 24 bits, random, and the same on all ranks of the EP group. Each opening has a new id.
-  uint32_t is_open;  // 1 while kernels may read the entry
+  uint32_t id;           // 24 bits, random, and the same on all ranks of the EP group. Each opening has a new id.
+  uint32_t is_open = 0;  // 1 while kernels may read the entry
 
   // Of the calls so far.
-  uint32_t has_call;          // 1 after the first call
-  uint32_t most_blocks;       // of a launch; each counts as one SM
-  uint32_t is_in_graph;       // 1 if a call was captured in a CUDA graph: `stream` says nothing about its replays
-  unsigned long long stream;  // of the newest call
+  uint32_t has_call = 0;          // 1 after the first call
+  uint32_t most_blocks = 0;       // of a launch; each counts as one SM
+  uint32_t is_in_graph = 0;       // 1 if a call was captured in a CUDA graph: `stream` says nothing about its replays
+  unsigned long long stream = 0;  // of the newest call
 };
 
 // The open groups of one device.
