@@ -111,7 +111,7 @@ struct CombineOperands {
   Operation op;
   using Ring = PrefetchRingOfY<kCasts>;
   Ring& ring;
-  Pieces& to_come;
+  Pieces& pieces_left;
 
   __device__ bool is_all_to_all() const { return args.recv_row == nullptr; }
   __device__ bool uses_rail_peers() const { return !is_low_latency(kVariant) && needs_rail_peers(peers, args); }

@@ -294,9 +294,9 @@ struct CombineReceiver : CombineSender<Config> {
   __device__ __forceinline__ void add_ranks(int32_t arena_row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
                                             float (&total)[N][kSize], Own own) const {
     const auto source = [now = left](int i) {
-      uint32_t behind = now;
-      for (i = i < N * kRanks ? i % kRanks : lane_id(); i > 0; --i) behind &= behind - 1;
-      return __ffs(behind) - 1;
+      uint32_t rest = now;
+      for (i = i < N * kRanks ? i % kRanks : lane_id(); i > 0; --i) rest &= rest - 1;
+      return __ffs(rest) - 1;
     };
     UnitOfRanks<N, kRanks> addresses = {peers.layout};
 #pragma unroll

@@ -11,7 +11,7 @@ struct CombineSums : CombineOperands<Config> {
   using Base::add_weighted, Base::args, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
       Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize,
       Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers, Base::ring, Base::row_bytes,
-      Base::start_sum, Base::sums_own, Base::to_come;
+      Base::start_sum, Base::sums_own, Base::pieces_left;
   using typename Base::RowsOfToken;
   using typename Base::X;
 
@@ -128,7 +128,7 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll 1
     for (uint32_t rows = token.rows; rows;) {
       Vector<X> y[kRowsAtOnce][N][kUnitsRead];
-      uint32_t weighted = rows;
+      uint32_t to_weigh = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         if (!rows) break;
@@ -143,9 +143,9 @@ struct CombineSums : CombineOperands<Config> {
       // them.
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        if (!weighted) break;
-        const float weight = weight_of_first(token, weighted);
-        weighted &= weighted - 1;
+        if (!to_weigh) break;
+        const float weight = weight_of_first(token, to_weigh);
+        to_weigh &= to_weigh - 1;
 #pragma unroll
         for (int c = 0; c < N; ++c) {
           if (has_chunk[c]) add_weighted(y[i][c], weight, total[c]);
@@ -161,7 +161,7 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll 1
     for (uint32_t rows = token.rows; rows;) {
       Vector<X> y[kRowsAtOnce][kUnitsRead];
-      uint32_t weighted = rows;
+      uint32_t to_weigh = rows;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         const uint8_t* const row = row_of_y(token, rows);
@@ -172,9 +172,9 @@ struct CombineSums : CombineOperands<Config> {
       }
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        if (!weighted) break;
-        add_weighted(y[i], weight_of_first(token, weighted), total);
-        weighted &= weighted - 1;
+        if (!to_weigh) break;
+        add_weighted(y[i], weight_of_first(token, to_weigh), total);
+        to_weigh &= to_weigh - 1;
       }
     }
   }
@@ -209,8 +209,8 @@ struct CombineSums : CombineOperands<Config> {
     if (part == warp_group.warp) {
       const uint32_t rows_before = token.rows & ((1u << lane_id()) - 1);
       const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{token.row} * args.row_bytes;
-      to_come = {ring.num_taken() + __popc(rows_before), token.row >= 0 ? row_bytes() - begin : 0,
-                 keep_address(row + begin)};
+      pieces_left = {ring.num_taken() + __popc(rows_before), token.row >= 0 ? row_bytes() - begin : 0,
+                     keep_address(row + begin)};
       prefetch_pieces(token, warp_group);
     }
 #pragma unroll 1
@@ -232,18 +232,18 @@ struct CombineSums : CombineOperands<Config> {
 
   __device__ void prefetch_pieces(const RowsOfToken& token, const WarpGroup& warp_group) const {
 #pragma unroll 1
-    while (to_come.bytes_left > 0 && ring.has_room_for(to_come.number)) {
-      ring.prefetch(to_come.number, to_come.from, min(to_come.bytes_left, kPartBytes));
-      to_come.number += __popc(token.rows);
-      to_come.from += warp_group.num_warps * kPartBytes;
-      to_come.bytes_left -= warp_group.num_warps * kPartBytes;
+    while (pieces_left.bytes_left > 0 && ring.has_room_for(pieces_left.number)) {
+      ring.prefetch(pieces_left.number, pieces_left.from, min(pieces_left.bytes_left, kPartBytes));
+      pieces_left.number += __popc(token.rows);
+      pieces_left.from += warp_group.num_warps * kPartBytes;
+      pieces_left.bytes_left -= warp_group.num_warps * kPartBytes;
     }
   }
 
   // Waits for all pieces that have been prefetched: a block must not end before its bulk copies.
   __device__ void drain_ring(const RowsOfToken& token) const {
     if (!token.rows) return;
-    const int32_t end = __reduce_min_sync(kAllLanes, token.row >= 0 ? to_come.number : INT32_MAX);
+    const int32_t end = __reduce_min_sync(kAllLanes, token.row >= 0 ? pieces_left.number : INT32_MAX);
 #pragma unroll 1
     while (ring.num_taken() < end) ring.next(), ring.drop();
   }
