@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _checks
+from jax_ep import _checks, _wires
 
 ScalesFormat: TypeAlias = Literal["float32", "float32_columns", "ue8m0", "ue8m0_columns"]
 FORMATS = get_args(ScalesFormat)
@@ -32,7 +32,7 @@ def check(op: str, scales_format: str, *, returns_fp8: bool, quantized: bool, wi
             f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or call "
             "dispatch with dequantize=False and an fp8 wire or a quantised x"
         )
-    if scales_format.startswith("ue8m0") and wire not in ("fp8_pow2", "mxfp8"):
+    if scales_format.startswith("ue8m0") and not _wires.has_power_of_two_scales(wire):
         fix = "call dispatch"
         if quantized:
             fix = "the scales of a quantised x may be other numbers: give x in the group's dtype"

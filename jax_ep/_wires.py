@@ -171,6 +171,11 @@ def cast_of(wire: str | None) -> Cast:
     return Cast.NONE if wire is None else FORMATS[wire].cast or Cast.NONE
 
 
+def has_power_of_two_scales(wire: str | None) -> bool:
+    """Returns whether UE8M0 can hold the scales of a wire format; None: of rows that are already quantised."""
+    return wire is not None and FORMATS[wire].scale is _power_of_two_scale
+
+
 def channels_per_scale(wire: str | None) -> int:
     """Returns the number of channels in a block of a wire format; None: of rows that are already quantised."""
     return CHANNELS_PER_SCALE if wire is None else FORMATS[wire].channels_per_scale
