@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
   if (!Operation::is_control_warp()) fetch_arguments(peers, args, plan);
   JAX_EP_SHARED(State, state);
   PrefetchRingOfY<kCasts> ring;
-  Pieces pieces_left = {};
+  Pieces next_piece = {};
   if constexpr (has_prefetch_ring(kVariant)) {
     JAX_EP_DYNAMIC_SHARED(128, pieces);
     JAX_EP_SHARED(typename PrefetchRingOfY<kCasts>::LandedOfWarps, landed);
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
   const auto num_threads = static_cast<int32_t>(blockDim.x);
   const void* result = args.out ? args.out : args.topk_weights;
   using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
-  const Combine combine = {peers, args, plan, {peers, args, result, state, num_threads}, ring, pieces_left};
+  const Combine combine = {peers, args, plan, {peers, args, result, state, num_threads}, ring, next_piece};
   wait_for_dependencies();
   combine.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return combine.uses_rail_peers() && plan.forwards(role); };

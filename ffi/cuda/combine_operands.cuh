@@ -111,7 +111,7 @@ struct CombineOperands {
   Operation op;
   using Ring = PrefetchRingOfY<kCasts>;
   Ring& ring;
-  Pieces& pieces_left;
+  Pieces& next_piece;
 
   __device__ bool is_all_to_all() const { return args.recv_row == nullptr; }
   __device__ bool uses_rail_peers() const { return !is_low_latency(kVariant) && needs_rail_peers(peers, args); }
@@ -168,8 +168,8 @@ struct CombineOperands {
     float weight;
   };
 
-  // True if receivers sum the rows of own tokens. If sums are cast, they always do, because the own sum stays in
-  // float32. If false, own rows go through the arena like a peer's.
+  // True if receivers sum the rows of own tokens: never in all_to_all_back, else always if sums are cast, because the
+  // own sum stays in float32. If false, own rows go through the arena like a peer's.
   __device__ bool sums_own() const {
     return !is_all_to_all() && (kCasts || (!is_low_latency(kVariant) && plan.sums_own));
   }

@@ -11,7 +11,7 @@ struct CombineSums : CombineOperands<Config> {
   using Base::add_weighted, Base::args, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
       Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize,
       Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers, Base::ring, Base::row_bytes,
-      Base::start_sum, Base::sums_own, Base::pieces_left;
+      Base::start_sum, Base::sums_own, Base::next_piece;
   using typename Base::RowsOfToken;
   using typename Base::X;
 
@@ -209,8 +209,8 @@ struct CombineSums : CombineOperands<Config> {
     if (part == warp_group.warp) {
       const uint32_t rows_before = token.rows & ((1u << lane_id()) - 1);
       const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{token.row} * args.row_bytes;
-      pieces_left = {ring.num_taken() + __popc(rows_before), token.row >= 0 ? row_bytes() - begin : 0,
-                     keep_address(row + begin)};
+      next_piece = {ring.num_taken() + __popc(rows_before), token.row >= 0 ? row_bytes() - begin : 0,
+                    keep_address(row + begin)};
       prefetch_pieces(token, warp_group);
     }
 #pragma unroll 1
@@ -232,18 +232,18 @@ struct CombineSums : CombineOperands<Config> {
 
   __device__ void prefetch_pieces(const RowsOfToken& token, const WarpGroup& warp_group) const {
 #pragma unroll 1
-    while (pieces_left.bytes_left > 0 && ring.has_room_for(pieces_left.number)) {
-      ring.prefetch(pieces_left.number, pieces_left.from, min(pieces_left.bytes_left, kPartBytes));
-      pieces_left.number += __popc(token.rows);
-      pieces_left.from += warp_group.num_warps * kPartBytes;
-      pieces_left.bytes_left -= warp_group.num_warps * kPartBytes;
+    while (next_piece.bytes_left > 0 && ring.has_room_for(next_piece.number)) {
+      ring.prefetch(next_piece.number, next_piece.from, min(next_piece.bytes_left, kPartBytes));
+      next_piece.number += __popc(token.rows);
+      next_piece.from += warp_group.num_warps * kPartBytes;
+      next_piece.bytes_left -= warp_group.num_warps * kPartBytes;
     }
   }
 
   // Waits for all pieces that have been prefetched: a block must not end before its bulk copies.
   __device__ void drain_ring(const RowsOfToken& token) const {
     if (!token.rows) return;
-    const int32_t end = __reduce_min_sync(kAllLanes, token.row >= 0 ? pieces_left.number : INT32_MAX);
+    const int32_t end = __reduce_min_sync(kAllLanes, token.row >= 0 ? next_piece.number : INT32_MAX);
 #pragma unroll 1
     while (ring.num_taken() < end) ring.next(), ring.drop();
   }

@@ -183,7 +183,8 @@ struct Waiting {
   static constexpr uint64_t kOrderPatienceNs = 1'000'000'000;
   __device__ void check_order_of_groups(uint64_t now, uint64_t deadline_ns) const {
     if (call.phase != Phase::kWhole) return;
-    // The operation has waited for timeout_ns - (deadline_ns - now). Returns if this is less than the patience.
+    // The operation has waited for timeout_ns - (deadline_ns - now). Returns before the shorter of kOrderPatienceNs and
+    // half the time-out is over.
     if (deadline_ns - now + min(kOrderPatienceNs, peers.timeout_ns / 2) >= peers.timeout_ns) return;
     const auto tick = static_cast<uint32_t>(now >> kLogTickNs);
     if (state.looked_at_order == tick) return;
