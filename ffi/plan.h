@@ -31,10 +31,9 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 
 // The variants of a kernel.
 //
-// kLowLatency, for few rows: small blocks, of which at least two fit on an SM, and little code, because latency depends
-// on instruction fetch. In a dispatch, its control warp, which enters the operation (ffi/cuda/epoch.cuh), is an extra
-// warp and moves no rows. In a combine, and in the other variants, the control warp is the last of the warps that move
-// rows.
+// kLowLatency, for few rows: small blocks and little code, because latency depends on instruction fetch. The control
+// warp, which enters the operation (ffi/cuda/epoch.cuh), is an extra warp and moves no rows, so that the other warps
+// load rows while it enters. In the other variants, the control warp is the last of the warps that move rows.
 //
 // kBalanced: large blocks, one per SM.
 //
@@ -46,20 +45,25 @@ inline constexpr Variant kVariants[] = {Variant::kLowLatency, Variant::kBalanced
 constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLowLatency; }
 inline constexpr int32_t kLowLatencyBlockWarps = 8;
 inline constexpr int32_t kChunksOfPart = 4;
-constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }  // of a dispatch
+constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }
 constexpr int32_t most_block_warps(Variant variant) {
   return is_low_latency(variant) ? kLowLatencyBlockWarps : kMaxBlockWarps;
 }
-// How many of a kernel's largest blocks must fit on an SM. This limits the registers of a thread (__launch_bounds__).
-// (The largest block of a low-latency dispatch also has the extra control warp.)
-constexpr int32_t blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
+// The most threads of a block.
+constexpr int32_t most_block_threads(Variant variant) {
+  return 32 * (most_block_warps(variant) + has_extra_control_warp(variant));
+}
+// How many of the largest blocks of a dispatch must fit on an SM. This limits the registers of a thread
+// (__launch_bounds__). Of a combine, one block must fit.
+constexpr int32_t dispatch_blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
 // A thread block is a sender or a receiver; over a network, it may be a forwarder (num_forwarders). With work stealing,
 // senders and forwarders also receive, after they have sent. Senders have the first roles, and wait for no peer's rows.
 // A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh). So the rows that a receiver
-// waits for are always sent. In a launch of one block, the block sends and then receives. The low-latency variant needs
-// two blocks: while a receiver's workers wait, its control warp writes the destinations of rows to the memory in which
-// a sender's workers count rows.
+// waits for are always sent. In a launch of one block, the block sends and then receives. In a low-latency combine with
+// fewer SMs than the two roles need blocks, the last senders also receive, after they have sent. A low-latency dispatch
+// cannot do so: while a receiver's workers wait, its control warp writes the destinations of rows to the memory in
+// which a sender's workers count rows.
 //
 // If there are several senders, the first sends no rows: it notifies the peers of the call and of the number of rows.
 // If there are several receivers, the first starts without a row: one of its warps waits for the notifications of all
@@ -77,12 +81,13 @@ struct LaunchPlan {
   bool senders_enter_first = false;  // the other blocks wait for them for a short time (Epoch::await_entries)
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
-  constexpr int32_t block_threads() const { return 32 * block_warps(); }  // without an extra control warp
+  constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
 
-  // For a dispatch. False if a block of the low-latency variant would have two roles. False also for a done of this
-  // variant: its roles need an epoch of its own launch (roles.cuh).
-  constexpr bool is_possible(Phase phase = Phase::kWhole) const {
-    return !has_extra_control_warp(variant) || (first_receiver >= num_senders && phase != Phase::kDone);
+  // False for a done of the low-latency variant: its roles need an epoch of its own launch (roles.cuh).
+  constexpr bool is_possible(Phase phase) const { return !is_low_latency(variant) || phase != Phase::kDone; }
+  // For a dispatch. False also if a block of the low-latency variant would have two roles.
+  constexpr bool is_possible_dispatch(Phase phase) const {
+    return is_possible(phase) && (!is_low_latency(variant) || first_receiver >= num_senders);
   }
 
   constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }
@@ -212,6 +217,7 @@ struct Receive {
 struct ReceiverSixteenths {
   int32_t number;
 };
+inline constexpr ReceiverSixteenths kAsNeeded = {0};  // for plan_low_latency_combine()
 // The role that has only as many blocks as it needs for its minimum of rounds. All other blocks have the other role.
 enum class Fewest { kReceivers, kSenders };
 
@@ -230,19 +236,27 @@ struct LogWarps {
   int32_t send, receive;
 };
 
+// A block of 1 << log_block warps, for warp groups of 1 << log_warps warps. The number of blocks for `rows` warp
+// groups.
+constexpr int64_t blocks_for(int64_t rows, int32_t log_warps, int32_t log_block) {
+  return divide_up(rows << log_warps, 1 << log_block) + 1;  // + 1: the first block moves no rows
+}
+// A warp group must not have more warps than all blocks of its role together. `blocks`: those that move rows.
+constexpr int32_t fit_warp_group(int32_t log_warps, int32_t log_block, int32_t blocks) {
+  while (log_warps > log_block && blocks << log_block >> log_warps == 0) --log_warps;
+  return log_warps;
+}
+
 // Plans blocks for `sends` and `receives` rows on at most `num_sms` SMs. A warp group processes one row per round, and
 // the launch lasts until the warp groups with the most rounds are done. So one role gets the smallest number of blocks
 // that keeps its rounds at a minimum (Shape::fewest), and the other role gets the other blocks.
 constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& shape, LogWarps log_warps,
                                  int32_t num_sms) {
   const int32_t log_block = log2_ceil(shape.block_warps.number);
-  const auto blocks_for = [=](int64_t rows, int32_t log_warps) {  // + 1: the first block moves no rows
-    return divide_up(rows << log_warps, 1 << log_block) + 1;
-  };
   const auto fewest_blocks = [=](int64_t rows, int64_t most, int32_t log_warps) {
     const int64_t warp_groups = std::max((most - 1) << log_block >> log_warps, int64_t{1});
     const int64_t rounds = std::max<int64_t>(divide_up(rows, warp_groups), 1);
-    return std::min(most, blocks_for(divide_up(rows, rounds), log_warps));
+    return std::min(most, blocks_for(divide_up(rows, rounds), log_warps, log_block));
   };
   const int32_t most_blocks = is_low_latency(shape.variant) ? kMaxLowLatencyBlocks : INT32_MAX;
   const int32_t blocks = std::min(num_sms * kMaxBlockWarps >> log_block, most_blocks);
@@ -250,25 +264,38 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& s
     return {
         1, 0, 1, shape.variant, log_block, std::min(log_warps.send, log_block), std::min(log_warps.receive, log_block)};
   }
-  const int64_t could_receive = blocks_for(receives, log_warps.receive);
+  const int64_t could_receive = blocks_for(receives, log_warps.receive, log_block);
   const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receivers.number / 16, 1));
-  const auto senders = static_cast<int32_t>(
-      shape.fewest == Fewest::kSenders
-          ? fewest_blocks(sends, blocks - share, log_warps.send)
-          : std::min(blocks_for(sends, log_warps.send), blocks - fewest_blocks(receives, share, log_warps.receive)));
+  const auto senders = static_cast<int32_t>(shape.fewest == Fewest::kSenders
+                                                ? fewest_blocks(sends, blocks - share, log_warps.send)
+                                                : std::min(blocks_for(sends, log_warps.send, log_block),
+                                                           blocks - fewest_blocks(receives, share, log_warps.receive)));
   const auto receivers = static_cast<int32_t>(std::min(could_receive, int64_t{blocks - senders}));
-  // A warp group must not have more warps than all blocks of its role together.
-  const auto fitting = [=](int32_t log_warps, int32_t row_blocks) {
-    while (log_warps > log_block && row_blocks << log_block >> log_warps == 0) --log_warps;
-    return log_warps;
-  };
   return {senders,
           senders,
           senders + receivers,
           shape.variant,
           log_block,
-          fitting(log_warps.send, std::max(senders - 1, 1)),
-          fitting(log_warps.receive, std::max(receivers - 1, 1))};
+          fit_warp_group(log_warps.send, log_block, std::max(senders - 1, 1)),
+          fit_warp_group(log_warps.receive, log_block, std::max(receivers - 1, 1))};
+}
+
+// Plans a low-latency combine, with at most one block per SM. If the roles need more blocks, the last senders also
+// receive: they have sent their rows before the first rows of peers arrive.
+constexpr LaunchPlan plan_low_latency_combine(int64_t sends, int64_t receives, const Shape& shape, LogWarps log_warps,
+                                              int32_t num_sms) {
+  const int32_t log_block = log2_ceil(shape.block_warps.number);
+  const auto most = [=](int64_t blocks) { return static_cast<int32_t>(std::min<int64_t>(blocks, num_sms)); };
+  const int32_t senders = most(blocks_for(sends, log_warps.send, log_block));
+  const int32_t receivers = most(blocks_for(receives, log_warps.receive, log_block));
+  const int32_t blocks = most(senders + receivers);
+  return {senders,
+          blocks - receivers,
+          blocks,
+          shape.variant,
+          log_block,
+          fit_warp_group(log_warps.send, log_block, std::max(senders - 1, 1)),
+          fit_warp_group(log_warps.receive, log_block, std::max(receivers - 1, 1))};
 }
 
 // Adapts a plan to a network. The warps of a sending warp group wait for one another, so they must be in one block. By
@@ -410,12 +437,12 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
 // add the sums that arrive. If LaunchPlan::sums_own is true, they also sum the rows of this rank's own tokens.
 namespace combine_shapes {
 
-// Decode of one or two tokens.
-inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{4}, Send{WarpsPerRow::at_most(16, 2)},
-                                    Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
-// Decode of 3 to 32 tokens.
-inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::at_most(16, 2)},
-                                  Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
+// Decode of 3 to 32 tokens. If all rows can have a warp per chunk at the same time, they have.
+inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
+                                  Send{WarpsPerRow::at_most(16, 2).more_for_few_rows(32, 1)},
+                                  Receive{WarpsPerRow::at_most(32, 1)}, kAsNeeded};
+// Decode of one or two tokens: on more SMs.
+inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{4}, kDecode.send, kDecode.receive, kAsNeeded};
 // 33 to 256 tokens, no cast, little to read, and one or two experts per token. Each row has few warps, so that one
 // round is enough for all tokens.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
@@ -497,7 +524,8 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   };
   const LogWarps log_warps = {log_warps_for(shape.send.warps, num_rows),
                               log_warps_for(shape.receive.warps, num_tokens)};
-  LaunchPlan plan = plan_launch(num_rows, num_tokens, shape, log_warps, sms);
+  const auto plan_shape = is_low_latency(variant) ? plan_low_latency_combine : plan_launch;
+  LaunchPlan plan = plan_shape(num_rows, num_tokens, shape, log_warps, sms);
   plan.sums_own = sums_own;
   plan.senders_enter_first = let_senders_enter_first(num_tokens, num_ranks, num_sms);
   return plan;

@@ -6,7 +6,7 @@ namespace jax_ep {
 namespace {
 
 template <typename X, Variant kVariant, bool kCasts>
-__global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm(kVariant))
+__global__ void __launch_bounds__(most_block_threads(kVariant), 1)
     combine_kernel(const __grid_constant__ Peers peers, const __grid_constant__ CombineArgs args,
                    const __grid_constant__ LaunchPlan plan) {
   if (!Operation::is_control_warp()) fetch_arguments(peers, args, plan);
@@ -18,26 +18,49 @@ __global__ void __launch_bounds__(32 * most_block_warps(kVariant), blocks_per_sm
     JAX_EP_SHARED(typename PrefetchRingOfY<kCasts>::LandedOfWarps, landed);
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
-  const auto num_threads = static_cast<int32_t>(blockDim.x);
+  const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
   const void* result = args.out ? args.out : args.topk_weights;
   using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
-  const Combine combine = {peers, args, plan, {peers, args, result, state, num_threads}, ring, next_piece};
+  using Outgoing = typename Combine::Outgoing;
+  constexpr bool kRoleByIndex = is_low_latency(kVariant);
+  const Combine combine = {peers, args, plan, {peers, args, result, state, num_worker_threads}, ring, next_piece};
   wait_for_dependencies();
   combine.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return combine.uses_rail_peers() && plan.forwards(role); };
   if (combine.op.is_control_warp()) {
-    combine.op.enter([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
-                     !is_low_latency(kVariant) && plan.senders_enter_first ? plan.num_senders : 0);
+    combine.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
+                                            plan.senders_enter_first ? plan.num_senders : 0);
   }
+  const bool is_worker = !kRoleByIndex || combine.op.is_worker();
+  // One thread of a sender counts the sender before the barrier. One thread of a receiver waits for all senders, while
+  // the workers send.
+  const bool is_role_thread = kRoleByIndex && combine.op.is_control_warp() && lane_id() == 0;
+  const bool begins_sending = is_role_thread && plan.is_sender(blockIdx.x);
+  const unsigned long long begun_before = begins_sending ? combine.op.begin_sending() : 0;
+  const Outgoing outgoing = kRoleByIndex && is_worker ? combine.prepare(blockIdx.x) : Outgoing{};
   __syncthreads();  // the block has entered
   const int32_t role = state.role;
-  if (role == 0) combine.notify();
-  if (plan.sends_rows(role)) combine.send();
+  bool gives_role_away = false;
+  if (is_worker) {
+    if (role == 0) combine.notify();
+    if (plan.sends_rows(role)) combine.send(outgoing);
+  } else if (is_role_thread) {
+    if (begins_sending) combine.op.learn_roles_to_take(begun_before, plan.num_senders);
+    gives_role_away = role >= plan.first_receiver && !combine.op.await_senders(state, plan.num_senders);
+  }
   if (forwards(role)) {
     if (plan.sends_rows(role)) __syncthreads();  // forward() uses the same ids of named barriers as send() has used
     combine.forward();
   }
-  if (role >= plan.first_receiver) combine.receive();
+  bool receives = role >= plan.first_receiver, takes_roles = kRoleByIndex && plan.is_sender(role);
+  if (kRoleByIndex && receives) {
+    receives = !__syncthreads_or(gives_role_away);
+    takes_roles = takes_roles && state.roles_to_take > 0;  // known since the barrier
+  }
+  do {
+    if (receives && is_worker) combine.receive();
+    receives = takes_roles && combine.op.take_given_role() != kNoRole;
+  } while (receives);
   combine.op.end([&] { combine.poison(); });
 }
 
@@ -64,6 +87,7 @@ LaunchPlan adapt_combine_plan(const Peers& peers, const CombineArgs& args, const
 cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementType type, const LaunchPlan& plan,
                            cudaStream_t stream) {
   if (!combine_has(plan.variant, args.cast != 0)) return cudaErrorInvalidValue;
+  if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
   return with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.variant, args.cast != 0);
     const int32_t scratch = plan.block_warps() * ring_bytes(plan.variant, args.cast != 0);

@@ -43,7 +43,7 @@ constexpr bool has_prefetch_ring(Variant variant) { return variant == Variant::k
 // than one means that sums are cast. With a ring, a warp always reads a part of a row of y.
 constexpr int chunks_at_once(Variant variant, int units_read) {
   if (has_prefetch_ring(variant)) return kChunksOfPart / units_read;
-  return units_read > 1 ? 1 : 2;
+  return variant == Variant::kBalanced ? 2 : 1;  // kBalanced does not cast
 }
 // Behind its pieces, the ring has room for the own sum of a part (store_own_sum), which takes per lane 4 units for 4
 // chunks or, if sums are cast, 8 units for the 16 float32 of 2 chunks.

@@ -10,9 +10,9 @@ struct CombineSender : CombineSums<Config> {
   using Base = CombineSums<Config>;
   using Base::args, Base::issue_row_loads, Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of,
       Base::bytes_in_transit, Base::chunks, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead,
-      Base::kHasRing, Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums, Base::payload_bytes,
-      Base::peers, Base::plan, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own, Base::drain_ring,
-      Base::weight_to_send;
+      Base::kHasRing, Base::kVariant, Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums,
+      Base::payload_bytes, Base::peers, Base::plan, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own,
+      Base::drain_ring, Base::weight_to_send;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
 
@@ -24,9 +24,24 @@ struct CombineSender : CombineSums<Config> {
     op.tell_former_finished();
   }
 
+  // A row that a warp group sends, and the warp's first part of its sum.
+  struct Outgoing {
+    RowsOfToken row;
+    Sums sums;
+  };
+
+  // Loads and sums a sender's first row, before the block has entered.
+  __device__ Outgoing prepare(int32_t role) const {
+    const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id());
+    const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups && !is_all_to_all();
+    if (!sends || warp_group.index >= num_destinations() * args.num_tokens) return {};
+    const RowsOfToken row = complete_row(issue_row_loads(warp_group.index));
+    return {row, partial_sums(row, warp_group.warp, warp_group)};
+  }
+
   // Sends rows. An item is a row that may exist. Consecutive items go to different ranks, beginning with the rank after
-  // this one.
-  __device__ void send() const {
+  // this one. `first`: in the low-latency variant, what prepare() has returned.
+  __device__ void send([[maybe_unused]] const Outgoing& first) const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id());
     uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
     uint32_t item = warp_group.index;
@@ -38,7 +53,10 @@ struct CombineSender : CombineSums<Config> {
       row = complete_row(issued);
       sums = partial_sums(row, warp_group.warp, warp_group);
     };
-    if (item < num_items && !is_all_to_all()) {
+    if constexpr (is_low_latency(kVariant)) {
+      row = first.row;
+      sums = first.sums;
+    } else if (item < num_items && !is_all_to_all()) {
       const RowsOfToken issued = issue_row_loads(item);
       // These loads overlap those above.
       if (kHasRing && sums_own()) num_items = num_destinations() * most_rows_of_peer();

@@ -8,8 +8,7 @@ namespace jax_ep {
 namespace {
 
 template <typename X, bool kCasts, Delivery kDelivery, Variant kVariant>
-__global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_control_warp(kVariant)),
-                                  blocks_per_sm(kVariant))
+__global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_per_sm(kVariant))
     dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
                     const __grid_constant__ LaunchPlan plan) {
   if (!Operation::is_control_warp()) fetch_arguments(peers, args, plan);
@@ -28,12 +27,16 @@ __global__ void __launch_bounds__(32 * (most_block_warps(kVariant) + has_extra_c
   if (dispatch.op.is_control_warp()) {
     if (lane_id() == 0) shared.gives_up = 0;
     dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
-                                             kRoleByIndex || plan.senders_enter_first ? plan.num_senders : 0);
+                                             plan.senders_enter_first ? plan.num_senders : 0);
   }
-  // True in one thread of a sender. It counts the sender before the barrier, so that receivers wait less.
-  const bool begins_sending =
-      kRoleByIndex && dispatch.op.is_control_warp() && lane_id() == 0 && plan.is_sender(blockIdx.x);
+  // One thread of a sender counts the sender before the barrier, so that receivers wait less. One thread of a receiver
+  // waits for all senders.
+  const bool is_role_thread = kRoleByIndex && dispatch.op.is_control_warp() && lane_id() == 0;
+  const bool begins_sending = is_role_thread && plan.is_sender(blockIdx.x);
   const unsigned long long begun_before = begins_sending ? dispatch.op.begin_sending() : 0;
+  if (is_role_thread && !begins_sending && !dispatch.op.await_senders(shared.state, plan.num_senders)) {
+    shared.state.role = kNoRole;
+  }
   Outgoing outgoing = {};
   if (kRoleByIndex && dispatch.op.is_worker()) outgoing = dispatch.prepare(blockIdx.x);
   __syncthreads();  // the block has entered
@@ -113,12 +116,11 @@ LaunchPlan adapt_dispatch_plan(const Peers& peers, const DispatchArgs& args, con
 
 cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,
                             cudaStream_t stream) {
-  if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
+  if (!plan.is_possible_dispatch(args.phase)) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * prefetched_y_bytes(args.delivery, plan.variant, args.cast != 0);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.delivery, plan.variant);
-  const int32_t num_threads = plan.block_threads() + (has_extra_control_warp(plan.variant) ? 32 : 0);
-  return launch(kernel, {plan.num_blocks, num_threads, scratch}, stream, peers, args, plan);
+  return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
 }
 
 cudaError_t load_dispatch() {

@@ -7,8 +7,8 @@
 //
 // CUDA may start the blocks of a launch in any order, and few at a time. So no block may wait for rows before all
 // senders of its launch have entered: a block that waits keeps its SM, and could starve the sender. Senders have the
-// first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in a
-// low-latency dispatch (roles.cuh). With work stealing, a sender that has sent its rows may receive, but only after
+// first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in the
+// low-latency variant (roles.cuh). With work stealing, a sender that has sent its rows may receive, but only after
 // all_have_begun().
 #pragma once
 
@@ -49,10 +49,9 @@ struct Epoch : Roles {
 
   // Enters the launch. The control warp calls it, before a barrier of the block. sends(role) returns true if the block
   // writes to peers. Such a block waits until all peers have read the slot's former rows. Any other block waits until
-  // this rank has read them. With kRoleByIndex, the block's role is its index (roles.cuh). A role from `num_senders` on
-  // is a receiver's, and may be given away: then state.role is kNoRole. Without kRoleByIndex, the role is the block's
+  // this rank has read them. With kRoleByIndex, the block's role is its index (roles.cuh). Otherwise, it is the block's
   // ticket. If `num_senders` is positive, blocks with an index from `num_senders` on first wait until num_senders
-  // blocks have entered (await_entries).
+  // blocks have entered (await_entries); not with kRoleByIndex.
   template <bool kRoleByIndex = false, typename Sends>
   __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();
@@ -71,7 +70,6 @@ struct Epoch : Roles {
       }
       state.role = kRoleByIndex ? static_cast<int32_t>(blockIdx.x) : state.ticket;
       state.roles_to_take = 0;
-      if (kRoleByIndex && state.role >= num_senders) await_senders(state, num_senders);
     }
     state.table.arena[peer] = arena;
     state.table.control[peer] = control;

@@ -1,10 +1,10 @@
-// The roles of the blocks of a low-latency dispatch: a block's role is its index. So a block can load its first rows
+// The roles of the blocks in the low-latency variant: a block's role is its index. So a block can load its first rows
 // while it enters, and saves a round trip to memory.
 //
 // CUDA may start the blocks of a launch in any order, and few at a time. A receiver that waits for rows keeps its SM,
 // and could starve a sender of its own launch. So each sender counts itself in Control::begun when it has entered, and
 // a receiver waits until all senders have. If they do not begin soon, the receiver gives its role away and leaves. The
-// sender that begins last receives in its place.
+// sender that begins last receives in its place. (In a combine, a block may have both roles. It first sends.)
 #pragma once
 
 #include "ffi/cuda/wait.cuh"
@@ -33,23 +33,23 @@ struct Roles : Waiting {
     if (state.entered && num_begun(begun_before) + 1 == num_senders) state.roles_to_take = num_given(begun_before);
   }
 
-  // Waits until all senders have begun, or gives the receiver's role away: then state.role is kNoRole. One thread calls
-  // it.
-  __device__ __noinline__ static void await_senders(State& state, int32_t num_senders) {
+  // Waits until all senders have begun. If they do not begin soon, gives the receiver's role away, and returns false.
+  // One thread of the receiver calls it.
+  __device__ __noinline__ static bool await_senders(State& state, int32_t num_senders) {
     const auto op = operation_of<Roles>(state);
     const uint64_t asked = globaltimer_ns();
     while (!state.failed) {
       const unsigned long long word = load_relaxed(op.begun());
-      if (num_begun(word) == num_senders) return;
+      if (num_begun(word) == num_senders) break;
       poll_pause();
       if (globaltimer_ns() - asked < kBlocksEnterNs) continue;
       if (atomic_cas_relaxed_gpu(op.begun(), word, word + kOneGiven) != word) continue;
       // The line above counts the role as given away, and the next line records it. Nothing may wait or return between
       // them: next_given_role() waits for the record without a time-out.
       atomic_exchange_relaxed_gpu(&op.own().given_away[state.role], 1u);
-      state.role = kNoRole;
-      return;
+      return false;
     }
+    return true;
   }
 
   // Returns a role that a receiver has given away, or kNoRole. All threads of a sender call it, when they have no other

@@ -35,13 +35,18 @@ void expect_whole_warp_groups(const LaunchPlan& plan, int32_t num_blocks, int32_
   EXPECT_EQ(static_cast<size_t>(std::count(taken.begin(), taken.end(), 1)), taken.size());
 }
 
-void expect_valid(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms) {
+void expect_valid(const LaunchPlan& plan, int32_t num_sms, int32_t device_sms, bool is_combine) {
   const int32_t most_sms = num_sms == 0 || num_sms > device_sms ? device_sms : num_sms;
-  EXPECT_EQ(plan.num_blocks <= most_sms * kMaxBlockWarps / plan.block_warps(), true);
+  const bool may_share_blocks = is_combine && is_low_latency(plan.variant);  // a block may have both roles
+  EXPECT_EQ(plan.num_blocks <= (may_share_blocks ? most_sms : most_sms * kMaxBlockWarps / plan.block_warps()), true);
   EXPECT_EQ(plan.block_warps() <= most_block_warps(plan.variant), true);
   EXPECT_EQ(plan.num_senders >= 1 && plan.num_receivers() >= 1, true);
-  if (plan.num_blocks > 1) EXPECT_EQ(plan.first_receiver, plan.num_senders);
-  EXPECT_EQ(plan.is_possible(), true);
+  if (may_share_blocks && plan.num_blocks == most_sms) {
+    EXPECT_EQ(plan.first_receiver >= 0 && plan.first_receiver <= plan.num_senders, true);
+  } else if (plan.num_blocks > 1) {
+    EXPECT_EQ(plan.first_receiver, plan.num_senders);
+  }
+  EXPECT_EQ(is_combine ? plan.is_possible(Phase::kWhole) : plan.is_possible_dispatch(Phase::kWhole), true);
   std::set<int32_t> senders, receivers;
   for (int32_t block = 0; block < plan.num_senders; ++block) senders.insert(plan.row_sender(block));
   for (int32_t block = plan.first_receiver; block < plan.num_blocks; ++block) {
@@ -68,7 +73,7 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
           for (int32_t top_k : {1, 8}) {
             for (bool is_combine_back : {false, true}) {
               const LaunchPlan plan = plan_dispatch(tokens, ranks, top_k, chunks, num_sms, device_sms, is_combine_back);
-              expect_valid(plan, num_sms, device_sms);
+              expect_valid(plan, num_sms, device_sms, false);
               if (!is_combine_back && is_low_latency(plan.variant)) continue;
               EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
             }
@@ -76,7 +81,7 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
           for (int32_t top_k : {0, 1, 2, 8}) {
             for (int32_t units_read : {1, 2, 4}) {
               const LaunchPlan plan = plan_combine(tokens, ranks, top_k, chunks, units_read, num_sms, device_sms);
-              expect_valid(plan, num_sms, device_sms);
+              expect_valid(plan, num_sms, device_sms, true);
               if (units_read == 1) continue;
               const int32_t most = log2_ceil(static_cast<int32_t>(divide_up(chunks, units_read)));  // a warp per chunk
               EXPECT_EQ(plan.log_send_warps <= most && plan.log_receive_warps <= most, true);
@@ -88,16 +93,27 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
   }
 }
 
-// One block has both roles, unless it has a control warp.
+// One block has both roles, except in a low-latency dispatch.
 void test_plans_of_one_block() {
   LaunchPlan plan = plan_dispatch(4096, 2, 8, 28, 1, false);
   EXPECT_EQ(plan.num_blocks, 1);
-  EXPECT_EQ(plan.is_possible(), true);
+  EXPECT_EQ(plan.is_possible_dispatch(Phase::kWhole), true);
   plan.variant = Variant::kLowLatency;
-  EXPECT_EQ(plan.is_possible(), false);
-  const LaunchPlan few_tokens = plan_dispatch(8, 2, 8, 28, 0, false);
-  EXPECT_EQ(few_tokens.is_possible(), true);
-  EXPECT_EQ(few_tokens.is_possible(Phase::kDone), false);
+  EXPECT_EQ(plan.is_possible_dispatch(Phase::kWhole), false);
+  EXPECT_EQ(plan.is_possible(Phase::kWhole), true);
+  EXPECT_EQ(plan_dispatch(8, 2, 8, 28, 0, false).is_possible_dispatch(Phase::kDone), false);
+  EXPECT_EQ(plan_combine(8, 2, 8, 28, 0).is_possible(Phase::kDone), false);
+}
+
+// In a low-latency combine, the last senders also receive, if the two roles need more blocks than there are SMs.
+void test_blocks_with_both_roles() {
+  const LaunchPlan separate = plan_combine(4, 4, 8, 28, 0), shared = plan_combine(8, 4, 8, 28, 0);
+  EXPECT_EQ(separate.first_receiver, separate.num_senders);
+  EXPECT_EQ(shared.first_receiver, kDeviceSms - shared.num_receivers());
+  EXPECT_EQ(shared.num_senders, 129);
+  EXPECT_EQ(shared.num_receivers(), 33);
+  const LaunchPlan one = plan_combine(8, 4, 8, 28, 1, 0, 1);
+  EXPECT_EQ(one.num_senders == 1 && one.first_receiver == 0 && one.num_blocks == 1, true);
 }
 
 // With few SMs, as emulated devices have, for each number of ranks and of experts per token.
@@ -109,11 +125,11 @@ void test_plans_on_few_sms() {
           for (int32_t num_sms : {0, 3}) {
             for (bool is_combine_back : {false, true}) {
               expect_valid(plan_dispatch(tokens, ranks, top_k, 3, num_sms, device_sms, is_combine_back), num_sms,
-                           device_sms);
+                           device_sms, false);
             }
             for (int32_t units_read : {1, 2}) {
-              expect_valid(plan_combine(tokens, ranks, top_k, 28, units_read, num_sms, device_sms), num_sms,
-                           device_sms);
+              expect_valid(plan_combine(tokens, ranks, top_k, 28, units_read, num_sms, device_sms), num_sms, device_sms,
+                           true);
             }
           }
         }
@@ -193,10 +209,11 @@ void test_plans_on_132_sms() {
     std::vector<int32_t> expected;
     int32_t units_read = 1;
   } combines[] = {
-      {1, 4, 8, 28, 0, false, {kLowLatency, 17, 26, 2, 4, 5}},
-      {8, 4, 8, 28, 0, false, {kLowLatency, 65, 98, 3, 4, 5}},
-      {32, 4, 8, 28, 0, false, {kLowLatency, 135, 264, 3, 4, 5}},
-      {32, 8, 0, 14, 0, false, {kLowLatency, 199, 264, 3, 3, 4}},
+      {1, 4, 8, 28, 0, false, {kLowLatency, 33, 42, 2, 5, 5}},
+      {8, 4, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 5, 5}},
+      {16, 4, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 4, 5}},
+      {32, 4, 8, 28, 0, false, {kLowLatency, 132, 132, 3, 4, 5}},
+      {32, 8, 0, 14, 0, false, {kLowLatency, 132, 132, 3, 3, 4}},
       {64, 2, 8, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
       {128, 1, 8, 28, 0, true, {kThroughput, 1, 66, 4, 3, 3}},
       {128, 2, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
@@ -467,6 +484,7 @@ int main() {
   test_plans(kDeviceSms, {0, 1, 2, 3, 5, 24, 132, 1000});
   for (int32_t device_sms : {1, 2, 4, 78, 114, 148}) test_plans(device_sms, {0, 1000});
   test_plans_of_one_block();
+  test_blocks_with_both_roles();
   test_plans_on_few_sms();
   test_num_sms_is_at_most_the_devices();
   test_sms_beside_others();
