@@ -7,7 +7,8 @@
 namespace jax_ep {
 namespace {
 
-template <typename X, bool kCasts, Delivery kDelivery, Variant kVariant>
+template <typename X, bool kCasts, Delivery kDelivery, Variant kVariant,
+          bool kMayHaveScales = kCasts || kDelivery != Delivery::kCombineBack>
 __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_per_sm(kVariant))
     dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
                     const __grid_constant__ LaunchPlan plan) {
@@ -15,7 +16,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(DispatchShared, shared);
   const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
-  using Dispatch = NodeForward<DispatchConfig<X, kCasts, kDelivery, kVariant>>;  // the last layer
+  using Dispatch = NodeForward<DispatchConfig<X, kCasts, kDelivery, kVariant, kMayHaveScales>>;  // the last layer
   using Outgoing = typename Dispatch::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
   const auto payload = static_cast<int32_t>(args.payload_bytes(kCasts));
@@ -81,7 +82,7 @@ using Kernel = void (*)(Peers, DispatchArgs, LaunchPlan);
 // Each way to process the elements of a row has a kernel of its own. So each kernel is small: in a kernel of a few
 // microseconds, the main cost of an instruction is its fetch.
 template <Variant kVariant>
-Kernel kernel_of(ElementType type, bool casts, Delivery delivery) {
+Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scales) {
   switch (delivery) {
     case Delivery::kCombineBack:
       if (casts) return dispatch_kernel<__nv_bfloat16, true, Delivery::kCombineBack, kVariant>;
@@ -92,19 +93,23 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery) {
       return casts ? dispatch_kernel<__nv_bfloat16, true, Delivery::kDequantize, kVariant>
                    : dispatch_kernel<__nv_bfloat16, false, Delivery::kDequantize, kVariant>;
     default:
-      return casts ? dispatch_kernel<__nv_bfloat16, true, Delivery::kCopy, kVariant>
-                   : dispatch_kernel<float, false, Delivery::kCopy, kVariant>;  // moves bytes, for elements of any type
+      if (casts) return dispatch_kernel<__nv_bfloat16, true, Delivery::kCopy, kVariant>;
+      // Moves bytes, for elements of any type.
+      if constexpr (is_low_latency(kVariant)) {
+        if (!has_scales) return dispatch_kernel<float, false, Delivery::kCopy, kVariant, false>;
+      }
+      return dispatch_kernel<float, false, Delivery::kCopy, kVariant>;
   }
 }
 
-Kernel kernel_of(ElementType type, bool casts, Delivery delivery, Variant variant) {
+Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scales, Variant variant) {
   switch (variant) {
     case Variant::kLowLatency:
-      return kernel_of<Variant::kLowLatency>(type, casts, delivery);
+      return kernel_of<Variant::kLowLatency>(type, casts, delivery, has_scales);
     case Variant::kBalanced:
-      return kernel_of<Variant::kBalanced>(type, casts, delivery);
+      return kernel_of<Variant::kBalanced>(type, casts, delivery, has_scales);
     default:
-      return kernel_of<Variant::kThroughput>(type, casts, delivery);
+      return kernel_of<Variant::kThroughput>(type, casts, delivery, has_scales);
   }
 }
 
@@ -119,7 +124,7 @@ cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, Elemen
   if (!plan.is_possible_dispatch(args.phase)) return cudaErrorInvalidConfiguration;
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * prefetched_y_bytes(args.delivery, plan.variant, args.cast != 0);
-  const Kernel kernel = kernel_of(type, args.cast != 0, args.delivery, plan.variant);
+  const Kernel kernel = kernel_of(type, args.cast != 0, args.delivery, args.num_scales > 0, plan.variant);
   return launch(kernel, {plan.num_blocks, plan.block_threads(), scratch}, stream, peers, args, plan);
 }
 
@@ -129,9 +134,11 @@ cudaError_t load_dispatch() {
     for (Delivery delivery : {Delivery::kCopy, Delivery::kDequantize, Delivery::kCombineBack}) {
       for (bool casts : {false, true}) {
         for (Variant variant : kVariants) {
-          if (status != cudaSuccess) return status;
-          status = load_kernel(kernel_of(type, casts, delivery, variant),
-                               kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(delivery, variant, casts));
+          for (bool has_scales : {false, true}) {
+            if (status != cudaSuccess) return status;
+            status = load_kernel(kernel_of(type, casts, delivery, has_scales, variant),
+                                 kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(delivery, variant, casts));
+          }
         }
       }
     }

@@ -9,7 +9,7 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchArrival : Padding<Config> {
   using Base = Padding<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::kMayHaveScales, Base::kReceiveBatch, Base::op,
+  using Base::args, Base::chunk_of, Base::chunks, Base::has_scales, Base::kMayHaveScales, Base::kReceiveBatch, Base::op,
       Base::payload_bytes;
 
   // The units of a batch that a lane takes: one in each chunk. If rows may have scales, lane i also takes the unit with
@@ -45,7 +45,7 @@ struct DispatchArrival : Padding<Config> {
     const int32_t chunk = chunk_of(first, lane_id(), warp_group);
     return {row.unit(op, first), row.scales(op, payload_bytes, chunk), warp_group.num_warps * kChunkBytes,
             payload_bytes - (first * kChunkBytes + lane_id() * kUnitBytes),
-            args.num_scales && lane_id() < kReceiveBatch && chunk < chunks()};
+            has_scales() && lane_id() < kReceiveBatch && chunk < chunks()};
   }
 
   __device__ void look_at_batch(const RowAddress& row, int32_t first, const WarpGroup& warp_group,

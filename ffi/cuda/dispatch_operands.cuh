@@ -85,13 +85,14 @@ constexpr bool needs_rail_peers(const Peers& peers, const DispatchArgs& args) {
 }
 
 // The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows of
-// bfloat16 to fp8.
-template <typename X_, bool kCasts_, Delivery kDelivery_, Variant kVariant_>
+// bfloat16 to fp8. If kMayHaveScales is false, rows in transit never have scales.
+template <typename X_, bool kCasts_, Delivery kDelivery_, Variant kVariant_, bool kMayHaveScales_>
 struct DispatchConfig {
   using X = X_;
   static constexpr bool kCasts = kCasts_;
   static constexpr Delivery kDelivery = kDelivery_;
   static constexpr Variant kVariant = kVariant_;
+  static constexpr bool kMayHaveScales = kMayHaveScales_;
 };
 
 template <typename Config>
@@ -100,6 +101,7 @@ struct DispatchOperands {
   static constexpr bool kCasts = Config::kCasts;
   static constexpr Delivery kDelivery = Config::kDelivery;
   static constexpr Variant kVariant = Config::kVariant;
+  static constexpr bool kMayHaveScales = Config::kMayHaveScales;
   // The batches are the chunks that a warp processes at once.
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
   static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
@@ -108,8 +110,6 @@ struct DispatchOperands {
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
   static constexpr bool kClearsBeforeEntry = kIsLowLatency;  // prepare() runs before the block has entered
-  // False if rows in transit never have scales.
-  static constexpr bool kMayHaveScales = kCasts || kDelivery != Delivery::kCombineBack;
   static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kDelivery != Delivery::kDequantize));
 
   const Peers& peers;
@@ -125,10 +125,11 @@ struct DispatchOperands {
   __device__ bool new_route() const { return kDelivery != Delivery::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   __device__ bool uses_rail_peers() const { return !kIsLowLatency && needs_rail_peers(peers, args); }
+  __device__ bool has_scales() const { return kMayHaveScales && args.num_scales > 0; }  // of rows in transit
   __device__ int32_t chunks() const { return num_chunks(payload_bytes); }
   // The bytes of a row in transit, with its header and its scales.
   __device__ int32_t bytes_in_transit() const {
-    return payload_bytes + kUnitBytes * ((new_route() ? args.top_k : 0) + (args.num_scales ? chunks() : 0));
+    return payload_bytes + kUnitBytes * ((new_route() ? args.top_k : 0) + (has_scales() ? chunks() : 0));
   }
   // True if rows of a source are this rank's own tokens. They are read from x, and a row's index is the number of its
   // token. (Rows of all_to_all are packed: own rows go through the arena like a peer's.)
@@ -190,7 +191,7 @@ struct DispatchOperands {
     const auto* row = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(args.x) + token * args.row_bytes);
 #pragma unroll
     for (int v = 0; v < kUnitsRead; ++v) units[v] = __ldg(row + (chunk * kChunkUnits + lane_id()) * kUnitsRead + v);
-    if (!kCasts && args.num_scales) {
+    if (!kCasts && has_scales()) {
       scale = __ldg(args.x_scales + token * args.num_scales + chunk * 4 + lane_id() / 8);
     }
   }

@@ -9,9 +9,9 @@ template <typename Config>
 struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
-      Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_unit, Base::is_own,
-      Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
-      Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
+      Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit,
+      Base::is_own, Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
+      Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
       Base::look_at_batch, Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad,
       Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan,
       Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
@@ -197,7 +197,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     for (int i = 0; i < kReceiveBatch; ++i) {
       arriving.batch.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
       if constexpr (kMayHaveScales) {
-        if (!args.num_scales) continue;
+        if (!has_scales()) continue;
         const uint4 unit = scales_unit(has_unit(chunk_of(first, i, warp_group)) ? scales[i] : 0);
         if (lane_id() == i) arriving.batch.units[kReceiveBatch] = unit;
       }
@@ -289,7 +289,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   __device__ void copy(const ArrivingBatch& batch, int32_t first, int32_t row, uint32_t targets,
                        const WarpGroup& warp_group) const {
     const int32_t chunk_of_scales = chunk_of(first, lane_id(), warp_group);
-    const bool has_scales = args.num_scales && lane_id() < kReceiveBatch && chunk_of_scales < chunks();
+    const bool writes_scales = has_scales() && lane_id() < kReceiveBatch && chunk_of_scales < chunks();
 #pragma unroll(kUnroll)
     for (uint32_t left = targets; left; left &= left - 1) {
       const int32_t row_of_k = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
@@ -299,7 +299,9 @@ struct DispatchReceiver : CombineBackward<Config> {
         const int32_t chunk = chunk_of(first, i, warp_group);
         if (has_unit(chunk)) out[chunk * kChunkUnits] = batch.units[i];
       }
-      if (has_scales) write_scales(batch.units[kReceiveBatch], chunk_of_scales, row_of_k);
+      if constexpr (kMayHaveScales) {
+        if (writes_scales) write_scales(batch.units[kReceiveBatch], chunk_of_scales, row_of_k);
+      }
     }
   }
 

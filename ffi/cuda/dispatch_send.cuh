@@ -9,10 +9,10 @@ template <typename Config>
 struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
   using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::count_earlier,
-      Base::count_tokens, Base::experts_per_rank, Base::has_unit, Base::ids_to_count, Base::is_own, Base::kCasts,
-      Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts,
-      Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::row_here,
-      Base::plan, Base::shared;
+      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::is_own,
+      Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk,
+      Base::send_counts, Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers,
+      Base::row_here, Base::plan, Base::shared;
   using typename Base::Ids;
 
   // The units of x that a warp reads at once.
@@ -233,7 +233,7 @@ struct DispatchSender : Routing<Config> {
       const int32_t chunk = batch_index * kSendBatch + i;
       float scale = batch.scales[i];
       packed.units[i] = Chunk::of(kCasts ? cast(batch.units[i], scale) : batch.units[i][0], has_unit(chunk));
-      if (args.num_scales) packed.scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
+      if (has_scales()) packed.scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
     }
     return packed;
   }
@@ -257,7 +257,7 @@ struct DispatchSender : Routing<Config> {
         const int32_t chunk = chunk_at(i);
         const auto escape_mask = [&](int32_t number) { return row.escape_masks_of_lane(peer) + number; };
         units[i].send(op, peer, to.unit(op, chunk), [&] { return escape_mask(chunk); }, has_unit(chunk));
-        if (args.num_scales) {
+        if (has_scales()) {
           const bool present = lane_id() == 0 && chunk < chunks();
           uint8_t* const at = to.scales(op, payload_bytes, chunk);
           scales[i].send(op, peer, at, [&] { return escape_mask(chunks() + chunk); }, present);
@@ -272,7 +272,7 @@ struct DispatchSender : Routing<Config> {
   __device__ void put_rows(int32_t token, int32_t index, const WarpGroup& warp_group, bool staged) const {
     if (any_of_warp_group(warp_group, kWarpGroupsBarrier, !staged)) return;
     const int32_t begin = new_route() ? 0 : peers.layout.header_bytes;
-    const int32_t scales = args.num_scales ? chunks() * kUnitBytes : 0;
+    const int32_t scales = has_scales() ? chunks() * kUnitBytes : 0;
     const int32_t bytes = peers.layout.header_bytes - begin + payload_bytes + scales;
     int32_t num_remote = 0;
     for_each_rank(index, [&](int32_t peer) {

@@ -9,9 +9,9 @@ namespace jax_ep {
 template <typename Config>
 struct NodeForward : DispatchReceiver<Config> {
   using Base = DispatchReceiver<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::has_unit, Base::kMayHaveScales, Base::kReceiveBatch,
-      Base::look_at_batch, Base::new_route, Base::num_items, Base::num_experts, Base::op, Base::peers, Base::row_here,
-      Base::plan, Base::send_chunks, Base::take_batch;
+  using Base::args, Base::chunk_of, Base::chunks, Base::has_scales, Base::has_unit, Base::kMayHaveScales,
+      Base::kReceiveBatch, Base::look_at_batch, Base::new_route, Base::num_items, Base::num_experts, Base::op,
+      Base::peers, Base::row_here, Base::plan, Base::send_chunks, Base::take_batch;
   using typename Base::ArrivingBatch;
   using typename Base::Route;
 
@@ -86,7 +86,7 @@ struct NodeForward : DispatchReceiver<Config> {
         const uint4& own = batch.units[kReceiveBatch];
         const uint4 unit = make_uint4(__shfl_sync(kAllLanes, own.x, i), __shfl_sync(kAllLanes, own.y, i),
                                       __shfl_sync(kAllLanes, own.z, i), __shfl_sync(kAllLanes, own.w, i));
-        if (args.num_scales) scales[i] = Chunk::of(unit, lane_id() == 0);
+        if (has_scales()) scales[i] = Chunk::of(unit, lane_id() == 0);
       }
     }
     send_chunks(units, scales, [=](int i) { return chunk_of(first, i, warp_group); }, route, route.index, to);
