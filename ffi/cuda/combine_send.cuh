@@ -30,7 +30,8 @@ struct CombineSender : CombineSums<Config> {
     Sums sums;
   };
 
-  // Loads and sums a sender's first row, before the block has entered.
+  // Loads and sums a sender's first row, before the block has entered. (all_to_all_back does not know yet which rows
+  // exist.)
   __device__ Outgoing prepare(int32_t role) const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id());
     const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups && !is_all_to_all();

@@ -94,7 +94,7 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scale
                    : dispatch_kernel<__nv_bfloat16, false, Delivery::kDequantize, kVariant>;
     default:
       if (casts) return dispatch_kernel<__nv_bfloat16, true, Delivery::kCopy, kVariant>;
-      // Moves bytes, for elements of any type.
+      // These kernels move bytes, for elements of any type. Few tokens without scales have one without code for scales.
       if constexpr (is_low_latency(kVariant)) {
         if (!has_scales) return dispatch_kernel<float, false, Delivery::kCopy, kVariant, false>;
       }
