@@ -236,12 +236,11 @@ struct LogWarps {
   int32_t send, receive;
 };
 
-// A block of 1 << log_block warps, for warp groups of 1 << log_warps warps. The number of blocks for `rows` warp
-// groups.
+// The number of blocks of 1 << log_block warps for `rows` rows with 1 << log_warps warps each.
 constexpr int64_t blocks_for(int64_t rows, int32_t log_warps, int32_t log_block) {
   return divide_up(rows << log_warps, 1 << log_block) + 1;  // + 1: the first block moves no rows
 }
-// A warp group must not have more warps than all blocks of its role together. `blocks`: those that move rows.
+// Returns log_warps, but at most so that a warp group fits in all blocks of its role. `blocks`: those that move rows.
 constexpr int32_t fit_warp_group(int32_t log_warps, int32_t log_block, int32_t blocks) {
   while (log_warps > log_block && blocks << log_block >> log_warps == 0) --log_warps;
   return log_warps;
@@ -281,7 +280,7 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& s
 }
 
 // Plans a low-latency combine, with at most one block per SM. If the roles need more blocks, the last senders also
-// receive: they have sent their rows before the first rows of peers arrive.
+// receive, after they have sent.
 constexpr LaunchPlan plan_low_latency_combine(int64_t sends, int64_t receives, const Shape& shape, LogWarps log_warps,
                                               int32_t num_sms) {
   const int32_t log_block = log2_ceil(shape.block_warps.number);
