@@ -470,10 +470,13 @@ inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}
 // A combine that casts has no kBalanced kernel: kThroughput was faster, except for short rows (hidden 2048).
 constexpr bool combine_has(Variant variant, bool casts) { return !casts || variant != Variant::kBalanced; }
 
-// The variant of a combine. One that would be kBalanced becomes kThroughput, which prefetches y, if it casts or has
-// much to read.
-constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool reads_much, bool casts) {
-  const Variant variant = variant_for(num_tokens, num_sms);
+// The variant of a combine. all_to_all_back has no low-latency variant: its senders wait for words of the peers' blocks
+// with role 0, which must therefore be the first blocks that enter (roles by ticket). A combine that would be kBalanced
+// becomes kThroughput, which prefetches y, if it casts or has much to read.
+constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool is_all_to_all, bool reads_much,
+                                      bool casts) {
+  const Variant any = variant_for(num_tokens, num_sms);
+  const Variant variant = is_all_to_all && is_low_latency(any) ? Variant::kBalanced : any;
   const bool prefetches = variant == Variant::kBalanced && (reads_much || !combine_has(variant, casts));
   return prefetches ? Variant::kThroughput : variant;
 }
@@ -490,7 +493,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   const bool casts = units_read > 1;
   constexpr int64_t kMuch = 24 * 1024;  // chunks: 12 MiB
   const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
-  const Variant variant = combine_variant_for(num_tokens, num_sms, reads_much, casts);
+  const Variant variant = combine_variant_for(num_tokens, num_sms, top_k == 0, reads_much, casts);
   const bool sums_own =
       top_k > 0 && (casts || (variant == Variant::kBalanced ? has_few_experts : variant == Variant::kThroughput));
   const int64_t num_rows = num_tokens * (num_ranks - sums_own);

@@ -89,6 +89,7 @@ cudaError_t launch_combine(const Peers& peers, const CombineArgs& args, ElementT
                            cudaStream_t stream) {
   if (!combine_has(plan.variant, args.cast != 0)) return cudaErrorInvalidValue;
   if (!plan.is_possible(args.phase)) return cudaErrorInvalidConfiguration;
+  if (is_low_latency(plan.variant) && !args.recv_row) return cudaErrorInvalidConfiguration;  // all_to_all_back
   return with_element_type(type, [&](auto element) {
     const auto kernel = kernel_of<decltype(element)>(plan.variant, args.cast != 0);
     const int32_t scratch = plan.block_warps() * ring_bytes(plan.variant, args.cast != 0);

@@ -113,7 +113,7 @@ struct CombineOperands {
   Ring& ring;
   Pieces& next_piece;
 
-  __device__ bool is_all_to_all() const { return args.recv_row == nullptr; }
+  __device__ bool is_all_to_all() const { return !is_low_latency(kVariant) && args.recv_row == nullptr; }
   __device__ bool uses_rail_peers() const { return !is_low_latency(kVariant) && needs_rail_peers(peers, args); }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   // The bytes of a sum that is sent, without its scales.

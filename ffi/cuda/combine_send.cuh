@@ -30,11 +30,10 @@ struct CombineSender : CombineSums<Config> {
     Sums sums;
   };
 
-  // Loads and sums a sender's first row, before the block has entered. (all_to_all_back does not know yet which rows
-  // exist.)
+  // In the low-latency variant: loads and sums a sender's first row, before the block has entered.
   __device__ Outgoing prepare(int32_t role) const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id());
-    const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups && !is_all_to_all();
+    const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups;
     if (!sends || warp_group.index >= num_destinations() * args.num_tokens) return {};
     const RowsOfToken row = complete_row(issue_row_loads(warp_group.index));
     return {row, partial_sums(row, warp_group.warp, warp_group)};

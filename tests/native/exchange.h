@@ -19,16 +19,18 @@ namespace {
 
 // The changes that a test makes to the plans of plan.h.
 struct PlanOverrides {
-  int32_t number;   // the SMs per rank, so few that the blocks of all ranks fit on one GPU; 0 leaves the plan's number
-  Variant variant;  // the kernels' variant, if `number` is positive or has_one_warp is true
+  int32_t number;  // the SMs per rank, so few that the blocks of all ranks fit on one GPU; 0 leaves the plan's number
+  // The kernels' variant, if `number` is positive or has_one_warp is true. kLowLatency leaves the plan's variant.
+  Variant variant;
   // If sums_own is false, the senders of a combine also sum the rows of own tokens. has_one_warp: a row has one warp.
   bool sums_own = true, has_one_warp = false;
 
   // `casts`: the plan is for a combine that casts.
   LaunchPlan adjust(LaunchPlan plan, bool casts = false) const {
-    // The low-latency variant must not have more tokens than plan.h gives it: their rows may need rail peers.
+    // Only plan.h chooses the low-latency variant: rows of more tokens may need rail peers, and all_to_all_back must
+    // not have it.
     if (number == 0 && (!has_one_warp || !are_few(num_tokens))) return plan;
-    plan.variant = combine_has(variant, casts) ? variant : Variant::kThroughput;
+    if (!is_low_latency(variant)) plan.variant = combine_has(variant, casts) ? variant : Variant::kThroughput;
     // plan.h sets this only for more tokens than the tests have. Here, about half of the cases with a throughput kernel
     // have it.
     plan.senders_enter_first = plan.variant == Variant::kThroughput && num_tokens != 12;

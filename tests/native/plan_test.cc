@@ -213,7 +213,8 @@ void test_plans_on_132_sms() {
       {8, 4, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 5, 5}},
       {16, 4, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 4, 5}},
       {32, 4, 8, 28, 0, false, {kLowLatency, 132, 132, 3, 4, 5}},
-      {32, 8, 0, 14, 0, false, {kLowLatency, 132, 132, 3, 3, 4}},
+      {8, 4, 0, 28, 0, false, {kBalanced, 33, 50, 4, 4, 5}},
+      {32, 8, 0, 14, 0, false, {kBalanced, 99, 132, 4, 3, 4}},
       {64, 2, 8, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
       {128, 1, 8, 28, 0, true, {kThroughput, 1, 66, 4, 3, 3}},
       {128, 2, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
@@ -234,6 +235,7 @@ void test_plans_on_132_sms() {
       {4096, 4, 8, 28, 1, true, {kThroughput, 1, 1, 4, 0, 0}},
       // Sums that are cast have 14 chunks, or one.
       {8, 4, 8, 28, 0, true, {kLowLatency, 49, 66, 3, 4, 4}, 2},
+      {8, 4, 0, 28, 0, false, {kThroughput, 17, 22, 4, 3, 3}, 2},
       {64, 2, 8, 28, 0, true, {kThroughput, 33, 66, 4, 3, 3}, 2},
       {128, 4, 8, 56, 0, true, {kThroughput, 67, 132, 4, 4, 4}, 4},
       {8, 4, 8, 4, 0, true, {kLowLatency, 4, 6, 3, 0, 0}, 4},
