@@ -200,7 +200,7 @@ struct Control {
   // peer's store to it would arrive microseconds late. So the peer writes several copies, and each block polls one of
   // them.
   unsigned long long num_rows[kMaxSlots][kNumRowsCopies][kMaxRanks];
-  // Of low-latency dispatches (ffi/cuda/roles.cuh). begun: at index epoch % 2, {number of roles that have been given
+  // Of the low-latency variant (ffi/cuda/roles.cuh). begun: at index epoch % 2, {number of roles that have been given
   // away, number of senders that have begun}. given_away[role]: 1 from when a receiver gives the role away until
   // another block takes it.
   alignas(128) unsigned long long begun[2];

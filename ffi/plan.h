@@ -57,21 +57,22 @@ constexpr int32_t most_block_threads(Variant variant) {
 // (__launch_bounds__). Of a combine, one block must fit.
 constexpr int32_t dispatch_blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
-// A thread block is a sender or a receiver; over a network, it may be a forwarder (num_forwarders). With work stealing,
-// senders and forwarders also receive, after they have sent. Senders have the first roles, and wait for no peer's rows.
-// A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh). So the rows that a receiver
-// waits for are always sent. In a launch of one block, the block sends and then receives. In a low-latency combine with
-// fewer SMs than the two roles need blocks, the last senders also receive, after they have sent. A low-latency dispatch
-// cannot do so: while a receiver's workers wait, its control warp writes the destinations of rows to the memory in
-// which a sender's workers count rows.
+// Each thread block has a role, which is a number. Blocks with a role below `num_senders` send; blocks with a role from
+// `first_receiver` on receive; over a network, those between may forward (num_forwarders). Senders wait for no peer's
+// rows. A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh). So the rows that a
+// receiver waits for are always sent. With work stealing, senders and forwarders also receive, after they have sent.
 //
-// If there are several senders, the first sends no rows: it notifies the peers of the call and of the number of rows.
-// If there are several receivers, the first starts without a row: one of its warps waits for the notifications of all
-// ranks, and counts (wait_peers). In a combine, the first receiver does nothing else. In a dispatch, it writes the
-// small results, and pads (padding.cuh). With work stealing, it then claims rows and padding.
+// A block may send and then receive: in a launch of one block, and in a low-latency combine that needs more blocks than
+// there are SMs. A block of a low-latency dispatch does not: while the workers of a receiver wait, its control warp
+// writes the destinations of rows to the memory in which the workers of a sender count rows.
+//
+// Role 0 notifies the peers of the call and of the number of rows. If there are several senders, it sends no rows. If
+// there are several receivers, the first one starts without a row: one of its warps waits for the notifications of all
+// ranks, and counts (wait_peers). In a combine, it receives no rows at all. In a dispatch, it writes the small results,
+// and pads (padding.cuh). With work stealing, it then claims rows and padding.
 struct LaunchPlan {
   int32_t num_senders;
-  int32_t first_receiver;
+  int32_t first_receiver;  // less than num_senders if some blocks send and then receive
   int32_t num_blocks;
   Variant variant;
   int32_t log_block_warps;
@@ -83,9 +84,10 @@ struct LaunchPlan {
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
 
-  // False for a done of the low-latency variant: its roles need an epoch of its own launch (roles.cuh).
+  // False for a done of the low-latency variant: only a launch that takes an epoch resets the words of its roles
+  // (Control::begun).
   constexpr bool is_possible(Phase phase) const { return !is_low_latency(variant) || phase != Phase::kDone; }
-  // For a dispatch. False also if a block of the low-latency variant would have two roles.
+  // For a dispatch. False also if a block of the low-latency variant would send and then receive.
   constexpr bool is_possible_dispatch(Phase phase) const {
     return is_possible(phase) && (!is_low_latency(variant) || first_receiver >= num_senders);
   }
@@ -115,8 +117,8 @@ struct WarpGroup {
   int32_t index, num_groups;
   int32_t warp, num_warps;  // in the warp group
 
-  // There are two orders of indices. In the first, a block's warp groups have consecutive indices. It applies if
-  // `by_block` is true, in the low-latency variant, and if a block has at most one warp group. In the second order,
+  // There are two orders of indices. In the first, a block's warp groups have consecutive indices. It applies in three
+  // cases: `by_block` is true; the variant is low-latency; or a block has at most one warp group. In the second order,
   // consecutive indices are in different blocks, so that all blocks get equally many of the rows that exist. A block's
   // warp groups then have even and odd indices by turns: with two ranks, even items are rows of one rank, and odd items
   // are rows of the other. `block` is negative for a block that moves no rows.
@@ -217,7 +219,7 @@ struct Receive {
 struct ReceiverSixteenths {
   int32_t number;
 };
-inline constexpr ReceiverSixteenths kAsNeeded = {0};  // for plan_low_latency_combine()
+inline constexpr ReceiverSixteenths kAsNeeded = {0};  // of a low-latency combine, whose plan needs no share
 // The role that has only as many blocks as it needs for its minimum of rounds. All other blocks have the other role.
 enum class Fewest { kReceivers, kSenders };
 
@@ -279,8 +281,8 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& s
           fit_warp_group(log_warps.receive, log_block, std::max(receivers - 1, 1))};
 }
 
-// Plans a low-latency combine, with at most one block per SM. If the roles need more blocks, the last senders also
-// receive, after they have sent.
+// Plans a low-latency combine, with at most one block per SM. If senders and receivers need more blocks, the last
+// senders also receive.
 constexpr LaunchPlan plan_low_latency_combine(int64_t sends, int64_t receives, const Shape& shape, LogWarps log_warps,
                                               int32_t num_sms) {
   const int32_t log_block = log2_ceil(shape.block_warps.number);
@@ -436,11 +438,11 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
 // add the sums that arrive. If LaunchPlan::sums_own is true, they also sum the rows of this rank's own tokens.
 namespace combine_shapes {
 
-// Decode of 3 to 32 tokens. If all rows can have a warp per chunk at the same time, they have.
+// Decode of 3 to 32 tokens. Each chunk of a sent row has its own warp, if there are warps for all rows at once.
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 2).more_for_few_rows(32, 1)},
                                   Receive{WarpsPerRow::at_most(32, 1)}, kAsNeeded};
-// Decode of one or two tokens: on more SMs.
+// Decode of one or two tokens. Small blocks spread the warps over more SMs.
 inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{4}, kDecode.send, kDecode.receive, kAsNeeded};
 // 33 to 256 tokens, no cast, little to read, and one or two experts per token. Each row has few warps, so that one
 // round is enough for all tokens.
@@ -481,11 +483,11 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool 
   return prefetches ? Variant::kThroughput : variant;
 }
 
-// Plans a combine. Without a cast, own rows go through the arena like a peer's in kLowLatency, and in kBalanced with
-// three or more experts per token: the senders then sum own rows and the peers' rows at the same time. In all other
-// cases, receivers sum own rows. The exception is all_to_all_back (top_k == 0): it does not sum rows, and own rows go
-// back like a peer's. `num_chunks`: of a row of y. `units_read`: the number of units of y for one unit that is sent;
-// more than one means that sums are cast.
+// Plans a combine. Own rows go through the arena like a peer's in two cases, both without a cast: in kLowLatency, and
+// in kBalanced with three or more experts per token. The senders then sum own rows and the peers' rows at the same
+// time. In all other cases, receivers sum own rows. The exception is all_to_all_back (top_k == 0): it does not sum
+// rows, and own rows go back like a peer's. `num_chunks`: of a row of y. `units_read`: the number of units of y for one
+// unit that is sent; more than one means that sums are cast.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t units_read, int32_t num_sms, int32_t device_sms) {
   using namespace combine_shapes;

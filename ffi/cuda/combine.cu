@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
   }
   const bool is_worker = !kRoleByIndex || combine.op.is_worker();
   // One thread of a sender counts the sender before the barrier, so that receivers wait less. One thread of a receiver
-  // waits for all senders, while the workers send.
+  // waits for all senders; if the block is also a sender, the workers send meanwhile.
   const bool is_role_thread = kRoleByIndex && combine.op.is_control_warp() && lane_id() == 0;
   const bool begins_sending = is_role_thread && plan.is_sender(blockIdx.x);
   const unsigned long long begun_before = begins_sending ? combine.op.begin_sending() : 0;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
     if (plan.sends_rows(role)) __syncthreads();  // forward() uses the same ids of named barriers as send() has used
     combine.forward();
   }
-  // A receiver begins when all senders have begun and, if it is also a sender, its warps have sent their rows.
+  // With kRoleByIndex, a block receives when all senders of the launch have begun, and its own warps have sent.
   bool receives = role >= plan.first_receiver, takes_roles = kRoleByIndex && plan.is_sender(role);
   if (kRoleByIndex && receives) {
     receives = !__syncthreads_or(gives_role_away);

@@ -81,7 +81,8 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // The largest number of rows that go to one peer. Items beyond it have no row; with many ranks, these are most items.
+  // The largest number of rows that go to one peer. Items from num_destinations() times this number on have no row;
+  // with many ranks, these are most items.
   __device__ int32_t most_rows_of_peer() const {
     const bool is_peer = lane_id() < peers.num_ranks && lane_id() != peers.rank;
     return __reduce_max_sync(kAllLanes, is_peer ? __ldg(args.num_recv_per_rank + lane_id()) : 0);

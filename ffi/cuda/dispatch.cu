@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
                                              plan.senders_enter_first ? plan.num_senders : 0);
   }
   // One thread of a sender counts the sender before the barrier, so that receivers wait less. One thread of a receiver
-  // waits for all senders.
+  // waits for all senders before the barrier.
   const bool is_role_thread = kRoleByIndex && dispatch.op.is_control_warp() && lane_id() == 0;
   const bool begins_sending = is_role_thread && plan.is_sender(blockIdx.x);
   const unsigned long long begun_before = begins_sending ? dispatch.op.begin_sending() : 0;
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
     if (role == 0) dispatch.notify(outgoing.ids);
     if (role == 0 && plan.sends_rows(0)) {
       dispatch.op.sync_workers();  // all have read the counts of notify(), which send() keeps in the same memory
-      // No barrier follows. The block is the only sender, so no token precedes its first tokens. It counts none before
-      // the barrier at the end of its first count_tokens().
+      // No barrier follows. This block is the only sender and begins with token 0, so its first count_tokens() has no
+      // earlier token to count, and ends with a barrier.
       dispatch.clear(dispatch.send_counts());
     }
     if (plan.sends_rows(role)) dispatch.send(outgoing);
@@ -94,7 +94,8 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scale
                    : dispatch_kernel<__nv_bfloat16, false, Delivery::kDequantize, kVariant>;
     default:
       if (casts) return dispatch_kernel<__nv_bfloat16, true, Delivery::kCopy, kVariant>;
-      // These kernels move bytes, for elements of any type. Few tokens without scales have one without code for scales.
+      // A copy moves bytes, so float stands for elements of any type. In the low-latency variant, rows without scales
+      // have a kernel without the code for scales.
       if constexpr (is_low_latency(kVariant)) {
         if (!has_scales) return dispatch_kernel<float, false, Delivery::kCopy, kVariant, false>;
       }

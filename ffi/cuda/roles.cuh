@@ -4,7 +4,8 @@
 // CUDA may start the blocks of a launch in any order, and few at a time. A receiver that waits for rows keeps its SM,
 // and could starve a sender of its own launch. So each sender counts itself in Control::begun when it has entered, and
 // a receiver waits until all senders have. If they do not begin soon, the receiver gives its role away and leaves. The
-// sender that begins last receives in its place. (In a combine, a block may have both roles. It first sends.)
+// sender that begins last receives in its place. (In a combine, a block may send and then receive. It gives away its
+// role as a receiver after it has sent.)
 #pragma once
 
 #include "ffi/cuda/wait.cuh"
@@ -33,8 +34,8 @@ struct Roles : Waiting {
     if (state.entered && num_begun(begun_before) + 1 == num_senders) state.roles_to_take = num_given(begun_before);
   }
 
-  // Waits until all senders have begun. If they do not begin soon, gives the receiver's role away, and returns false.
-  // One thread of the receiver calls it.
+  // Waits until all senders have begun, or the operation has failed. If they do not begin soon, gives the receiver's
+  // role away, and returns false. One thread of the receiver calls it.
   __device__ __noinline__ static bool await_senders(State& state, int32_t num_senders) {
     const auto op = operation_of<Roles>(state);
     const uint64_t asked = globaltimer_ns();
@@ -67,7 +68,8 @@ struct Roles : Waiting {
     return state.role;
   }
 
-  // Takes a role from given_away. If needed, waits for one: its block has counted it already, and records it soon.
+  // Takes a role from given_away. If none is recorded yet, waits: a receiver has counted its role as given away, and
+  // records it soon.
   __device__ __noinline__ static int32_t next_given_role(State& state) {
     uint32_t* const given_away = operation_of<Roles>(state).own().given_away;
     for (uint32_t role = 0;; role = role + 1 == gridDim.x ? 0 : role + 1) {
