@@ -84,9 +84,11 @@ struct LaunchPlan {
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
 
-  // False for a done of the low-latency variant: only a launch that takes an epoch resets the words of its roles
-  // (Control::begun).
-  constexpr bool is_possible(Phase phase) const { return !is_low_latency(variant) || phase != Phase::kDone; }
+  // False for a low-latency launch of too many blocks, or of a done: only a launch that takes an epoch resets the words
+  // of its roles (Control::begun, given_away).
+  constexpr bool is_possible(Phase phase) const {
+    return !is_low_latency(variant) || (num_blocks <= kMaxLowLatencyBlocks && phase != Phase::kDone);
+  }
   // For a dispatch. False also if a block of the low-latency variant would send and then receive.
   constexpr bool is_possible_dispatch(Phase phase) const {
     return is_possible(phase) && (!is_low_latency(variant) || first_receiver >= num_senders);
@@ -96,6 +98,7 @@ struct LaunchPlan {
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
   // Over a network, a row may travel once per node: to a rank of the node, the rail peer, which forwards it. Then the
   // blocks between the senders and the receivers forward rows. In a launch of one block, that block forwards them.
+  // (Rows of few tokens are not forwarded.)
   constexpr int32_t num_forwarders() const { return std::max(first_receiver - num_senders, 1); }
   constexpr bool forwards(int32_t block) const {
     return first_receiver == 0 || (block >= num_senders && block < first_receiver);
@@ -286,7 +289,8 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& s
 constexpr LaunchPlan plan_low_latency_combine(int64_t sends, int64_t receives, const Shape& shape, LogWarps log_warps,
                                               int32_t num_sms) {
   const int32_t log_block = log2_ceil(shape.block_warps.number);
-  const auto most = [=](int64_t blocks) { return static_cast<int32_t>(std::min<int64_t>(blocks, num_sms)); };
+  const int32_t most_blocks = std::min(num_sms, kMaxLowLatencyBlocks);
+  const auto most = [=](int64_t blocks) { return static_cast<int32_t>(std::min<int64_t>(blocks, most_blocks)); };
   const int32_t senders = most(blocks_for(sends, log_warps.send, log_block));
   const int32_t receivers = most(blocks_for(receives, log_warps.receive, log_block));
   const int32_t blocks = most(senders + receivers);
@@ -442,7 +446,7 @@ namespace combine_shapes {
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 2).more_for_few_rows(32, 1)},
                                   Receive{WarpsPerRow::at_most(32, 1)}, kAsNeeded};
-// Decode of one or two tokens. Small blocks spread the warps over more SMs.
+// Decode of one or two tokens on at most eight ranks. Small blocks spread the warps over more SMs.
 inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{4}, kDecode.send, kDecode.receive, kAsNeeded};
 // 33 to 256 tokens, no cast, little to read, and one or two experts per token. Each row has few warps, so that one
 // round is enough for all tokens.
@@ -502,7 +506,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   const auto choose_shape = [=]() -> const Shape& {
     switch (variant) {
       case Variant::kLowLatency:
-        return num_tokens <= 2 ? kOneToken : kDecode;
+        return num_tokens <= 2 && num_ranks <= 8 ? kOneToken : kDecode;
       case Variant::kBalanced:
         return has_few_experts ? kFewExperts : kLargeBatch;
       default:

@@ -277,11 +277,11 @@ int main(int argc, char** argv) {
   const auto log_of = [](int32_t n) { return n < 2 ? 0 : n < 4 ? 1 : n < 8 ? 2 : n < 16 ? 3 : n < 32 ? 4 : 5; };
   const auto adjusted = [&](LaunchPlan plan, int first) {
     const int32_t senders = arg(first, plan.num_senders), receivers = arg(first + 1, plan.num_receivers());
-    plan.num_senders = senders;
-    plan.num_blocks = senders + receivers;
-    // A low-latency combine has at most one block per SM; some blocks may have both roles.
-    if (first == 8 && is_low_latency(plan.variant)) plan.num_blocks = std::min(plan.num_blocks, device_sms);
-    plan.first_receiver = plan.num_blocks - receivers;
+    // A low-latency combine has at most one block per SM; some blocks may send and then receive.
+    const int32_t most = first == 8 && is_low_latency(plan.variant) ? device_sms : senders + receivers;
+    plan.num_senders = std::min(senders, most);
+    plan.num_blocks = std::min(senders + receivers, most);
+    plan.first_receiver = plan.num_blocks - std::min(receivers, most);
     plan.log_block_warps = log_of(arg(first + 2, plan.block_warps()));
     plan.log_send_warps = log_of(arg(first + 3, 1 << plan.log_send_warps));
     plan.log_receive_warps = log_of(arg(first + 4, 1 << plan.log_receive_warps));

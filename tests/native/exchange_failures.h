@@ -136,7 +136,7 @@ void repeat_wrong_rank(std::mt19937& random, int32_t num_ranks, PlanOverrides bl
   }
 }
 
-// A wrong position in a low-latency dispatch. There, a block's role is its index. Block 0 notifies the peers, and may
+// A wrong position in a low-latency dispatch. A block's role is its index. So block 0 notifies the peers, and may
 // not be the first block to enter. So it must check the rank itself. Here, blocks often enter at the same time, so
 // block 0 does not learn of the failure from another block.
 void run_wrong_rank_of_few_tokens(uint64_t seed) {

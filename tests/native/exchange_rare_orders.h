@@ -151,10 +151,20 @@ void run_all_to_all_in_any_order(Session& session, std::mt19937& random) {
   run_all_to_all(session, random, Splits::kRagged, random() % 2);
 }
 
+// Few tokens on many SMs, so that a combine has senders and receivers in blocks of their own. Blocks start in any
+// order, and fewer run at a time than there are receivers.
+void run_few_tokens_in_any_order(Session& session, std::mt19937& random) {
+  const Settings former;
+  emulator::adversary.shuffles_blocks = true;
+  emulator::adversary.resident_blocks = pick(random, std::vector{1, 3, 20});
+  session.whole([&](Rank& rank) { return rank.dispatch(session.cast()); });
+  run_all_but_dispatch(session);
+}
+
 // Chooses one of the scenarios above, and runs it with a group of its own.
 std::string run_rare_orders(uint64_t seed) {
   std::mt19937 random(static_cast<uint32_t>(seed) * 2654435761u);
-  const auto scenario = random() % 5;
+  const auto scenario = random() % 6;
   const bool is_of_network = scenario == 3;
   if (is_of_network && random() % 3 != 0) return "";
   const auto num_ranks = pick<int32_t>(random, {2, 2, 2, 3, 4});
@@ -162,21 +172,26 @@ std::string run_rare_orders(uint64_t seed) {
   const auto cast = pick<int32_t>(random, {0, 0, 1});
   experts_per_rank = pick<int32_t>(random, {1, 3});
   num_tokens = pick<int32_t>(random, {2, 4, 8}), top_k = pick<int32_t>(random, {1, 2});
+  if (scenario == 5) num_tokens = pick<int32_t>(random, {1, 2, 5});
   const auto any = pick<PlanOverrides>(random, {{0, Variant::kLowLatency},
                                                 {2, Variant::kBalanced},
                                                 {5, Variant::kBalanced},
                                                 {6, Variant::kBalanced},
                                                 {6, Variant::kThroughput}});
-  const PlanOverrides blocks = scenario == 4 ? PlanOverrides{0, Variant::kLowLatency} : any;
+  const PlanOverrides blocks = scenario >= 4 ? PlanOverrides{0, Variant::kLowLatency} : any;
   // The number of tokens decides whether the arena has two or four slots.
   const int32_t max_tokens = is_of_network ? num_tokens : 4000 / num_ranks;
-  emulator::set_num_sms(pick<int32_t>(random, {6, 10}));
+  emulator::set_num_sms(scenario == 5 ? pick<int32_t>(random, {24, 132}) : pick<int32_t>(random, {6, 10}));
   Session session(num_ranks, cast, blocks, kTimeout, 0, max_tokens, {}, node_size);
   EXPECT_EQ(session.num_slots(), is_of_network ? 4 : 2);
   session.randomize(random);
   if (scenario == 0) {
     run_done_in_any_order(session, random);
     return ", then a done in any order";
+  }
+  if (scenario == 5) {
+    run_few_tokens_in_any_order(session, random);
+    return ", then few tokens in any order";
   }
   if (scenario == 4) {
     run_all_to_all_in_any_order(session, random);

@@ -142,7 +142,6 @@ void run_unmatched_done() {
 
 // A launch with more blocks than fit on the GPU at once: some leave before others enter.
 void more_blocks_than_fit() {
-  constexpr int32_t kBlocks = 1000;
   Group group({experts_per_rank, top_k, num_tokens, kRowBytes, 0, 2.0, {{0}}});
   const Peers& peers = group.members()[0].peers;
   const int32_t sms = group.members()[0].num_sms, chunks = num_chunks(kRowBytes);
@@ -150,8 +149,8 @@ void more_blocks_than_fit() {
   LaunchPlan dispatch_plans[] = {plan_dispatch(num_tokens, 1, top_k, chunks, 0, sms, false),
                                  plan_dispatch(num_tokens, 1, top_k, chunks, 5, sms, false)};  // with work stealing
   for (LaunchPlan* plan : {&combine_plan, &dispatch_plans[0], &dispatch_plans[1]}) {
-    plan->num_senders = plan->first_receiver = kBlocks;
-    plan->num_blocks = 2 * kBlocks;
+    plan->num_blocks = is_low_latency(plan->variant) ? kMaxLowLatencyBlocks : 2000;
+    plan->num_senders = plan->first_receiver = plan->num_blocks / 2;
   }
   Rank rank(1, 0);
   std::mt19937 random(0);

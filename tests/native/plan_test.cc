@@ -102,7 +102,11 @@ void test_plans_of_one_block() {
   EXPECT_EQ(plan.is_possible_dispatch(Phase::kWhole), false);
   EXPECT_EQ(plan.is_possible(Phase::kWhole), true);
   EXPECT_EQ(plan_dispatch(8, 2, 8, 28, 0, false).is_possible_dispatch(Phase::kDone), false);
-  EXPECT_EQ(plan_combine(8, 2, 8, 28, 0).is_possible(Phase::kDone), false);
+  LaunchPlan combine = plan_combine(8, 2, 8, 28, 0);
+  EXPECT_EQ(combine.is_possible(Phase::kDone), false);
+  combine.num_blocks = kMaxLowLatencyBlocks + 1;
+  EXPECT_EQ(combine.is_possible(Phase::kWhole), false);
+  EXPECT_EQ(plan_combine(32, 32, 8, 28, 1, 0, 1000).num_blocks, kMaxLowLatencyBlocks);
 }
 
 // In a low-latency combine, the last senders also receive, if the two roles need more blocks than there are SMs.
@@ -112,6 +116,7 @@ void test_blocks_with_both_roles() {
   EXPECT_EQ(shared.first_receiver, kDeviceSms - shared.num_receivers());
   EXPECT_EQ(shared.num_senders, 129);
   EXPECT_EQ(shared.num_receivers(), 33);
+  EXPECT_EQ(plan_combine(32, 4, 8, 28, 1, 0, 114).first_receiver, 0);
   const LaunchPlan one = plan_combine(8, 4, 8, 28, 1, 0, 1);
   EXPECT_EQ(one.num_senders == 1 && one.first_receiver == 0 && one.num_blocks == 1, true);
 }
@@ -210,6 +215,7 @@ void test_plans_on_132_sms() {
     int32_t units_read = 1;
   } combines[] = {
       {1, 4, 8, 28, 0, false, {kLowLatency, 33, 42, 2, 5, 5}},
+      {1, 32, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 5, 5}},
       {8, 4, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 5, 5}},
       {16, 4, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 4, 5}},
       {32, 4, 8, 28, 0, false, {kLowLatency, 132, 132, 3, 4, 5}},
