@@ -191,6 +191,7 @@ std::string run_rare_orders(uint64_t seed) {
   }
   if (scenario == 5) {
     run_few_tokens_in_any_order(session, random);
+    emulator::set_num_sms(6);  // the scenarios that follow are for few SMs
     return ", then few tokens in any order";
   }
   if (scenario == 4) {
