@@ -58,9 +58,11 @@ constexpr int32_t most_block_threads(Variant variant) {
 constexpr int32_t dispatch_blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
 // Each thread block has a role, which is a number. Blocks with a role below `num_senders` send; blocks with a role from
-// `first_receiver` on receive; over a network, those between may forward (num_forwarders). Senders wait for no peer's
-// rows. A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh). So the rows that a
-// receiver waits for are always sent. With work stealing, senders and forwarders also receive, after they have sent.
+// `first_receiver` on receive; over a network, those between may forward (num_forwarders). A sender waits for no peer's
+// rows until it has sent its own. A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh).
+// So the rows that a receiver waits for are always sent. Two kinds of senders receive after they have sent: with work
+// stealing, every sender and forwarder; in the low-latency variant, the sender that begins last, which takes the roles
+// that receivers have given away.
 //
 // A block may send and then receive: in a launch of one block, and in a low-latency combine that needs more blocks than
 // there are SMs. A block of a low-latency dispatch does not: while the workers of a receiver wait, its control warp
@@ -84,8 +86,8 @@ struct LaunchPlan {
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
 
-  // False for a low-latency launch of too many blocks, or of a done: only a launch that takes an epoch resets the words
-  // of its roles (Control::begun, given_away).
+  // Returns false for a low-latency launch of too many blocks, and for one of a done. A done takes no epoch, so nothing
+  // would reset the words of its roles (Control::begun, given_away).
   constexpr bool is_possible(Phase phase) const {
     return !is_low_latency(variant) || (num_blocks <= kMaxLowLatencyBlocks && phase != Phase::kDone);
   }
@@ -170,7 +172,7 @@ class WarpsPerRow {
  public:
   static constexpr int32_t kAnyNumber = 1 << 30;
 
-  static constexpr WarpsPerRow exactly(int32_t warps) { return WarpsPerRow().but_at_least(warps); }
+  static constexpr WarpsPerRow of(int32_t warps) { return WarpsPerRow().but_at_least(warps); }
   // `warps` warps; fewer if a warp would have less than `chunks_per_warp` chunks of the row.
   static constexpr WarpsPerRow at_most(int32_t warps, int32_t chunks_per_warp) {
     WarpsPerRow result;
@@ -252,8 +254,8 @@ constexpr int32_t fit_warp_group(int32_t log_warps, int32_t log_block, int32_t b
 }
 
 // Plans blocks for `sends` and `receives` rows on at most `num_sms` SMs. A warp group processes one row per round, and
-// the launch lasts until the warp groups with the most rounds are done. So one role gets the smallest number of blocks
-// that keeps its rounds at a minimum (Shape::fewest), and the other role gets the other blocks.
+// the launch lasts until the warp groups with the most rounds are done. Shape::fewest names the role that gets only as
+// many blocks as its smallest number of rounds needs. The other role gets all other blocks.
 constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& shape, LogWarps log_warps,
                                  int32_t num_sms) {
   const int32_t log_block = log2_ceil(shape.block_warps.number);
@@ -356,7 +358,7 @@ inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 1).but_at_least(8)},
                                   Receive{WarpsPerRow::at_most(16, 2)}, ReceiverSixteenths{10}};
 // Decode of 17 to 32 tokens.
-inline constexpr Shape kLargeDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::exactly(8)},
+inline constexpr Shape kLargeDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::of(8)},
                                        Receive{WarpsPerRow::at_most(8, 1)}, ReceiverSixteenths{10}};
 // Decode of a large batch, or a short prompt: 33 to 256 tokens.
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16},
@@ -365,14 +367,13 @@ inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16},
 // The same with one or two experts per token. A row has only as many warps as allow one round for all rows, if
 // possible.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, kLargeBatch.send,
-                                      Receive{WarpsPerRow::exactly(1).more_for_few_rows(kAny, 1)},
-                                      ReceiverSixteenths{8}};
+                                      Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 1)}, ReceiverSixteenths{8}};
 // A large batch with more than two ranks, rows longer than 4 KB, and at least 512 rows. Receivers need several rounds,
 // so the rows should not all arrive at the end. Few blocks send the tokens one after another; they keep the link
 // equally busy.
-inline constexpr Shape kLargeBatchOfLongRows = {
-    Variant::kBalanced,     BlockWarps{16},  Send{WarpsPerRow::exactly(16)}, Receive{kReceiveWithMoreForFewRows},
-    ReceiverSixteenths{10}, Fewest::kSenders};
+inline constexpr Shape kLargeBatchOfLongRows = {Variant::kBalanced,        BlockWarps{16},
+                                                Send{WarpsPerRow::of(16)}, Receive{kReceiveWithMoreForFewRows},
+                                                ReceiverSixteenths{10},    Fewest::kSenders};
 // Training, or a prompt: more than 256 tokens.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16},
                                       Send{WarpsPerRow::at_most(4, 2).more_for_few_rows(16, 2)},
@@ -385,7 +386,7 @@ inline constexpr Shape kLongRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{1
                                               kManyTokens.receive, ReceiverSixteenths{11}};
 // The same with at least 2048 tokens. Two warps per received row are faster than four (measured).
 inline constexpr Shape kMostTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
-                                                Receive{WarpsPerRow::exactly(2)}, ReceiverSixteenths{11}};
+                                                Receive{WarpsPerRow::of(2)}, ReceiverSixteenths{11}};
 // The backward pass of combine with more than 32 tokens. Few blocks send, because receivers do most of the work: for
 // each expert of a token, they read y and write a row. Warps claim the padding. A sender that has sent all its
 // tokens steals rows.
@@ -397,8 +398,8 @@ inline constexpr Shape kCombineBack = {Variant::kThroughput,
                                        Fewest::kSenders};
 // Any number of tokens, if the user limits the SMs, or in a split-phase call.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
-                                  Send{WarpsPerRow::exactly(1).more_for_few_rows(kAny, 2)},
-                                  Receive{WarpsPerRow::exactly(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{8}};
+                                  Send{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)},
+                                  Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{8}};
 
 }  // namespace dispatch_shapes
 
@@ -442,22 +443,20 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
 // add the sums that arrive. If LaunchPlan::sums_own is true, they also sum the rows of this rank's own tokens.
 namespace combine_shapes {
 
-// Decode of 3 to 32 tokens. Each chunk of a sent row has its own warp, if there are warps for all rows at once.
+// Decode of at most 32 tokens. Each chunk of a sent row has its own warp, if there are warps for all rows at once.
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 2).more_for_few_rows(32, 1)},
                                   Receive{WarpsPerRow::at_most(32, 1)}, kAsNeeded};
-// Decode of one or two tokens on at most eight ranks. Small blocks spread the warps over more SMs.
-inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{4}, kDecode.send, kDecode.receive, kAsNeeded};
 // 33 to 256 tokens, no cast, little to read, and one or two experts per token. Each row has few warps, so that one
 // round is enough for all tokens.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
-                                      Receive{WarpsPerRow::exactly(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
+                                      Receive{WarpsPerRow::of(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
 // The same with three or more experts per token, or for all_to_all_back. Senders also sum the rows of own tokens.
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
 // plan_combine may replace it by kWarpPerPart.
-inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::exactly(1);
+inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::of(1);
 // More than 256 tokens; or more than 32, if the combine casts, or has much to read. More than two ranks.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
                                       ReceiverSixteenths{8}};
@@ -477,8 +476,8 @@ inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}
 constexpr bool combine_has(Variant variant, bool casts) { return !casts || variant != Variant::kBalanced; }
 
 // The variant of a combine. all_to_all_back has no low-latency variant: its senders wait for words of the peers' blocks
-// with role 0, which must therefore be the first blocks that enter (roles by ticket). A combine that would be kBalanced
-// becomes kThroughput, which prefetches y, if it casts or has much to read.
+// with role 0, which must therefore be the first blocks that enter (roles by ticket). If a combine would be kBalanced,
+// but casts or has much to read, it is kThroughput instead, which prefetches y.
 constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool is_all_to_all, bool reads_much,
                                       bool casts) {
   const Variant any = variant_for(num_tokens, num_sms);
@@ -487,11 +486,12 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool 
   return prefetches ? Variant::kThroughput : variant;
 }
 
-// Plans a combine. Own rows go through the arena like a peer's in two cases, both without a cast: in kLowLatency, and
-// in kBalanced with three or more experts per token. The senders then sum own rows and the peers' rows at the same
-// time. In all other cases, receivers sum own rows. The exception is all_to_all_back (top_k == 0): it does not sum
-// rows, and own rows go back like a peer's. `num_chunks`: of a row of y. `units_read`: the number of units of y for one
-// unit that is sent; more than one means that sums are cast.
+// Plans a combine. "Own rows" are the rows of this rank's own tokens. Receivers sum them (LaunchPlan::sums_own), except
+// in two cases, both without a cast: in kLowLatency, and in kBalanced with three or more experts per token. There,
+// senders sum own rows while others sum the peers' rows, and own sums go through the arena, too. An all_to_all_back
+// (top_k == 0) sums nothing: own rows go back like a peer's.
+// `num_chunks`: of a row of y. `units_read`: the number of units of y for one unit that is sent; more than one means
+// that sums are cast.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t units_read, int32_t num_sms, int32_t device_sms) {
   using namespace combine_shapes;
@@ -506,7 +506,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   const auto choose_shape = [=]() -> const Shape& {
     switch (variant) {
       case Variant::kLowLatency:
-        return num_tokens <= 2 && num_ranks <= 8 ? kOneToken : kDecode;
+        return kDecode;
       case Variant::kBalanced:
         return has_few_experts ? kFewExperts : kLargeBatch;
       default:

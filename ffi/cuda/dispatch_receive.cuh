@@ -72,7 +72,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   // its own launch from starting. If a peer did the same, both ranks would wait for each other.
   __device__ void steal_rows() const {
     const bool judges = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
-    if (named_barrier_or(kWorkersBarrier, op.num_worker_threads, judges && !op.all_have_begun())) return;
+    if (named_barrier_or(kWorkersBarrier, op.num_worker_threads, judges && !op.all_have_entered())) return;
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     open_claims();
     learn_destinations();

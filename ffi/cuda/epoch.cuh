@@ -9,7 +9,7 @@
 // senders of its launch have entered: a block that waits keeps its SM, and could starve the sender. Senders have the
 // first roles and wait for no rows. Blocks get their roles in the order in which they enter, except in the
 // low-latency variant (roles.cuh). With work stealing, a sender that has sent its rows may receive, but only after
-// all_have_begun().
+// all_have_entered().
 #pragma once
 
 #include "ffi/cuda/roles.cuh"
@@ -231,7 +231,7 @@ struct Epoch : Roles {
 
   // True if all blocks of the launch have begun. Then a sender may wait for rows: no block of this launch needs the
   // sender's SM to begin.
-  __device__ __forceinline__ bool all_have_begun() const {
+  __device__ __forceinline__ bool all_have_entered() const {
     if (!takes_epoch()) return load_relaxed(&call.pending->blocks_begun) >= gridDim.x;
     const EntryWord entry = EntryWord::unpack(load_relaxed(&own().entry));
     return entry.newest_epoch == state.epoch || entry.num_entered >= gridDim.x;

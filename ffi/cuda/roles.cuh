@@ -4,8 +4,8 @@
 // CUDA may start the blocks of a launch in any order, and few at a time. A receiver that waits for rows keeps its SM,
 // and could starve a sender of its own launch. So each sender counts itself in Control::begun when it has entered, and
 // a receiver waits until all senders have. If they do not begin soon, the receiver gives its role away and leaves. The
-// sender that begins last receives in its place. (In a combine, a block may send and then receive. It gives away its
-// role as a receiver after it has sent.)
+// sender that begins last receives in its place. (In a combine, a block may send and then receive. Its control warp may
+// give the receiver's role away while the other warps still send.)
 #pragma once
 
 #include "ffi/cuda/wait.cuh"
@@ -69,15 +69,18 @@ struct Roles : Waiting {
   }
 
   // Takes a role from given_away. If none is recorded yet, waits: a receiver has counted its role as given away, and
-  // records it soon.
+  // records it soon. The search begins behind the block's former role, because the roles of neighbours are often given
+  // away together.
   __device__ __noinline__ static int32_t next_given_role(State& state) {
     uint32_t* const given_away = operation_of<Roles>(state).own().given_away;
-    for (uint32_t role = 0;; role = role + 1 == gridDim.x ? 0 : role + 1) {
+    const uint32_t former = state.role;
+    for (uint32_t role = former;;) {
+      if (++role == gridDim.x) role = 0;
       if (load_relaxed(&given_away[role]) != 0) {
         store_relaxed(&given_away[role], 0);
         return static_cast<int32_t>(role);
       }
-      poll_pause();
+      if (role == former) poll_pause();
     }
   }
 };

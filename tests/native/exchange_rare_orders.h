@@ -191,8 +191,6 @@ std::string run_rare_orders(uint64_t seed) {
   }
   if (scenario == 5) {
     run_few_tokens_in_any_order(session, random);
-    // With more SMs, run_balance times out at some seeds, such as 9019001 (docs/emulator.md).
-    emulator::set_num_sms(6);
     return ", then few tokens in any order";
   }
   if (scenario == 4) {
