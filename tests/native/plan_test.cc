@@ -214,7 +214,7 @@ void test_plans_on_132_sms() {
     std::vector<int32_t> expected;
     int32_t units_read = 1;
   } combines[] = {
-      {1, 4, 8, 28, 0, false, {kLowLatency, 33, 42, 2, 5, 5}},
+      {1, 4, 8, 28, 0, false, {kLowLatency, 17, 22, 3, 5, 5}},
       {1, 32, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 5, 5}},
       {8, 4, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 5, 5}},
       {16, 4, 8, 28, 0, false, {kLowLatency, 129, 132, 3, 4, 5}},
