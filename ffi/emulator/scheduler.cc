@@ -15,7 +15,7 @@ constexpr double kMaxPicksPerStep = 16;
 constexpr double kHeldSettleShare = 0.0003;  // the fraction of the steps at which settle_held() runs
 constexpr uint32_t kLogLongestNs = 22;       // log2 of the longest delay of a launch
 constexpr int kSlowSkips = 40;
-constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestEarlySkipNs = 125'000'000;
+constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestEarlySkipNs = 125'000'000, kShareOfWait = 32;
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132
 // SMs.
 constexpr int kSmsPerReported = 4;
@@ -347,13 +347,14 @@ void Scheduler::skip_time() {
   if (ready_.empty() && polling_.empty()) stop("deadlock: nothing can go on" + report());
   // Time advances slowly at first, because wait_for() reads some words only at every 64th poll. After kSlowSkips skips,
   // each skip is twice as long as the one before, until a thread makes progress. But no skip is longer than
-  // kLongestEarlySkipNs, or an eighth of the time without progress if that is longer. So each thread polls 64 times
-  // between its first long wait and its time-out.
+  // kLongestEarlySkipNs, or 1 / kShareOfWait of the time without progress if that is longer. So threads poll often
+  // enough between their first long wait and their time-out: wait_for() and find_deadlocked_peer() need several times
+  // 64 polls.
   if (progress_ != progress_at_skip_) num_skips_ = 0, first_skip_at_ns_ = now_ns_;
   progress_at_skip_ = progress_;
   if (num_skips_ < kSlowSkips) skip_ns_ = kFirstSkipNs;
   now_ns_ += skip_ns_;
-  const uint64_t longest = std::max(kLongestEarlySkipNs, (now_ns_ - first_skip_at_ns_) / 8);
+  const uint64_t longest = std::max(kLongestEarlySkipNs, (now_ns_ - first_skip_at_ns_) / kShareOfWait);
   if (++num_skips_ >= kSlowSkips) skip_ns_ = std::min(2 * skip_ns_, longest);
 }
 
