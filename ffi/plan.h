@@ -39,7 +39,7 @@ constexpr int32_t usable_sms_beside_others(int32_t num_sms, int32_t device_sms) 
 //
 // kThroughput, for many rows: large blocks, one per SM. In a dispatch, sender blocks that have sent their tokens steal
 // rows. A combine prefetches y (ffi/cuda/ring.cuh), in parts of kChunksOfPart chunks of a row. It also uses this
-// variant for 33 tokens and more if it casts, or has much to read.
+// variant for 33 tokens and more if it casts, or if it has much to read with at most two ranks.
 enum class Variant : int32_t { kLowLatency, kBalanced, kThroughput };
 inline constexpr Variant kVariants[] = {Variant::kLowLatency, Variant::kBalanced, Variant::kThroughput};
 constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLowLatency; }
@@ -457,10 +457,11 @@ inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{W
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
 // plan_combine may replace it by kWarpPerPart.
 inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::of(1);
-// More than 256 tokens; or more than 32, if the combine casts, or has much to read. More than two ranks.
+// More than 256 tokens; or more than 32, if the combine casts. More than two ranks.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
                                       ReceiverSixteenths{8}};
-// At most two ranks, without a limit on SMs. Also for all_to_all_back.
+// At most two ranks, without a limit on SMs: the same tokens, or more than 32 with much to read. Also for
+// all_to_all_back.
 inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                                 Receive{kWarpPerRow}, ReceiverSixteenths{11}};
 // More than two ranks, if the user limits the SMs, in a split-phase call, or for all_to_all_back.
@@ -498,7 +499,9 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   const int32_t sms = usable_sms(num_sms, device_sms);
   const bool casts = units_read > 1;
   constexpr int64_t kMuch = 24 * 1024;  // chunks: 12 MiB
-  const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
+  // With more ranks, the link sets the pace, and prefetching does not help (measured).
+  const bool reads_much = num_ranks <= 2 && num_tokens * top_k * num_chunks >= kMuch;
+  const bool has_few_experts = top_k > 0 && top_k <= 2;
   const Variant variant = combine_variant_for(num_tokens, num_sms, top_k == 0, reads_much, casts);
   const bool sums_own =
       top_k > 0 && (casts || (variant == Variant::kBalanced ? has_few_experts : variant == Variant::kThroughput));

@@ -226,8 +226,9 @@ void test_plans_on_132_sms() {
       {128, 2, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
       {128, 4, 1, 28, 0, true, {kBalanced, 67, 132, 4, 2, 3}},
       {128, 4, 8, 16, 0, false, {kBalanced, 67, 132, 4, 3, 4}},
-      {128, 4, 8, 28, 0, true, {kThroughput, 67, 132, 4, 3, 3}},
-      {128, 4, 16, 28, 0, true, {kThroughput, 67, 132, 4, 3, 3}},
+      {128, 2, 8, 28, 0, true, {kThroughput, 65, 130, 4, 3, 3}},
+      {128, 4, 8, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
+      {128, 4, 16, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
       {128, 8, 0, 28, 0, false, {kBalanced, 67, 132, 4, 4, 5}},
       {512, 4, 8, 4, 0, true, {kThroughput, 97, 130, 4, 0, 0}},
       {1024, 2, 8, 28, 0, true, {kThroughput, 65, 130, 4, 0, 0}},
@@ -305,8 +306,9 @@ void test_rounds_are_even() {
                      combine = plan_combine(128, ranks, 8, 28, 0);
     EXPECT_EQ(rounds(128, dispatch.row_senders(), 16, dispatch.log_send_warps), ranks == 2 ? 1 : 3);
     EXPECT_EQ(rounds(ranks * 128, dispatch.row_receivers(), 16, dispatch.log_receive_warps), ranks / 2);
-    EXPECT_EQ(rounds(128, combine.row_receivers(), 16, combine.log_receive_warps), 1);
-    EXPECT_EQ(rounds((ranks - 1) * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 1 : 3);
+    EXPECT_EQ(rounds(128, combine.row_receivers(), 16, combine.log_receive_warps), ranks == 2 ? 1 : 4);
+    const int32_t sums = combine.sums_own ? ranks - 1 : ranks;  // for each token
+    EXPECT_EQ(rounds(sums * 128, combine.row_senders(), 16, combine.log_send_warps), ranks == 2 ? 1 : 8);
   }
   const LaunchPlan few = plan_combine(32, 4, 8, 28, 0);
   EXPECT_EQ(rounds(4 * 32, few.row_senders(), 8, few.log_send_warps), 2);
@@ -329,7 +331,8 @@ void test_senders_enter_first() {
 // token.
 void test_who_sums_own_rows() {
   EXPECT_EQ(plan_combine(32, 4, 8, 28, 0).sums_own, false);
-  EXPECT_EQ(plan_combine(128, 4, 8, 28, 0).sums_own, true);
+  EXPECT_EQ(plan_combine(128, 2, 8, 28, 0).sums_own, true);
+  EXPECT_EQ(plan_combine(128, 4, 8, 28, 0).sums_own, false);
   EXPECT_EQ(plan_combine(128, 4, 8, 16, 0).sums_own, false);
   EXPECT_EQ(plan_combine(128, 4, 1, 28, 0).sums_own, true);  // a token has one row
   EXPECT_EQ(plan_combine(4096, 4, 1, 4, 0).sums_own, true);
@@ -369,10 +372,10 @@ void test_few_blocks_send_long_rows() {
   EXPECT_EQ(plan_dispatch(128, 2, 8, 14, 0, false).log_send_warps, 3);
 }
 
-// A combine is balanced with at most 256 tokens if it reads little and does not cast.
+// A combine is balanced with at most 256 tokens if it does not cast, and has more than two ranks or reads little.
 void test_balanced_combines() {
   for (int32_t ranks : {1, 2, 4}) {
-    EXPECT_EQ(plan_combine(128, ranks, 8, 28, 0).variant == Variant::kThroughput, true);
+    EXPECT_EQ(plan_combine(128, ranks, 8, 28, 0).variant == Variant::kThroughput, ranks <= 2);
     EXPECT_EQ(plan_combine(128, ranks, 8, 16, 0).variant == Variant::kBalanced, true);       // short rows
     EXPECT_EQ(plan_combine(128, ranks, 8, 16, 0, 2).variant == Variant::kThroughput, true);  // cast
     EXPECT_EQ(plan_combine(512, ranks, 8, 4, 0).variant == Variant::kThroughput, true);      // short rows
