@@ -1,6 +1,6 @@
 # make demo      train the example on this machine
-# make test      run every test that this machine can run; ARGS goes to pytest: make test ARGS='-k combine'
-# make fuzz      run random cases against the oracle, for two minutes: make fuzz ARGS='--minutes 8 --seed 1234'
+# make test      run the tests that this machine can run; ARGS goes to pytest: make test ARGS='-k combine'
+# make fuzz      run random cases against the oracle (tests/soak.py), for two minutes: make fuzz ARGS='--minutes 8 --seed 1234'
 # make mutants   break the sources in one place at a time: each time a test must fail
 # make coverage  tell which lines of ffi/cuda the emulated tests run
 # make lint      check style, types, formatting, the documents' tables, and that the documents' site builds
@@ -49,7 +49,7 @@ fuzz:
 mutants:
 	$(RUN) -P tests/mutants.py $(ARGS)
 
-# In an environment of its own, as the extension is another.
+# Coverage has an environment of its own, because it needs an extension that was compiled with --coverage.
 coverage:
 	$(PYTHON) -m venv build/coverage
 	CMAKE_ARGS="-DJAX_EP_CUDA=OFF -DJAX_EP_EMULATOR=ON -DJAX_EP_COVERAGE=ON" build/coverage/bin/python -m pip install \
@@ -95,13 +95,13 @@ clean:
 	.venv/bin/python -m pip install --disable-pip-version-check --editable '.$(if $(CUDA),[$(CUDA)])'
 	@touch $@
 
-# Tests run the kernels emulated. A first `make test` builds all at once; behind `make demo` it builds once more.
+# Tests run the kernels emulated. `make demo` does not build the emulator. So after it, `make test` builds jax_ep again.
 .venv/emulator: .venv/installed
 	.venv/bin/python -P -c 'import jax_ep._emulated' 2>/dev/null || \
 	  .venv/bin/python -m pip install --disable-pip-version-check --editable '.$(if $(CUDA),[$(CUDA)])'
 	@touch $@
 
-# By name, as it is installed: from its folder it would be built once more for each of its extras.
+# pip gets the name jax_ep, because it is installed already. For this folder, pip would build it again for each extra.
 .venv/installed-%: .venv/installed
 	.venv/bin/python -m pip install --disable-pip-version-check 'jax_ep[$*]'
 	@touch $@

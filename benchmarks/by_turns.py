@@ -4,7 +4,8 @@
     python benchmarks/by_turns.py old=build/old new=build/new --rounds 3 --bench "--tokens 1,8,32,128 --wire fp8"
 
 Each round runs every --bench once per installation, one after the other. So a change of the machine's clocks or memory
-meets all installations alike. Ratios are to the first installation.
+meets all installations alike. Ratios are to the first installation. (benchmarks/native/by_turns.py compares kernels
+without XLA.)
 
 The time of a pair of few tokens may depend on the process (docs/experiments.md). So give --bench several times, with
 the same cases in other orders. A ratio is then the geometric mean of the ratios of all --bench:

@@ -1,4 +1,4 @@
-"""Compares the backends in plain JAX: memory of the compiled program, and time, as a table in Markdown.
+"""Compares the backends in plain JAX, "collectives" (the fallback without kernels) and "reference": memory of the compiled program, and time, as a table in Markdown.
 
     python benchmarks/fallback.py                       # this machine's GPUs, else 8 virtual CPU devices
     python benchmarks/fallback.py --capacity-factor 0   # the default capacity, which drops nothing

@@ -8,7 +8,7 @@
 # The steps: build native sanitizer tests train processes bench matmul balance layer overlap.
 #
 # The script uses every GPU that it finds; CUDA_VISIBLE_DEVICES chooses. GPUs must be Hopper or newer, two or more, and a
-# power of two. native, sanitizer, tests-3 and processes-one-gpu use the first GPU only and run on a machine with one.
+# power of two. native, sanitizer, matmul, tests-3 and processes-one-gpu use one GPU, and need no second one.
 #
 # The script fetches nothing. The environment of $PYTHON (python3) must hold the packages of the extras cuda13 and test,
 # without jax_ep itself. Some steps need more:
@@ -24,8 +24,9 @@
 #
 # Settings: GPUS_PER_HOST is how many GPUs count as one host in the parts over NVSHMEM (half of them). PYTEST_ARGS goes to
 # pytest: "-m gpu" leaves out tests that need no GPU. If only one part of tests has the tests that PYTEST_ARGS selects,
-# name that part. tests-3 takes no PYTEST_ARGS and runs all its tests. BENCH_ARGS goes to bench and to matmul-1. A part may
-# take STEP_TIMEOUT (540) seconds. Logs stay in GPU_CHECK_LOGS (build/gpu_check).
+# name that part. tests-3, processes-1 and processes-one-gpu take no PYTEST_ARGS and run all their tests. BENCH_ARGS goes
+# to bench, matmul-1, processes-4 and processes-5. A part may take STEP_TIMEOUT (540) seconds. Logs stay in GPU_CHECK_LOGS
+# (build/gpu_check).
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

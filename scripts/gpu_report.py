@@ -1,5 +1,7 @@
 """Reads the logs of scripts/gpu_check.sh or scripts/gpu_soak.sh, and adds the results to benchmarks/results/.
 
+Both scripts call this program at their end.
+
 python scripts/gpu_report.py LOGS STEP...     # the steps that have just run
 """
 
@@ -45,9 +47,9 @@ def package_root() -> Path:
 
 
 def filter_of(step: str, environment: dict[str, str]) -> str:
-    """Returns the options of pytest or of the bench with which the environment selected a part of a step."""
-    if step.startswith(("native", "sanitizer")):
-        return ""  # such a step always runs as a whole
+    """Returns the options with which the environment limited pytest or the bench in a part of gpu_check.sh."""
+    if step.startswith(("native", "sanitizer", "processes-one-gpu")) or step in ("tests-3", "processes-1"):
+        return ""  # such a part always runs as a whole
     names = ("BENCH_ARGS",) if "bench" in step or step == "matmul-1-experts" else ("PYTEST_ARGS", "PYTEST_ADDOPTS")
     given = " ".join(environment[name] for name in names if name in environment)
     return " ".join(NOT_A_FILTER.sub("", given).split())

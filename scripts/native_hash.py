@@ -7,8 +7,8 @@ A claim is a sentence of a document that says what ran on GPUs. A comment after 
 
     <!-- claim: 2xNVIDIA-H200 tests-1 tests-2 filter="-m gpu" at=cb96048 -->
 
-It names the machine, the steps of scripts/gpu_check.sh, the filter that PYTEST_ARGS or BENCH_ARGS set, if any, and the
-commit. `at=present` claims that the steps passed with the sources of this folder. Tables that scripts/update_tables.py
+It names the machine, the parts of scripts/gpu_check.sh, the filter that PYTEST_ARGS or BENCH_ARGS set, if any, and the
+commit. `at=present` claims that the parts passed with the sources of this folder. Tables that scripts/update_tables.py
 writes are claims, too: their captions name the commit.
 
 --check fails if benchmarks/results/ holds no such run, if a step of the run failed, or if the sources of a claim with

@@ -167,7 +167,7 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} tests left out: emulated tests with any_mesh ran with one number of ranks, one case of each "
+            f"{left_out} cases left out: emulated tests with any_mesh ran with one number of ranks, one case of each "
             f"test over an emulated network, and one case in {COLLECTIVES_SHARE} with backend collectives; "
             f"{ALL_CASES}=1 runs all"
         )

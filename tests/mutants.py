@@ -9,8 +9,8 @@ A mutant is a wrong version of the sources, such as one without one of the order
 tests/mutants.txt has all of them, and says how they are written. There are two sorts:
 
 - Mutants of ffi/ run random exchanges between emulated GPUs (tests/native/exchange_seeds.h). One program has all of
-  these mutants, and an environment variable chooses one. A mutant is caught if one of the seeds 1 to 200 fails, which
-  passes without a mutant. First of all, the seeds 1 to 100 must pass without a mutant.
+  these mutants, and an environment variable chooses one. First, the seeds 1 to 100 run without a mutant, and must pass.
+  Then each mutant runs the seeds 1 to 200, until one fails. The ten seeds around this one must pass without the mutant.
 - Mutants of jax_ep/ run tests of pytest. The environment must have jax_ep with the emulated backend (cmake's
   JAX_EP_EMULATOR=ON).
 

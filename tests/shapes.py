@@ -1,7 +1,4 @@
-"""The named shapes and routings that tests and benchmarks share.
-
-Needs no pytest and starts no JAX backend, so that a benchmark can read the list.
-"""
+"""The named shapes and routings of the tests. The sizes of known models are in jax_ep/bench/models.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ from jax_ep.bench.models import MODELS
 
 @dataclass(frozen=True)
 class Shape:
-    """What one MoE layer moves. `tokens` is per rank and small: a benchmark replaces it with `dataclasses.replace`."""
+    """What one MoE layer moves. `tokens` is per rank, and small."""
 
     name: str
     num_experts: int

@@ -1,4 +1,6 @@
-"""Random groups and programs against the oracle, for as long as wanted; then ranks that are late at random.
+"""Random groups and programs against the oracle, for --minutes.
+
+With --late-operations N, N more operations follow, in which ranks are late at random.
 
     python tests/soak.py --minutes 8 --json soak.json     # all GPUs of this machine, else 8 virtual CPU devices
     python tests/soak.py --seed 1234 --cases 1            # one case again

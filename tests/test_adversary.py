@@ -1,6 +1,7 @@
 """The operations on emulated GPUs that run threads, blocks and launches in another order, and show stores late.
 
-Of one seed, tests/native/exchange_test.cu has each run again. Here XLA decides a part: two runs of a seed may differ.
+In tests/native/exchange_test.cu, a seed always gives the same run. Here, XLA decides a part of the order, so two runs
+with the same seed may differ.
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
-"""A call of one rank meets the same call of the other ranks, or the group fails: in order by data, and by number.
+"""All ranks must run the same calls of a group in the same order. Otherwise, the group must fail.
 
-Two groups whose operations come in different order on different devices fail, too.
+Data dependencies order the calls of a program. Each call has a number, by which ranks detect a mismatch. Two groups
+whose operations come in different order on different devices fail, too.
 """
 
 import threading

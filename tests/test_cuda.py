@@ -1,4 +1,4 @@
-"""The kernels under load: many programs at once, large calls, graphs, compiled programs, memory."""
+"""The kernels under load, on GPUs or emulated: many programs at once, large calls, graphs, memory."""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""Which rows a rank keeps if there is too little room, and how much room a capacity factor gives."""
+"""Capacity: which rows a rank keeps if there is too little room, and how much room a capacity factor gives.
+
+The tests of the layouts themselves are in test_dispatch.py and test_token_layout.py.
+"""
 
 import functools
 import types

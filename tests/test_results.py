@@ -182,10 +182,11 @@ def test_results_tell_with_which_settings_each_step_ran(tmp_path):
     check("layer", PYTEST_ARGS="-k a")
     steps = {path.stem: gpu_report.step(logs, path.stem) for path in logs.glob("*.status")}
     assert all(step["ok"] for step in steps.values())
-    for part in ("tests-1", "tests-2", "tests-3"):
+    for part in ("tests-1", "tests-2"):
         assert steps[part]["filter"] == "-k 'a or b=c'"
+    for part in ("native-run", "tests-3", "processes-1", "processes-one-gpu"):
+        assert gpu_report.filter_of(part, {"PYTEST_ARGS": "-m gpu"}) == ""
     assert steps["bench-7-grad"]["filter"] == "--tokens 128"
-    assert gpu_report.filter_of("native-run", {"PYTEST_ARGS": "-m gpu"}) == ""
     assert not former.exists()
 
 

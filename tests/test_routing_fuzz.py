@@ -1,4 +1,4 @@
-"""Routing that hypothesis makes up, in and out of range, and a little of what soak.py does, against the oracle."""
+"""Routing from hypothesis, in and out of range, and a few random cases of soak.py, against the oracle."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The declarations of FFI targets agree with ffi/cuda/handlers.cc."""
+"""The declarations of FFI targets agree with ffi/cuda/handlers.cc and balance_handlers.cc."""
 
 import re
 from itertools import chain

@@ -5,7 +5,7 @@
     python benchmarks/native/by_turns.py --cases few,grad --rounds 5 old=... new=...
 
 Each round runs every case with every build, one after the other. So a change of the machine's clocks or memory meets
-all builds alike. timeline.cu says what its settings mean.
+all builds alike. timeline.cu says what its settings mean. (benchmarks/by_turns.py compares installations of jax_ep.)
 """
 
 from __future__ import annotations

@@ -4,12 +4,15 @@
 //   exchange_test [MAX_RANKS [(quick | all) [PART]]]
 //
 // runs all parts, or one: "exchange", "all_to_all", "layouts", "balance", "dispatch_layout", "group_arrays". "quick" is
-// for the sanitizers, under which a kernel takes long. On emulated GPUs,
+// for the sanitizers, under which a kernel takes long.
 //
-//   exchange_test seeds FIRST COUNT [SETTINGS]
+//   emulated_exchange_test seeds FIRST COUNT [SETTINGS]
 //
-// runs COUNT short exchanges, in each of which a seed decides everything (exchange_seeds.h).
+// runs COUNT short exchanges, in each of which a seed decides everything (exchange_seeds.h). exchange_test, the program
+// for GPUs, has no seeds.
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <string>
 #include <tuple>
 
@@ -27,6 +30,11 @@
 namespace {
 
 constexpr int32_t kRepeats = 40;
+
+constexpr const char* kParts[] = {"exchange", "all_to_all", "layouts", "balance", "dispatch_layout", "group_arrays"};
+bool is_part(const std::string& part) {
+  return part.empty() || std::find(std::begin(kParts), std::end(kParts), part) != std::end(kParts);
+}
 
 __global__ void count_differences(const uint32_t* a, const uint32_t* b, size_t words, int32_t* differences) {
   for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) {
@@ -235,8 +243,14 @@ int main(int argc, char** argv) {
   }
 #endif
   const int32_t most_ranks = argc > 1 ? std::atoi(argv[1]) : 8;
-  const bool is_quick = argc > 2 && std::strcmp(argv[2], "quick") == 0;
-  const std::string part = argc > 3 ? argv[3] : "";
+  const std::string repeats = argc > 2 ? argv[2] : "all", part = argc > 3 ? argv[3] : "";
+  if (most_ranks < 1 || (repeats != "quick" && repeats != "all") || !is_part(part) || argc > 4) {
+    std::cerr << "usage: exchange_test [MAX_RANKS [(quick | all) [PART]]], and the parts are:";
+    for (const char* name : kParts) std::cerr << " " << name;
+    std::cerr << "\n";
+    return 2;
+  }
+  const bool is_quick = repeats == "quick";
   const auto runs = [&](const char* name) { return part.empty() || part == name; };
   if (runs("dispatch_layout")) {
     run_dispatch_layouts(is_quick);
