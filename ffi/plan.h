@@ -447,11 +447,15 @@ namespace combine_shapes {
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 2).more_for_few_rows(32, 1)},
                                   Receive{WarpsPerRow::at_most(32, 1)}, kAsNeeded};
-// 33 to 256 tokens, no cast, little to read, and one or two experts per token. Each row has few warps, so that one
-// round is enough for all tokens.
+// 33 to 256 tokens, no cast, and one or two experts per token. Each row has few warps, so that one round is enough for
+// all tokens.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
                                       Receive{WarpsPerRow::of(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
-// The same with three or more experts per token, or for all_to_all_back. Senders also sum the rows of own tokens.
+// 33 to 256 tokens, no cast, much to read, more than two ranks, and three or more experts per token, but at most twice
+// as many as ranks. Receivers read most of the data, because they sum the rows of own tokens.
+inline constexpr Shape kReceiversRead = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
+                                         Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{12}};
+// 33 to 256 tokens, no cast, and three or more experts per token, in all other cases; also for all_to_all_back.
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
@@ -478,40 +482,40 @@ constexpr bool combine_has(Variant variant, bool casts) { return !casts || varia
 
 // The variant of a combine. all_to_all_back has no low-latency variant: its senders wait for words of the peers' blocks
 // with role 0, which must therefore be the first blocks that enter (roles by ticket). If a combine would be kBalanced,
-// but casts or has much to read, it is kThroughput instead, which prefetches y.
-constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool is_all_to_all, bool reads_much,
+// but casts or should prefetch y, it is kThroughput instead.
+constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool is_all_to_all, bool should_prefetch,
                                       bool casts) {
   const Variant any = variant_for(num_tokens, num_sms);
   const Variant variant = is_all_to_all && is_low_latency(any) ? Variant::kBalanced : any;
-  const bool prefetches = variant == Variant::kBalanced && (reads_much || !combine_has(variant, casts));
+  const bool prefetches = variant == Variant::kBalanced && (should_prefetch || !combine_has(variant, casts));
   return prefetches ? Variant::kThroughput : variant;
 }
 
 // Plans a combine. "Own rows" are the rows of this rank's own tokens. Receivers sum them (LaunchPlan::sums_own), except
-// in two cases, both without a cast: in kLowLatency, and in kBalanced with three or more experts per token. There,
-// senders sum own rows while others sum the peers' rows, and own sums go through the arena, too. An all_to_all_back
-// (top_k == 0) sums nothing: own rows go back like a peer's.
-// `num_chunks`: of a row of y. `units_read`: the number of units of y for one unit that is sent; more than one means
-// that sums are cast.
+// in two cases, both without a cast: in kLowLatency, and in kBalanced with three or more experts per token and less
+// than kMuch to read. There, senders sum own rows while others sum the peers' rows, and own sums go through the arena,
+// too. An all_to_all_back (top_k == 0) sums nothing: own rows go back like a peer's. `num_chunks`: of a row of y.
+// `units_read`: the number of units of y for one unit that is sent; more than one means that sums are cast.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t units_read, int32_t num_sms, int32_t device_sms) {
   using namespace combine_shapes;
   const int32_t sms = usable_sms(num_sms, device_sms);
   const bool casts = units_read > 1;
   constexpr int64_t kMuch = 24 * 1024;  // chunks: 12 MiB
-  // With more ranks, the link sets the pace, and prefetching does not help (measured).
-  const bool reads_much = num_ranks <= 2 && num_tokens * top_k * num_chunks >= kMuch;
-  const bool has_few_experts = top_k > 0 && top_k <= 2;
-  const Variant variant = combine_variant_for(num_tokens, num_sms, top_k == 0, reads_much, casts);
+  const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
+  // With more than two ranks, the link sets the pace, and prefetching does not help (measured).
+  const Variant variant = combine_variant_for(num_tokens, num_sms, top_k == 0, reads_much && num_ranks <= 2, casts);
   const bool sums_own =
-      top_k > 0 && (casts || (variant == Variant::kBalanced ? has_few_experts : variant == Variant::kThroughput));
+      top_k > 0 &&
+      (casts || (variant == Variant::kBalanced ? has_few_experts || reads_much : variant == Variant::kThroughput));
   const int64_t num_rows = num_tokens * (num_ranks - sums_own);
   const auto choose_shape = [=]() -> const Shape& {
     switch (variant) {
       case Variant::kLowLatency:
         return kDecode;
       case Variant::kBalanced:
-        return has_few_experts ? kFewExperts : kLargeBatch;
+        if (has_few_experts) return kFewExperts;
+        return reads_much && top_k <= 2 * num_ranks ? kReceiversRead : kLargeBatch;
       default:
         if (num_ranks > 2) return num_sms > 0 || top_k == 0 ? kManyTokensByRow : kManyTokens;
         return num_sms > 0 ? kFewSmsOnTwoRanks : kManyTokensOnTwoRanks;
