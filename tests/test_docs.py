@@ -132,6 +132,11 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(there), target
 
 
+def test_the_version_to_cite_is_the_packages():
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_native_readme_lists_every_file():
     text = (ROOT / "ffi" / "README.md").read_text()
     named = set(re.findall(r"`(?:\w+/)*(\w+\.[\w*]+)`", text))

@@ -1,6 +1,7 @@
 """The native extensions: how they load, the C++ unit tests, and layout arithmetic against Python's."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from jax_ep import _layouts, _native
 
 ROOT = Path(__file__).parents[1]
+CMAKE_LISTS = (ROOT / "CMakeLists.txt").read_text()
 needs_native = pytest.mark.skipif(_native.cpu is None, reason="the native extensions are not built")
 
 
@@ -51,6 +53,24 @@ def test_build_without_compiler(tmp_path):
         )
     broken = configure("broken", "-DCMAKE_CXX_COMPILER=/bin/false")
     assert broken.returncode != 0 and "is not able to compile" in " ".join(broken.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "architectures"),
+    [("9.0\\n9.0\\n", "90"), ("9.0\\n10.0\\n", "90;100"), ("10.0\\n", "90;100"), ("", "90;100"), (None, "90;100")],
+)
+def test_code_for_the_gpus_of_the_machine(gpus, architectures, tmp_path):
+    """An install compiles CUDA code for Hopper only, if nvidia-smi knows Hopper GPUs only. None: it fails."""
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n" if gpus is None else f"#!/bin/sh\nprintf '{gpus}'\n")
+    nvidia_smi.chmod(0o755)
+    block = re.search(r"^  if\(NOT DEFINED CMAKE_CUDA_ARCHITECTURES\)\n.*?^  message.*?$", CMAKE_LISTS, re.S | re.M)
+    script = tmp_path / "architectures.cmake"
+    script.write_text(block[0])
+    cmake = shutil.which("cmake", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
+    search_path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = subprocess.run([cmake, "-P", script], env={"PATH": search_path}, capture_output=True, text=True)
+    assert f"Architectures of CUDA code: {architectures}\n" in done.stdout, done.stdout + done.stderr
 
 
 # Loading
