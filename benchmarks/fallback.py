@@ -1,4 +1,6 @@
-"""Compares the backends in plain JAX, "collectives" (the fallback without kernels) and "reference": memory of the compiled program, and time, as a table in Markdown.
+"""Compares the backends in plain JAX, "collectives" (the fallback without kernels) and "reference", as a table.
+
+It measures the memory of the compiled program, and its time.
 
     python benchmarks/fallback.py                       # this machine's GPUs, else 8 virtual CPU devices
     python benchmarks/fallback.py --capacity-factor 0   # the default capacity, which drops nothing

@@ -4,8 +4,8 @@ MACHINE.json, such as 2xNVIDIA-H200.json, holds the newest run of each part of s
 It has one line per row:
 
     runs      a row per call of gpu_check.sh: date, commit, hashes of the native and Python sources, versions
-    steps     a row per part (tests-1 is a part of the step tests): its run, its result, its filter (options of pytest or
-              of the bench), counts of tests
+    steps     a row per part (tests-1 is a part of the step tests): its run, its result, its filter (options of pytest
+              or of the bench), counts of tests
     bench, matmul, balance, layer, overlap, train, soak    the measurements of the steps with these names
 
 history.csv holds every row that the bench has measured, in all runs on all machines. scripts/plot_results.py draws it.
