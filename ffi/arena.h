@@ -138,7 +138,8 @@ inline constexpr int32_t kMaxLowLatencyBlocks = 640;  // of one launch
 // addition. The old value tells the block the epoch, and how many blocks of the launch have entered before it. The
 // block that enters last writes the word for the next launch, when it leaves.
 //
-// Launches that enter operations of one group must not overlap on a device. A block detects a block of another launch
+// Launches of one group that take an epoch (whole operations and starts) must not overlap on a device. A done does not
+// use this word. A block detects a block of another launch
 // by the sum of the tags: if only blocks of its own launch have entered, the sum is num_entered times the launch's tag.
 struct EntryWord {
   uint32_t num_entered;

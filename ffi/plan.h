@@ -60,9 +60,9 @@ constexpr int32_t dispatch_blocks_per_sm(Variant variant) { return is_low_latenc
 // Each thread block has a role, which is a number. Blocks with a role below `num_senders` send; blocks with a role from
 // `first_receiver` on receive; over a network, those between may forward (num_forwarders). A sender waits for no peer's
 // rows until it has sent its own. A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh).
-// So the rows that a receiver waits for are always sent. Two kinds of senders receive after they have sent: with work
-// stealing, every sender and forwarder; in the low-latency variant, the sender that begins last, which takes the roles
-// that receivers have given away.
+// So the rows that a receiver waits for are always sent. Some senders receive after they have sent. With work stealing:
+// every sender and forwarder, if all blocks have entered by then. In the low-latency variant: the sender that begins
+// last, which takes the roles that receivers have given away. And a block that has both roles.
 //
 // A block may send and then receive: in a launch of one block, and in a low-latency combine that needs more blocks than
 // there are SMs. A block of a low-latency dispatch does not: while the workers of a receiver wait, its control warp
@@ -464,8 +464,8 @@ inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::of(1);
 // More than 256 tokens; or more than 32, if the combine casts. More than two ranks.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
                                       ReceiverSixteenths{8}};
-// At most two ranks, without a limit on SMs: the same tokens, or more than 32 with much to read. Also for
-// all_to_all_back.
+// At most two ranks, without a limit on SMs: more than 256 tokens; or more than 32, if the combine casts or has much to
+// read. Also for all_to_all_back with more than 256 tokens.
 inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                                 Receive{kWarpPerRow}, ReceiverSixteenths{11}};
 // More than two ranks, if the user limits the SMs, in a split-phase call, or for all_to_all_back.

@@ -31,8 +31,9 @@ def all_to_all(
         splits: [E] int32, the number of rows for each expert. If their sum is less than M, the rows beyond the sum are
             not sent. If it is more, experts get rows in order until all M rows are used; the received splits show this.
         group: the `Group`.
-        wire: the same as for `dispatch`.
-        dequantize: the same as for `dispatch`.
+        wire: None sends rows in group.dtype. "fp8" and "fp8_pow2" cast rows as in `dispatch`.
+        dequantize: True converts fp8 rows to group.dtype on arrival. False returns fp8 rows and their scales; such a
+            call cannot be differentiated.
 
     Returns:
         `AllToAll`.

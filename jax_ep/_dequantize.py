@@ -12,7 +12,7 @@ from jax_ep._types import AllToAll, Dispatched, Expanded
 
 @_compat.named
 def dequantize(recv: Dispatched | AllToAll | Expanded) -> Annotated[jax.Array, "group.dtype, the shape of recv.x"]:
-    """Returns the received rows in group.dtype: recv.x * recv.scales in float32, rounded once.
+    """Returns the received rows in group.dtype: each channel times the scale of its block, in float32, rounded once.
 
     Args:
         recv: the result of dispatch, all_to_all or expand. If it has no scales, recv.x is returned unchanged.

@@ -79,8 +79,8 @@ def dispatch(
             of a token in float32, and then casts the sum. The token's own rank does not cast its own sum.
         dequantize: True converts fp8 rows, from an fp8 wire or from a quantised x, to group.dtype on arrival. With an
             fp8 wire, the gradient is then the one of wire=None: it ignores the rounding. A quantised x has no gradient.
-            False keeps recv.x in fp8; recv.x must then be multiplied by recv.scales, and the call cannot be
-            differentiated.
+            False keeps recv.x in fp8, for experts that apply recv.scales: a scale belongs to 128 channels, or to 32
+            with "mxfp8". (`jax_ep.dequantize` applies them.) The call cannot be differentiated.
         scales_format: the form of recv.scales, for rows [..., N, H] and S scales per row: ceil(H/128), or ceil(H/32)
             with "mxfp8". "float32": float32 [..., N, S]. "float32_columns": float32 [..., S, N'], with N' = N rounded
             up to a multiple of 4. "ue8m0": float8_e8m0fnu [..., N, S]. "ue8m0_columns": int32 [..., ceil(S/4), N'],
@@ -88,7 +88,8 @@ def dispatch(
             "float32" need fp8 rows and dequantize=False; "ue8m0" and "ue8m0_columns" need wire="fp8_pow2" or "mxfp8".
             In the layout "token", recv.scales is always float32, and scales_format is the form of the scales that
             `expand` returns.
-        zero_pad: True zeroes rows that hold no token. False leaves them unspecified. None, the default, means True if
+        zero_pad: True zeroes rows that hold no token. False leaves them unspecified, except the rows that alignment
+            adds, which are zero. None, the default, means True if
             the call is differentiated, and False otherwise.
         plan: the result of `balance` for the same topk_idx: rows go where the plan says. counts, group_sizes and the
             layout "expert" then have E_local + B entries, with B = group.replicas: first the rank's own experts, then
@@ -97,7 +98,7 @@ def dispatch(
             padding of alignment: no routing drops a row. None sends each row to the rank of its expert.
 
     Returns:
-        `Dispatched`, with the same bits on every run and every backend.
+        `Dispatched`. All specified values have the same bits on every run and every backend.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.

@@ -13,7 +13,7 @@ from jax_ep import _checks, _compat, _native
 
 
 class DispatchLayout(NamedTuple):
-    """How many tokens a routing of T tokens sends to each rank, node and expert. R ranks, N nodes, E experts.
+    """The numbers of tokens that a routing sends to each rank and node, and of pairs (token, k) to each expert.
 
     Example:
         >>> ep.dispatch_layout(topk_idx, num_experts=E, num_ranks=R).is_token_in_rank.shape == (R * T, R)
@@ -43,7 +43,7 @@ def dispatch_layout(
     Args:
         topk_idx: [T, K] int32, the experts of each token; any T and K, also 0.
         num_experts: experts in all, a multiple of `num_ranks`. Each rank owns num_experts / num_ranks consecutive
-            experts, on GPUs at most 12288.
+            experts. On GPUs, this number is at most 12288.
         num_ranks: ranks in all, a multiple of `num_nodes`; a node is num_ranks / num_nodes consecutive ranks.
         num_nodes: nodes (hosts or NVLink domains) in all.
 

@@ -45,8 +45,9 @@ class Group(GroupSettings):
         num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
             split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs and at most half of the device's
             SMs. With None, it uses at most 32.
-        timeout: the number of seconds that a device waits for another rank before the operation fails. It is also the
-            number of seconds that a process waits for the other processes when the group is made.
+        timeout: seconds. With the backend "cuda", an operation fails if a device waits longer for another rank. A
+            process also waits at most this long for the other processes when the group is made. Operations of the
+            backends in plain JAX have no time-out.
         replicas: B, the slots per rank for copies of other ranks' experts, 0 to E_local: see `balance`. A dispatch with
             a plan returns E_local + B entries per rank; a dispatch without a plan returns E_local. If B > 0, a dispatch
             without a plan in the layout "expert" also copies its rows once in memory. On the CUDA backend, a group with
@@ -146,7 +147,7 @@ class Group(GroupSettings):
         """Raises the error that an operation recorded on a device, if there is one.
 
         After such an error, results may be poison: rows are NaN, counts are 0, and num_dropped is -1. `check` waits for
-        no device, so call `jax.block_until_ready` on the results first.
+        no device, so call `jax.block_until_ready` on the results first. With a backend in plain JAX, it never raises.
 
         Raises:
             PeerTimeoutError: a rank waited for another rank longer than the timeout.

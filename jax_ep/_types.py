@@ -268,10 +268,10 @@ class Dispatched:
 
     @property
     def row_expert(self) -> jax.Array:
-        """int32, one per row of x: the row's local expert, and -1 in rows outside of all groups.
+        """int32, one per row of x: the row's local expert, or -1 if the row belongs to no expert.
 
-        For experts with parameters that are added to rows, such as biases. An index of -1 means the last expert, which
-        is harmless: combine reads no such row, and its cotangent is zero.
+        Use it to index parameters per expert, such as biases: bias[recv.row_expert]. JAX reads the index -1 as the last
+        expert. This is harmless: combine does not read these rows, and their cotangents are zero.
 
         Raises:
             ValueError: recv has the layout "token", in which a row has several experts.

@@ -72,8 +72,8 @@ struct Padding : DispatchSender<Config> {
     return true;
   }
 
-  // True if the row holds no token. Finds the last expert whose group begins at or before the row: the row is in this
-  // group, or in the gap after it.
+  // True if the row holds no token. The groups must be in ascending order of first_row. Finds the last expert whose
+  // group begins at or before the row: the row is in this group, or in the gap after it.
   __device__ bool is_padding(const Destinations& destinations, int32_t row) const {
     int32_t expert = 0;
 #pragma unroll 1

@@ -17,7 +17,8 @@ __device__ __forceinline__ unsigned long long tagged(uint32_t epoch, uint32_t va
 
 inline constexpr int32_t kNoRole = -1;
 
-// The state of an operation in a block's shared memory. The control warp writes it in enter().
+// The state of an operation in a block's shared memory. The control warp writes it in enter(). Later, any thread may
+// set `failed`, and the low-latency variant may change `role` and `roles_to_take` (roles.cuh).
 struct State {
   // The members of Waiting, for operation_of().
   const Peers* peers;
