@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
                                             plan.senders_enter_first ? plan.num_senders : 0);
   }
   const bool is_worker = !kRoleByIndex || combine.op.is_worker();
-  // One thread of a sender counts the sender before the barrier, so that receivers wait less. One thread of a receiver
-  // waits for all senders; if the block is also a sender, the workers send meanwhile.
+  // Only if roles are by index: one thread of a sender counts the sender before the barrier, so that receivers wait
+  // less. One thread of a receiver waits for all senders; if the block is also a sender, the workers send meanwhile.
   const bool is_role_thread = kRoleByIndex && combine.op.is_control_warp() && lane_id() == 0;
   const bool begins_sending = is_role_thread && plan.is_sender(blockIdx.x);
   const unsigned long long begun_before = begins_sending ? combine.op.begin_sending() : 0;

@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
     dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
                                              plan.senders_enter_first ? plan.num_senders : 0);
   }
-  // One thread of a sender counts the sender before the barrier, so that receivers wait less. One thread of a receiver
-  // waits for all senders before the barrier.
+  // Only if roles are by index: one thread of a sender counts the sender before the barrier, so that receivers wait
+  // less. One thread of a receiver waits for all senders before the barrier.
   const bool is_role_thread = kRoleByIndex && dispatch.op.is_control_warp() && lane_id() == 0;
   const bool begins_sending = is_role_thread && plan.is_sender(blockIdx.x);
   const unsigned long long begun_before = begins_sending ? dispatch.op.begin_sending() : 0;
