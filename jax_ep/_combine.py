@@ -28,7 +28,8 @@ def combine(
     """Brings expert outputs back to their tokens and sums them: out[t] = sum over k of weights[t, k] * y[row(t, k)].
 
     Each rank that holds experts of a token sums its rows of the token in float32. It sends the sum back as one row, in
-    y's dtype, or in the format of wire. The token's own rank sums these rows in float32, in a fixed order, so the result has the same bits on every run.
+    y's dtype, or in the format of wire. The token's own rank sums these rows in float32, in a fixed order, so the
+    result has the same bits on every run.
     Differentiable in y and recv.weights, in reverse mode.
 
     In the layout "token", the sum has no weights: out[t] is the sum of the token's rows of y over ranks. The caller
