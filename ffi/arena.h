@@ -139,8 +139,8 @@ inline constexpr int32_t kMaxLowLatencyBlocks = 640;  // of one launch
 // block that enters last writes the word for the next launch, when it leaves.
 //
 // Launches of one group that take an epoch (whole operations and starts) must not overlap on a device. A done does not
-// use this word. A block detects a block of another launch
-// by the sum of the tags: if only blocks of its own launch have entered, the sum is num_entered times the launch's tag.
+// use this word. A block detects a block of another launch by the sum of the tags: if only blocks of its own launch
+// have entered, the sum is num_entered times the launch's tag.
 struct EntryWord {
   uint32_t num_entered;
   // Bit s: the newest operation of slot s was a whole operation. kNewestIsWhole: the newest operation of the group was

@@ -48,7 +48,7 @@ def package_root() -> Path:
 
 def filter_of(step: str, environment: dict[str, str]) -> str:
     """Returns the options with which the environment limited pytest or the bench in a part of gpu_check.sh."""
-    if step.startswith(("native", "sanitizer", "processes-one-gpu")) or step in ("tests-3", "processes-1"):
+    if step.startswith(("native", "sanitizer", "tests-3", "processes-1", "processes-one-gpu")):
         return ""  # such a part always runs as a whole
     names = ("BENCH_ARGS",) if "bench" in step or step == "matmul-1-experts" else ("PYTEST_ARGS", "PYTEST_ADDOPTS")
     given = " ".join(environment[name] for name in names if name in environment)
