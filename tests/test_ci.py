@@ -66,5 +66,5 @@ def test_ci_says_that_it_failed(ci):
 def test_formatters_and_linters_are_pinned():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     tools = [requirement for requirement in extras["dev"] if not requirement.startswith("jax_ep")]
-    assert sorted(tool.split("==")[0] for tool in tools) == ["clang-format", "mypy", "ruff"]
+    assert {"clang-format", "mypy", "ruff"} <= {tool.split("==")[0] for tool in tools}
     assert all("==" in tool for tool in tools)
