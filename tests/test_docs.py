@@ -44,7 +44,7 @@ def test_the_page_of_meshes_runs(tmp_path):
 
 
 def test_the_table_of_models_is_the_benchs():
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "measurements.md").read_text()
     rows = re.findall(r"^\| `([\w.-]+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+|not known) \|$", page, re.MULTILINE)
     sizes = map(dataclasses.astuple, MODELS.values())
     assert rows == [tuple(str(size or "not known") for size in row) for row in sizes]
