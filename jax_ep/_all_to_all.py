@@ -39,8 +39,10 @@ def all_to_all(
         `AllToAll`.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
         TypeError: a call that returns fp8 rows is differentiated.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)  # each rank sends its rows to expert 0
@@ -75,7 +77,9 @@ def all_to_all_back(
         [M, H]. Rows beyond the sum of splits are zero.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)

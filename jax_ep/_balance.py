@@ -59,23 +59,26 @@ def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tol
     A rank's share is ceil(N / R) rows, where N is the number of valid pairs (token, k) of all ranks. With
     group.replicas = E_local, each rank gets at most (1 + tolerance) times its share, for any routing. Each rank takes
     rows of one other rank only. These rows need copies of that rank's experts: see `replicate`. The plan is the same on
-    every run and every backend. `_placement.py` describes the algorithm.
+    every run and every backend. docs/balance.md explains the algorithm.
 
-    With fewer replicas, rows that find no slot stay with their home experts. If a rank would then have more rows than
-    the busiest rank has without a plan, the plan copies no expert and moves no row. It does the same if no rank has
-    more rows than (1 + tolerance) times its share.
+    If no rank has more rows than (1 + tolerance) times its share, the plan copies no expert and moves no row. With
+    fewer replicas than E_local, rows that find no slot stay with their home experts. If a rank would then have more
+    rows than the busiest rank has without a plan, the plan also copies no expert and moves no row.
 
     Args:
         topk_idx: [T, K] int32, as for `dispatch`.
         group: the `Group`. Give it replicas=B, the slots per rank for copies. With B = 0, the plan moves no row.
         tolerance: how much more than its share a rank may compute, as a fraction of its share. A larger tolerance
-            copies fewer experts, and reserves more room in the ragged layout.
+            copies fewer experts, and reserves more room in the ragged layout. From R - 1 on, it copies no expert, and
+            still reserves more room.
 
     Returns:
         A `Plan` for `dispatch` and `replicate`.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:
@@ -125,7 +128,9 @@ def replicate(w: Any, plan: Plan) -> Any:
         A pytree of arrays [E_local + B, ...].
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:

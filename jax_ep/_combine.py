@@ -52,7 +52,8 @@ def combine(
         [T, H] in out_dtype. If all rows of a token were dropped, its result is zero.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
@@ -76,15 +77,17 @@ def combine_start(
     wire: Wire | None = None,
     grad_wire: GradWire | None = None,
 ) -> Pending:
-    """Starts a `combine` and waits for no other rank. Arguments and errors are those of `combine`.
-
-    Outside of `jax.jit`, it raises `SplitCallError`.
+    """Starts a `combine` and waits for no other rank. The arguments, and the other errors, are those of `combine`.
 
     The computation between this call and `combine_done` may run while the rows travel. XLA decides the order, and may
     put the done directly after the start. docs/overlap.md shows how to fix the order.
 
     Returns:
         An opaque pending call. Pass it to `combine_done` once.
+
+    Raises:
+        jax_ep.SplitCallError: the call is outside of `jax.jit`; or it is under `jax.vmap`, and the group's backend is
+            "cuda". (Under vmap, the other backends run it.) Replace vmap by `jax.lax.map`, or call `combine`.
 
     Example:
         >>> def layer(x, topk_idx, topk_weights):
@@ -109,8 +112,12 @@ def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """Ends a `combine_start` and returns the result of `combine`. Both calls must be in one compiled program.
 
     Raises:
-        jax_ep.SplitCallError: an earlier `combine_done` took `pending`, or an inner function that may run more than
-            once closes over `pending`.
+        TypeError: `pending` is not what `combine_start` returned.
+        ValueError: the group is closed, or the call is not inside a shard_map over the group's mesh.
+        jax_ep.SplitCallError: an earlier `combine_done` took `pending`, or an inner function (of jit, checkpoint, grad,
+            vmap, scan, while_loop or cond) closes over `pending`. Call the start and the done in one function. An inner
+            jit may also take `pending` as an argument.
+        jax_ep.Error: an earlier operation of the group failed on a device.
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, an earlier
             `combine_done` took it, or XLA copied it, for example in the carry of a loop.
 

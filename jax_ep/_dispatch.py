@@ -59,18 +59,24 @@ def dispatch(
             token names an expert twice, the expert receives two rows.
         topk_weights: [T, K] float32, the router's weights; None means 1.
         group: the `Group`.
-        layout: "ragged" for recv.x [capacity, H], grouped by expert; "expert" for recv.x [E_local, capacity, H];
-            "token" for recv.x [capacity, H], with one row for all experts of a token on the rank: see `expand`.
-        capacity: the number of rows per rank ("ragged", "token") or per local expert ("expert"), a multiple of
-            alignment. The default is enough for any routing that names no expert twice for a token ("token": for any
-            routing). If rows do not fit, the experts share the room fairly, and so do the source ranks in each expert
-            (docs/concepts.md). recv.num_dropped counts the dropped rows, and combine treats them as zero.
+        layout: the arrangement of the rows that arrive. E_local = experts per rank.
+
+            - "ragged": recv.x [capacity, H], grouped by local expert.
+            - "expert": recv.x [E_local, capacity, H], a block of rows for each local expert.
+            - "token": recv.x [capacity, H], one row for all experts of a token on the rank: see `expand`.
+        capacity: the number of rows per rank ("ragged", "token") or per local expert ("expert"). It must be a multiple
+            of alignment, in all layouts. The default is R * T ("expert", "token") or R * T * min(K, E_local) plus the
+            padding of alignment ("ragged"). It is enough for any routing that names no expert twice for a token
+            ("token": for any routing). If rows do not fit, the experts share the room fairly, and so do the source
+            ranks in each expert (docs/concepts.md). recv.num_dropped counts the dropped rows, and combine treats them
+            as zero.
         capacity_factor: use it in place of capacity. The capacity is then capacity_factor times the rows that a
             balanced router sends: T * K rows per rank ("ragged") or T * K / E_local rows per local expert ("expert"),
             rounded up to a multiple of alignment. With "token", it is that of "ragged", but at most R * T, because a
             rank never gets more rows.
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number. The
-            other layouts pad no group. With "token", give alignment to `expand`.
+            other layouts pad no group: there, alignment only rounds the capacity. With "token", give alignment to
+            `expand`.
         wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
             "fp8_pow2" does the same with scales that are powers of two. "mxfp8" has one such scale per 32 channels, for
             experts that multiply in MXFP8. All need group.hidden to be a multiple of 16.
@@ -89,19 +95,19 @@ def dispatch(
             In the layout "token", recv.scales is always float32, and scales_format is the form of the scales that
             `expand` returns.
         zero_pad: True zeroes rows that hold no token. False leaves them unspecified, except the rows that alignment
-            adds, which are zero. None, the default, means True if
-            the call is differentiated, and False otherwise.
-        plan: the result of `balance` for the same topk_idx: rows go where the plan says. counts, group_sizes and the
-            layout "expert" then have E_local + B entries, with B = group.replicas: first the rank's own experts, then
-            the copies of other ranks' experts.
-            With B = E_local, the default capacity of the ragged layout is T * K * (1 + tolerance) rows, plus the
-            padding of alignment: no routing drops a row. None sends each row to the rank of its expert.
+            adds, which are zero. None, the default, means True if the call is differentiated, and False otherwise.
+        plan: None sends each row to the rank of its expert. The result of `balance` for the same topk_idx sends rows
+            where the plan says. counts, group_sizes and the layout "expert" then have E_local + B entries, with
+            B = group.replicas: first the rank's own experts, then the copies of other ranks' experts. With B = E_local,
+            the default capacity of the ragged layout is T * K * (1 + tolerance) rows, plus the padding of alignment: no
+            routing drops a row.
 
     Returns:
         `Dispatched`. All specified values have the same bits on every run and every backend.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
         TypeError: a call that returns fp8 rows is differentiated, or a call is differentiated with respect to x, which
             is quantised.
         jax_ep.Error: an earlier operation of the group failed on a device.
@@ -138,15 +144,17 @@ def dispatch_start(
     zero_pad: bool | None = None,
     plan: Plan | None = None,
 ) -> Pending:
-    """Starts a `dispatch` and waits for no other rank. Arguments and errors are those of `dispatch`.
-
-    Outside of `jax.jit`, it raises `SplitCallError`.
+    """Starts a `dispatch` and waits for no other rank. The arguments, and the other errors, are those of `dispatch`.
 
     The computation between this call and `dispatch_done` may run while the rows travel. XLA decides the order, and may
     put the done directly after the start. docs/overlap.md shows how to fix the order.
 
     Returns:
         An opaque pending call. Pass it to `dispatch_done` once.
+
+    Raises:
+        jax_ep.SplitCallError: the call is outside of `jax.jit`; or it is under `jax.vmap`, and the group's backend is
+            "cuda". (Under vmap, the other backends run it.) Replace vmap by `jax.lax.map`, or call `dispatch`.
 
     Example:
         >>> def layer(x, topk_idx, topk_weights):
@@ -171,8 +179,12 @@ def dispatch_done(pending: Pending) -> Dispatched:
     """Ends a `dispatch_start` and returns the result of `dispatch`. Both calls must be in one compiled program.
 
     Raises:
-        jax_ep.SplitCallError: an earlier `dispatch_done` took `pending`, or an inner function that may run more than
-            once closes over `pending`.
+        TypeError: `pending` is not what `dispatch_start` returned.
+        ValueError: the group is closed, or the call is not inside a shard_map over the group's mesh.
+        jax_ep.SplitCallError: an earlier `dispatch_done` took `pending`, or an inner function (of jit, checkpoint,
+            grad, vmap, scan, while_loop or cond) closes over `pending`. Call the start and the done in one function. An
+            inner jit may also take `pending` as an argument.
+        jax_ep.Error: an earlier operation of the group failed on a device.
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, an earlier
             `dispatch_done` took it, or XLA copied it, for example in the carry of a loop.
 
@@ -205,7 +217,9 @@ def dispatch_like(
         zero if the call is differentiated, and unspecified otherwise.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> def token_of_each_row(x, topk_idx):

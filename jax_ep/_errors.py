@@ -6,6 +6,9 @@ from __future__ import annotations
 class Error(Exception):
     """Base class of jax_ep's own errors. Arguments that are not valid raise ValueError or TypeError instead.
 
+    The message names the operation, the cause and the fix. After an error of a device, the group fails all its
+    operations: close it, make a new group, and restore the state from before the failure (docs/failures.md).
+
     Example:
         >>> try:
         ...     group.check()
@@ -15,12 +18,18 @@ class Error(Exception):
 
 
 class PeerTimeoutError(Error):
-    """A device waited for a peer longer than `Group(timeout=...)`. Over a network, also: the peer had given up earlier.
+    """A device waited for another rank longer than `Group(timeout=...)`, and gave up the operation.
+
+    Over a network, a rank also raises it if the other rank gave up first.
+
+    **What to do.** Look at `missing_rank`. If its process has died, start the whole program again. If it runs other
+    operations than `waiting_rank`, or the same in another order, correct the program. If it is only late (it compiles,
+    loads data or saves a checkpoint), raise `timeout`. Then make a new group: see `Error`.
 
     Attributes:
         op: the operation that waited, e.g. "dispatch".
         waiting_rank: the rank that gave up.
-        missing_rank: the rank that the waiting rank waited for, or that gave up earlier.
+        missing_rank: the rank for which it waited, or which gave up first.
         expected: the number that the waiting rank needed. Usually, it is the number of the operation in its group,
             counted from 1.
         seen: the number that the waiting rank read last.
@@ -51,9 +60,9 @@ class PeerTimeoutError(Error):
 class SplitCallError(Error):
     """A split-phase call is not one start and one done in one compiled program.
 
-    For example: another done has already ended the pending call, or the start is outside of `jax.jit` or under vmap.
-    `SplitCallError` is raised while JAX traces, or by an eager call. If tracing does not show the fault, the compiled
-    program raises `jax.errors.JaxRuntimeError` when it runs on GPUs.
+    For example: another done has already ended the pending call; the start is outside of `jax.jit`; or it is under
+    `jax.vmap`, with the backend "cuda". `SplitCallError` is raised while JAX traces, or by an eager call. If tracing
+    does not show the fault, the compiled program raises `jax.errors.JaxRuntimeError` when it runs on GPUs.
 
     Example:
         >>> def twice(x, topk_idx):

@@ -38,20 +38,26 @@ class Group(GroupSettings):
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T (tokens per rank) of any call.
         dtype: the dtype of activations: bfloat16, float16 or float32.
-        backend: "auto" chooses "cuda" if the mesh supports it, "reference" on CPUs, and otherwise "collectives".
-            `jax_ep.backends()` lists the backends and says which are available. On an AbstractMesh, "auto" chooses by
-            its abstract_device.
-            "emulated" is for the tests of a source checkout: it runs the kernels of "cuda" on CPU devices.
+        backend: the code that moves the rows. All backends give the same results.
+
+            - "cuda": jax_ep's kernels, on GPUs. `jax_ep.backends()` says whether it is available, or the reason.
+            - "collectives": plain JAX, on any devices.
+            - "reference": plain JAX, on any devices. Each rank gathers the tokens of all ranks.
+            - "auto": "cuda" if all devices and links of the group can run the kernels; otherwise, "reference" on CPUs
+              and "collectives" elsewhere. On GPUs, "collectives" warns and gives the reason. On an AbstractMesh, "auto"
+              chooses by the mesh's abstract_device.
+            - "emulated": for the tests of a source checkout. It runs the kernels of "cuda" on CPU devices.
         num_sms: streaming multiprocessors (SMs) that one operation may use; None lets each operation choose. A
             split-phase call (`dispatch_start`, `combine_start`) uses at most 64 SMs and at most half of the device's
             SMs. With None, it uses at most 32.
         timeout: seconds. With the backend "cuda", an operation fails if a device waits longer for another rank. A
             process also waits at most this long for the other processes when the group is made. Operations of the
             backends in plain JAX have no time-out.
-        replicas: B, the slots per rank for copies of other ranks' experts, 0 to E_local: see `balance`. A dispatch with
-            a plan returns E_local + B entries per rank; a dispatch without a plan returns E_local. If B > 0, a dispatch
-            without a plan in the layout "expert" also copies its rows once in memory. On the CUDA backend, a group with
-            replicas has at most 4096 experts.
+        replicas: B, the number of replica slots per rank, 0 to E_local. A plan of `balance` fills them with copies of
+            other ranks' experts. A dispatch along a plan returns E_local + B entries per rank: first the rank's own
+            experts, then the slots. A dispatch without a plan returns E_local entries; if B > 0, in the layout
+            "expert", it also copies its rows once in memory. With the backend "cuda", a group with replicas has at most
+            4096 experts.
 
     With `jax.distributed`, every process that owns devices of the mesh must make the same groups in the same order.
 
@@ -116,6 +122,7 @@ class Group(GroupSettings):
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._impl.closed
 
     def open(self, mesh: jax.sharding.Mesh | None = None) -> Group:
@@ -140,7 +147,18 @@ class Group(GroupSettings):
         return Group(mesh, self.axis_name, **{name: getattr(self, name) for name in names})
 
     def close(self) -> None:
-        """Frees the group's memory. A second call has no effect. Tracing an operation of a closed group is an error."""
+        """Closes the group and frees its memory on the devices. A second call has no effect.
+
+        Call `jax.block_until_ready` on the results first: with the backend "cuda", programs that still run return
+        poison or raise an error. Later, an operation of the group raises `ValueError` when JAX traces it. `check` and
+        `stats` still work. In several processes, each process closes its groups.
+
+        Example:
+            >>> small = ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T)
+            >>> small.close()
+            >>> small.closed
+            True
+        """
         self._impl.close()
 
     def check(self) -> None:
@@ -153,6 +171,11 @@ class Group(GroupSettings):
             PeerTimeoutError: a rank waited for another rank longer than the timeout.
             Error: any other failure, for example: ranks ran different calls, operations of one group overlapped on a
                 device, or a program placed ranks on other devices than the mesh.
+
+        Example:
+            >>> recv = on_each_rank(lambda x, topk_idx: ep.dispatch(x, topk_idx, group=group).x)(x, topk_idx)
+            >>> recv = jax.block_until_ready(recv)
+            >>> group.check()  # raises nothing: no operation has failed
         """
         self._impl.check()
 
@@ -161,7 +184,18 @@ class Group(GroupSettings):
 
         Counting costs the operations no time. This method reads the devices' counters and waits for no operation. So
         the counters may include only a part of an operation in flight, or nothing of it. The method also works on a
-        closed group.
+        closed group. Only the backend "cuda" counts.
+
+        Raises:
+            ValueError: the group is on an AbstractMesh.
+
+        Example:
+            >>> before = group.stats()
+            >>> recv = on_each_rank(lambda x, topk_idx: ep.dispatch(x, topk_idx, group=group).x)(x, topk_idx)
+            >>> recv = jax.block_until_ready(recv)
+            >>> after = group.stats()
+            >>> if group.backend == "cuda":  # the other backends count nothing
+            ...     rows = after.rows_sent - before.rows_sent
         """
         if not isinstance(self.mesh, jax.sharding.Mesh):
             raise ValueError("stats: the group is on an AbstractMesh and has no devices; ask the group that runs")

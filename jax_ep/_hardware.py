@@ -71,8 +71,9 @@ HARDWARE: dict[str, Hardware] = {
         "two or more MIG instances",
         "collectives",
         "untried",
-        "instances have no peer access. Operations between instances fail, because NCCL refuses several instances "
-        "(https://github.com/NVIDIA/nccl/issues/1716). A group of one instance takes the backend of its GPU",
+        "does not work: a group opens, but its operations fail. MIG instances have no peer access, and NCCL refuses "
+        "several instances (https://github.com/NVIDIA/nccl/issues/1716). A group of one instance takes the backend of "
+        "its GPU",
     ),
     "many_ranks": Hardware(
         f"more than {MAX_RANKS} GPUs along `axis_name`",
@@ -88,7 +89,7 @@ HARDWARE: dict[str, Hardware] = {
         "CPUs",
         "reference",
         "tried",
-        "all tests run here. backend='collectives' may need less memory for gradients",
+        "all tests that need no GPU run here. backend='collectives' may need less memory for gradients",
     ),
 }
 

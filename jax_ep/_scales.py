@@ -29,8 +29,8 @@ def check(op: str, scales_format: str, *, returns_fp8: bool, quantized: bool, wi
         return
     if not returns_fp8:
         raise ValueError(
-            f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or call "
-            "dispatch with dequantize=False and an fp8 wire or a quantised x"
+            f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or give "
+            "dequantize=False with an fp8 wire or a quantised x"
         )
     if scales_format.startswith("ue8m0") and not _wires.has_power_of_two_scales(wire):
         fix = "call dispatch"
@@ -38,7 +38,7 @@ def check(op: str, scales_format: str, *, returns_fp8: bool, quantized: bool, wi
             fix = "the scales of a quantised x may be other numbers: give x in the group's dtype"
         raise ValueError(
             f"{op}: scales_format is {scales_format!r}, which holds only powers of two; {fix} with "
-            "wire='fp8_pow2' or 'mxfp8', or take the scales as float32"
+            "wire='fp8_pow2' or 'mxfp8', or give scales_format='float32' or 'float32_columns'"
         )
 
 

@@ -26,18 +26,20 @@ class Pending:
     _done: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def take(self) -> Any:
-        """The operands. An error if the trace shows that the program ends one start more than once.
+        """Returns the operands. Raises an error if the trace shows that the program may end one start more than once.
 
-        JAX traces an inner function (of a scan, say) once, and may run it any number of times. So an inner function may
-        not end a call that it closes over. It may end a call that it gets as an argument: in its trace, the argument is
-        a new object.
+        JAX traces an inner function (the body of a scan, for example) once, and may run it any number of times. So an
+        inner function must not end a call that it closes over. It may end a call that it gets as an argument: in its
+        trace, the argument is a new object.
         """
         if self._done:
             raise SplitCallError(f"{self.op}_done: pending was done before; call {self.op}_start again for each done")
         if _compat.current_trace() != self._trace:
             raise SplitCallError(
-                f"{self.op}_done: pending was started outside of the function that is being traced, which may run more "
-                "than once; give it to that function as an argument"
+                f"{self.op}_done: pending is from an outer function; the inner function that calls {self.op}_done (of "
+                "jit, checkpoint, grad, vmap, scan, while_loop or cond) must not close over it, because JAX may run an "
+                f"inner function more than once: call {self.op}_start and {self.op}_done in one function or, if the "
+                "inner function is of jit, give it pending as an argument"
             )
         self._done.append(self.op)
         return self.operands

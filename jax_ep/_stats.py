@@ -19,7 +19,8 @@ class GroupStats:
     A row is one token on its way to, or back from, one rank, however many of its experts are on that rank. Its bytes
     are those of payload, scales and headers as they travel, without notifications. Entry [i, r] of an array
     [R_local, R] is about `ranks[i]` and rank r. If both are the same rank, the rows stay on the device. The backends
-    "reference" and "collectives" count nothing: all fields except `ranks` and `devices` are None.
+    "reference" and "collectives" count nothing: all fields except `ranks` and `devices` are None. `str(stats)` is a
+    table of the counters, without `home_rows`, `planned_rows` and `copies`.
 
     The rank that holds the experts counts the rows in both directions. This process cannot read the counters of a rank
     on another host. So the rows sent to experts there are missing, and so are the rows that came back from them.
@@ -29,13 +30,15 @@ class GroupStats:
         ranks: R_local numbers: the ranks of this process in their expert-parallel group.
         devices: R_local names: the devices of these ranks.
         operations: for each kind of operation, [R_local] int64: the number of operations that have begun on all ranks.
-            A split-phase call counts as one.
+            A split-phase call counts as one. The keys are "dispatch", "dispatch_like", "dispatch (backward)",
+            "combine", "combine (backward)", "all_to_all", "all_to_all_back", "balance", "replicate" and
+            "replicate (backward)".
         rows_dropped: [R_local] int64, the sum of `num_dropped`.
         home_rows, planned_rows: [R_local] int64, the sums of `home_rows` and `num_rows` of the plans of `balance`: the
             loads without and with the plans.
         copies: [R_local] int64, the copies of experts that these plans gave to the ranks.
-        rows_sent, rows_received: [R_local, R] int64.
-        bytes_sent, bytes_received: [R_local, R] int64.
+        rows_sent, rows_received: [R_local, R] int64, the rows from ranks[i] to rank r, and from rank r to ranks[i].
+        bytes_sent, bytes_received: [R_local, R] int64, the bytes of these rows.
         seconds_waited: [R_local, R] float64, the time from when ranks[i] entered an operation until rank r entered it,
             summed over all operations.
 
@@ -66,6 +69,11 @@ class GroupStats:
         Returns:
             {"ranks": [a dict of "rank", "device" and the counters, for each rank], "total": the sums of the counters}.
             In each dict, a counter [R_local, R] is a list of R numbers, and a counter [R_local] is a number.
+
+        Example:
+            >>> import json
+            >>> sorted(json.loads(json.dumps(group.stats().to_dict())))
+            ['ranks', 'total']
         """
         counters = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]}
 
@@ -82,12 +90,16 @@ class GroupStats:
         return {"ranks": ranks, "total": told(partial(np.sum, axis=0))}
 
     def __str__(self) -> str:
-        """Formats a table with a line for each rank of this process, and a line with the sums."""
+        """Formats a table with a line for each rank of this process, and a line with the sums.
+
+        The columns "s for 0", "s for 1" and so on are seconds_waited.
+        """
         if self.operations is None:
             return f"ranks {', '.join(map(str, self.ranks))}: a backend in plain JAX counts nothing"
         told = self.to_dict()
         num_ranks = len(told["total"]["seconds_waited"])
-        titles = ["rank", "device", "operations", "rows sent", "received", "dropped", "MB sent", "received"]
+        of_rows, of_bytes = ["rows sent", "rows received", "rows dropped"], ["MB sent", "MB received"]
+        titles = ["rank", "device", "operations", *of_rows, *of_bytes]
         lines = [[*titles, *(f"s for {rank}" for rank in range(num_ranks))]]
         for line in [*told["ranks"], {"rank": "all", "device": "", **told["total"]}]:
             counts = (

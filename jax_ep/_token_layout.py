@@ -127,17 +127,20 @@ def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1)
 
     Args:
         recv: the result of dispatch with layout="token".
-        capacity: the number of rows, a multiple of alignment. The default is min(K, E_local) rows for each row of
-            recv.x, and room for alignment, or less if the call had a plan. It is enough for any routing that names no
-            expert twice for a token. If rows do not fit, the experts share the room fairly, and so do the source ranks
-            in each expert (docs/concepts.md).
+        capacity: the number of rows, a multiple of alignment. The default is the smaller of two numbers: min(K,
+            E_local) rows for each row of recv.x, and the default capacity of `dispatch` in the ragged layout, with the
+            same plan. The padding of alignment is added to both. (With a plan, read E_local + B for E_local.) It is
+            enough for any routing that names no expert twice for a token. If rows do not fit, the experts share the
+            room fairly, and so do the source ranks in each expert (docs/concepts.md).
         alignment: each expert's group is padded with zero rows to a multiple of this number.
 
     Returns:
         `Expanded`, with the same bits on every run and every backend.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> def layer(x, topk_idx, topk_weights, w):
@@ -301,7 +304,9 @@ def reduce(
         dtype. Rows of which all pairs were dropped are zero.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
+        jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:
         >>> def identity(x, topk_idx, topk_weights):

@@ -337,7 +337,14 @@ class Expanded:
 
     @property
     def row_expert(self) -> jax.Array:
-        """[capacity] int32, the local expert of each row, and -1 in rows outside of all groups."""
+        """[capacity] int32, the local expert of each row, and -1 in rows outside of all groups.
+
+        Example:
+            >>> def experts_of_rows(x, topk_idx):
+            ...     return ep.expand(ep.dispatch(x, topk_idx, group=group, layout="token")).row_expert
+            >>> int(jnp.max(on_each_rank(experts_of_rows)(x, topk_idx))) < E // R
+            True
+        """
         return _layouts.row_expert(self.group_sizes, layout="ragged", capacity=len(self.x))
 
 

@@ -44,14 +44,14 @@ _TRANSPORTS = {
     "none": "peer memory: all devices are of this process",
     "descriptor": "peer memory, which processes share as file descriptors",
     "ipc": "peer memory, which processes share by CUDA IPC",
-    "network": "NVSHMEM between hosts, or between what JAX_EP_NODE_SIZE makes of one; peer memory in each",
+    "network": "NVSHMEM between hosts (or between nodes of JAX_EP_NODE_SIZE ranks), and peer memory within each",
 }
 _WAYS = {  # how a rank of a CUDA group stores into another rank's memory: the letter in the matrix, and its meaning
     "none": ("P", "peer memory within a process"),
     "descriptor": ("D", _TRANSPORTS["descriptor"]),
     "ipc": ("I", _TRANSPORTS["ipc"]),
-    "mapped": ("M", "peer memory, which NVSHMEM maps"),
-    "network": ("N", "NVSHMEM over the network"),
+    "mapped": ("M", "peer memory, which processes share by NVSHMEM"),
+    "network": ("N", "over the network, by NVSHMEM (NVIDIA's library for transfers between GPUs)"),
 }
 
 

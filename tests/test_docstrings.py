@@ -32,6 +32,12 @@ def names():
     globals_["group"].close()
 
 
-@pytest.mark.parametrize("name", [*ep.__all__, *(f"moe.{name}" for name in ep.moe.__all__), "Dispatched.row_expert"])
+MEMBERS = [
+    *(f"Group.{name}" for name in ("check", "close", "open", "stats")),
+    "Dispatched.row_expert", "Expanded.row_expert", "GroupStats.to_dict",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ep.__all__, *(f"moe.{name}" for name in ep.moe.__all__), *MEMBERS])
 def test_the_example_runs(names, name):
     run(operator.attrgetter(name)(ep).__doc__, name, names)

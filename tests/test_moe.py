@@ -601,6 +601,8 @@ MLP = [
     ({"layout": "expert"}, ValueError, ["layout is 'expert'", "'token'", "experts='einsum'"]),
     ({"layout": "token", "experts": "einsum"}, ValueError, ["layout is 'token'", "experts is 'einsum'"]),
     ({"capacty": 8}, TypeError, ["capacty", "capacity"]),
+    ({"plan": 0.0}, TypeError, ["a float", "mlp makes its own plan", "balance=0.0"]),
+    ({"scales_format": "ue8m0"}, ValueError, ["'ue8m0'", "'float32'", "dequantize=False"]),
     ({"capacity": 10, "alignment": 4}, ValueError, [10, 4, 12]),
     ({"wire": "fp4"}, ValueError, ["fp4", "fp8"]),
     ({"combine_wire": "fp8_e5m2"}, ValueError, ["fp8_e5m2", "'fp8_pow2'"]),
@@ -625,7 +627,7 @@ def test_errors_of_mlp(reference_group, mesh, changes, error, mentions):
     with pytest.raises(error) as raised:
         jax.eval_shape(spmd(wrong, mesh), *case)
     assert_names(raised.value, next(iter(changes)), *mentions)
-    assert re.match(r"moe\.mlp: |dispatch: (capacity|wire)", str(raised.value))
+    assert re.match(r"moe\.mlp: |dispatch: (capacity|scales_format|wire)", str(raised.value))
 
 
 def test_profilers_show_the_name(reference_group, mesh):

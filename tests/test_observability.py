@@ -79,7 +79,8 @@ def test_a_dict_has_totals(counted, mesh):
 
 def test_it_prints_as_a_table(counted, mesh):
     titles, *lines, total = str(counted).splitlines()
-    assert titles.split()[:3] == ["rank", "device", "operations"]
+    names = "rank  device  operations  rows sent  rows received  rows dropped  MB sent  MB received  s for 0"
+    assert titles.split()[: len(names.split())] == names.split()
     assert titles.endswith(f"s for {mesh.size - 1}")
     assert [line.split()[0] for line in lines] == [str(rank) for rank in range(mesh.size)]
     assert total.split()[0] == "all"

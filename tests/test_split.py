@@ -210,16 +210,31 @@ def test_a_start_outside_of_a_program_is_refused(make_group, mesh, layout, op, f
         (jax.jit(program) if form == "disable_jit" else program)(*make_inputs(SHAPE, mesh.size))
 
 
-def test_a_loop_may_not_end_what_it_closes_over(make_group, mesh, layout):
-    """It is traced once and runs five times: five dones of one start."""
+INNER_FUNCTIONS = {
+    "scan": lambda done: jax.lax.scan(lambda c, _: (c, done()), 0, length=5)[1],
+    "while_loop": lambda done: jax.lax.fori_loop(0, 5, lambda _, c: c + done(), 0),
+    "cond": lambda done: jax.lax.cond(jnp.bool(True), done, done),
+    "jit": lambda done: jax.jit(done)(),
+    "checkpoint": lambda done: jax.checkpoint(done)(),
+    "grad": lambda done: jax.grad(lambda x: x * done())(1.0),
+    "vmap": lambda done: jax.vmap(lambda x: x * done())(jnp.arange(3)),
+}
+
+
+@pytest.mark.parametrize("transform", INNER_FUNCTIONS)
+def test_an_inner_function_may_not_end_what_it_closes_over(make_group, mesh, layout, transform):
+    """It is traced once, and may run several times: several dones of one start."""
     group = make_group(mesh, SHAPE)
 
-    def done_in_a_loop(*inputs):
+    def done_in_an_inner_function(*inputs):
         pending = ep.dispatch_start(*inputs, group=group, layout=layout)
-        return jax.lax.scan(lambda c, _: (c, ep.dispatch_done(pending).counts), 0, length=5)[1]
+        return INNER_FUNCTIONS[transform](lambda: jnp.sum(ep.dispatch_done(pending).counts))
 
-    with pytest.raises(ep.Error, match="as an argument"):
-        jax.eval_shape(spmd(done_in_a_loop, mesh), *make_inputs(SHAPE, mesh.size))
+    with pytest.raises(
+        ep.SplitCallError, match="dispatch_done: pending is from an outer function; .*as an argument"
+    ) as e:
+        jax.eval_shape(spmd(done_in_an_inner_function, mesh), *make_inputs(SHAPE, mesh.size))
+    assert f"{transform} " in str(e.value).replace(",", " ").replace(")", " ")
 
 
 def test_a_pipeline_carries_what_is_pending(make_group, mesh, layout):

@@ -26,8 +26,10 @@ def error_of(reason: str, op: str, rank: int, peer: int, expected: int, seen: in
         )
     if reason == FailureReason.SLOT_TAKEN.words:
         return Error(
-            f"{op}: rank {rank} has no room for another operation while older split-phase calls are in flight; end "
-            "each start before the group's second (if its arena is small, fourth) operation after it"
+            f"{op}: rank {rank} has no room for another operation while older split-phase calls are in flight: "
+            f"operation {expected} of the group (counted from 1) was started, its done has not run, and it keeps the "
+            f"memory that {op} needs. Call its done before this {op}: a group has memory for two operations, or for "
+            "four if their rows fit in 64 MiB"
         )
     if reason == FailureReason.ELSEWHERE.words:
         why = "Group.check of its process says why"

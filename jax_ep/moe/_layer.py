@@ -81,30 +81,37 @@ def mlp(
             and adds the copies' gradients to those of the home experts. With group.replicas = E_local, no rank computes
             more than (1 + tolerance) times its share, for any routing; 0 is exact balance. With fewer replicas, a rank
             may compute more. Without replicas, balance= has no effect.
-        experts: how the experts multiply. "einsum" is one batched matmul over rows that are padded for each expert
-            (dispatch's layout "expert"). All others use the layout "ragged": "grouped" (CUTLASS's grouped GEMM, on
-            Hopper GPUs), "ragged_dot" (`jax.lax.ragged_dot`) and "tokamax". "auto" is "einsum" if group.num_ranks * T
-            is at most 64 for T tokens per rank, and you give no `layout`, `capacity`, `capacity_factor` or `alignment`.
-            Otherwise, "auto" is "grouped" if the group has backend="cuda", its dtype is bfloat16 or float16, H and I
-            are multiples of 8, all its devices are Hopper GPUs, and all its processes have built the grouped GEMM.
-            Otherwise, "auto" is "ragged_dot", which can take many times as long (docs/moe.md). So on Hopper GPUs, check
-            that `jax-ep doctor` shows `_grouped_matmul: loaded`. All ranks make the same choice.
+        experts: how the experts multiply.
+
+            - "einsum": one batched matmul over rows that are padded for each expert (dispatch's layout "expert").
+            - "grouped": CUTLASS's grouped GEMM, on Hopper GPUs. It and the next two use dispatch's layout "ragged".
+            - "ragged_dot": `jax.lax.ragged_dot`. It can take many times as long as "grouped" (docs/moe.md).
+            - "tokamax": the ragged dot of the package tokamax.
+            - "auto": the first of the following that fits. All ranks make the same choice.
+                1. "einsum", if group.num_ranks * T is at most 64 for T tokens per rank, and you give no `layout`,
+                   `capacity`, `capacity_factor` or `alignment`.
+                2. "grouped", if the group has backend="cuda", its dtype is bfloat16 or float16, H and I are multiples
+                   of 8, all its devices are Hopper GPUs, and all its processes have built the grouped GEMM. On Hopper
+                   GPUs, check that `jax-ep doctor` shows `_grouped_matmul: loaded`.
+                3. "ragged_dot".
         layout: None takes the layout of `experts`. "token" sends and returns a row per token and rank, and copies rows
-            for their experts on the rank (`jax_ep.expand`, `jax_ep.reduce`). docs/moe.md says when. The experts are
-            then any but "einsum".
+            for their experts on the rank (`jax_ep.expand`, `jax_ep.reduce`). docs/moe.md says when. With "token",
+            `experts` must not be "einsum".
         combine_wire: passed to `combine` as `wire`. The experts' outputs come back in this format; with None, in
             group.dtype.
         combine_grad_wire: passed to `combine` as `grad_wire`. The cotangent of the result travels to the experts in
             this format.
-        **dispatch_arguments: capacity, capacity_factor, alignment, wire, grad_wire, dequantize and zero_pad, as for
-            `dispatch`. The unit of `capacity` depends on the layout. The unit of `capacity_factor` does not. dequantize
-            is True by default: with an fp8 wire, rows arrive in group.dtype, and the layer is differentiable.
+        **dispatch_arguments: capacity, capacity_factor, alignment, wire, grad_wire, dequantize, scales_format and
+            zero_pad, as for `dispatch`. The unit of `capacity` depends on the layout. The unit of `capacity_factor`
+            does not. dequantize is True by default: with an fp8 wire, rows arrive in group.dtype, and the layer is
+            differentiable. With dequantize=False, the layer dequantizes the rows itself, and cannot be differentiated.
 
     Returns:
         [..., H] in group.dtype.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or the call is not inside a shard_map over the group's mesh.
+        ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
+            the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
     **Dropped rows.** If `capacity` is too small, dropped rows count as zero. The result does not contain the number of
@@ -315,6 +322,11 @@ def _check_layout(op: str, layout: Any, experts: Experts) -> None:
 
 
 def _check_dispatch_arguments(op: str, arguments: dict[str, Any]) -> None:
+    if "plan" in arguments:
+        raise TypeError(
+            f"{op}: plan is {_checks.kind(arguments['plan'])}, but mlp makes its own plan; give the tolerance of the "
+            "plan as balance=, such as balance=0.0, in place of plan"
+        )
     if unknown := arguments.keys() - set(_DISPATCH_ARGUMENTS):
         raise TypeError(
             f"{op}: {min(unknown)} is not an argument of mlp or of dispatch; dispatch takes "

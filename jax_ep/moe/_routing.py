@@ -58,7 +58,7 @@ def route(
     | --- | --- |
     | Mixtral, gpt-oss (softmax over the chosen logits), Qwen3-MoE | the defaults |
     | DeepSeek-V3 | `score="sigmoid", bias=bias, num_groups=8, topk_groups=4, scale=2.5` |
-    | Kimi K2 (one group) | `score="sigmoid", bias=bias, scale=2.827` |
+    | Kimi K2 (one expert group) | `score="sigmoid", bias=bias, scale=2.827` |
     | Switch Transformer | `top_k=1, normalize=False` |
 
     **Losses over several ranks.** `jax.lax.pmean(routing.aux_loss, axes)` is the mean of the ranks' losses: each rank
@@ -82,9 +82,10 @@ def route(
             balance without an auxiliary loss, change the bias after each training step: add a small step to the bias of
             each expert with a load below 1 / E, and subtract the step from the bias of each expert with a load above
             1 / E (https://arxiv.org/abs/2408.15664).
-        num_groups: the number of groups of consecutive experts, for node-limited routing. The score of a group is the
-            sum of the two highest scores (with bias) of its experts.
-        topk_groups: a token may choose experts only from the topk_groups groups with the highest scores.
+        num_groups: the number of expert groups, for node-limited routing. An expert group is E / num_groups consecutive
+            experts (it is not a `Group`). Its score is the sum of the two highest scores (with bias) of its experts.
+        topk_groups: a token may choose experts only from the topk_groups expert groups with the highest scores. Give
+            both num_groups and topk_groups, or neither.
         normalize: True divides the weights of each token by their sum.
         scale: multiplies the weights, after normalisation.
 
@@ -98,7 +99,7 @@ def route(
 
     Sources: GShard (https://arxiv.org/abs/2006.16668) and Switch Transformer (https://arxiv.org/abs/2101.03961) for
     aux_loss, ST-MoE (https://arxiv.org/abs/2202.08906) for z_loss, DeepSeek-V3 (https://arxiv.org/abs/2412.19437,
-    section 2.1.2) for sigmoid scores, the bias and the groups.
+    section 2.1.2) for sigmoid scores, the bias and the expert groups.
 
     Example:
         >>> logits = jnp.array([[0.0, 2.0, 1.0, -1.0]])
@@ -141,7 +142,7 @@ def route(
 
 
 def _keep_best_groups(choice: jax.Array, num_groups: int, topk_groups: int) -> jax.Array:
-    """`choice` [..., E] with -infinity for the experts outside of each token's best groups."""
+    """`choice` [..., E] with -infinity for the experts outside of each token's best expert groups."""
     by_group = choice.reshape(*choice.shape[:-1], num_groups, -1)
     best_two, _ = lax.top_k(by_group, min(2, by_group.shape[-1]))
     _, best_groups = lax.top_k(best_two.sum(axis=-1), topk_groups)
@@ -186,8 +187,9 @@ def _check(
         room = topk_groups * (num_experts // num_groups)
         if top_k > room:
             raise ValueError(
-                f"{op}: topk_groups is {topk_groups}; {topk_groups} groups of {num_experts // num_groups} experts hold "
-                f"{room}, fewer than top_k = {top_k}: use topk_groups={-(-top_k * num_groups // num_experts)}"
+                f"{op}: topk_groups is {topk_groups}; {topk_groups} expert groups of {num_experts // num_groups} "
+                f"experts have {room} experts, fewer than top_k = {top_k}: use "
+                f"topk_groups={-(-top_k * num_groups // num_experts)}"
             )
     return num_experts
 
