@@ -30,7 +30,7 @@ def check(op: str, scales_format: str, *, returns_fp8: bool, quantized: bool, wi
     if not returns_fp8:
         raise ValueError(
             f"{op}: scales_format is {scales_format!r}, but the rows have no scales; it must be 'float32', or give "
-            "dequantize=False with an fp8 wire or a quantised x"
+            "dequantize=False and an fp8 wire or a quantised x"
         )
     if scales_format.startswith("ue8m0") and not _wires.has_power_of_two_scales(wire):
         fix = "call dispatch"
