@@ -276,6 +276,13 @@ def check_repeatable(program: Path) -> None:
         raise SystemExit(f"a seed failed, or seed 10 ended at different times alone and after seeds 1 to 9: {reports}")
 
 
+def check_refuses_unknown_parts(program: Path) -> None:
+    """Stops if the program accepts a part that it does not have: a misspelt part would run nothing, and pass."""
+    refused = subprocess.run([program, "1", "quick", "no_such_part"], capture_output=True, text=True)
+    if refused.returncode != 2 or "the parts are:" not in refused.stderr:
+        raise SystemExit(f"exchange_test accepts an unknown part: status {refused.returncode}: {refused.stderr}")
+
+
 def run_pytest(folder: Path, command: Sequence[str], edits: Sequence[Edit]) -> str | None:
     """The test that fails with these edits of jax_ep/, or None."""
     emulated = importlib.util.find_spec("jax_ep._emulated")
@@ -319,6 +326,7 @@ def catch(mutants: Sequence[Mutant], natives: Sequence[Mutant], arguments: argpa
                 if failure is not None:
                     raise SystemExit(f"without a mutant, exchange_test fails {describe_failure(failure, first, count)}")
             check_repeatable(program)
+            check_refuses_unknown_parts(program)
             print(f"100 seeds pass without a mutant ({time.monotonic() - begun:.0f} s)", flush=True)
 
         for command in {tuple(mutant.command) for mutant in mutants if not mutant.is_native}:
