@@ -1,12 +1,15 @@
 // The layout of a rank's symmetric memory. The arena holds rows in transit. The control memory holds epochs, counts and
 // acknowledgements. The layout is the same on every rank of a group, so an offset names the same object on all of them.
 //
-// A row has these numbers on its way:
-//   index               among the rows that one source sends to one rank, in the order of the source's tokens
-//   number, arena_row   in the whole arena, computed from slot, source and index (ArenaLayout::row_number)
-//   position_in_source  among the rows of one source for one expert
-//   position            in the group of an expert
-//   row                 of the result, or of y
+// A row has these numbers on its way from its source, the sending rank, to its destination rank:
+//   index               its number among the rows from this source to this destination, in the order of the source's
+//                       tokens. The row of a rank's own token, which stays on the rank, has the number of the token
+//                       as its index (except in all_to_all and all_to_all_back)
+//   arena_row (number)  its number in the destination's arena, computed from slot, source and index
+//                       (ArenaLayout::row_number)
+//   position_in_source  its number among the rows of one source for one expert
+//   position            its number in the group of an expert
+//   row                 its number in the result of a dispatch, or in y
 #pragma once
 
 #include <algorithm>
@@ -17,8 +20,10 @@
 
 namespace jax_ep {
 
-// An operation uses slot epoch % num_slots. Two slots are enough for whole operations. A small arena has four, so that
-// four split-phase calls can be in flight.
+// The arena is divided into slots. An operation keeps its rows in slot epoch % num_slots. Two slots are enough for
+// whole operations. A small arena has four, so that four split-phase calls can be in flight. In the kernels, "slot"
+// alone is a slot of the arena. A "replica slot" is room for a copy of an expert, and an "expert slot" is a home expert
+// or a replica slot.
 inline constexpr int kMaxSlots = 4;
 inline constexpr int64_t kSmallArena = int64_t{64} << 20;  // bytes
 
@@ -135,12 +140,12 @@ inline constexpr int kNumRowsCopies = 8;
 inline constexpr int32_t kMaxLowLatencyBlocks = 640;  // of one launch
 
 // The word with which the blocks of a launch enter a new operation. Each block adds its launch's step() with one atomic
-// addition. The old value tells the block the epoch, and how many blocks of the launch have entered before it. The
-// block that enters last writes the word for the next launch, when it leaves.
+// addition, and has then entered. The old value tells the block the epoch, and how many blocks of the launch have
+// entered before it. The block that enters last writes the word for the next launch, when it leaves.
 //
 // Launches of one group that take an epoch (whole operations and starts) must not overlap on a device. A done does not
-// use this word. A block detects a block of another launch by the sum of the tags: if only blocks of its own launch
-// have entered, the sum is num_entered times the launch's tag.
+// use this word: its blocks enter through PendingCall::num_entered. A block detects a block of another launch by the
+// sum of the tags: if only blocks of its own launch have entered, the sum is num_entered times the launch's tag.
 struct EntryWord {
   uint32_t num_entered;
   // Bit s: the newest operation of slot s was a whole operation. kNewestIsWhole: the newest operation of the group was
@@ -188,23 +193,23 @@ struct Control {
   alignas(16) uint32_t num_left[2];
   uint32_t num_blocks[2];
   uint32_t done_left[kMaxSlots];   // blocks that have left the done (a split-phase call's 2nd launch) of each slot
-  uint32_t poisons[2][kMaxSlots];  // 1 while a block poisons the results in each slot; indexed like first_wait
+  uint32_t poisons[2][kMaxSlots];  // 1 while a block poisons the results of a slot's operation; indexed like first_wait
   // {epoch, the next item to claim} in each slot. claimed_items: rows of a dispatch; or, of a replicate, tracks
-  // (row_ring.cuh), then parts of slots. claimed_padding: ranges of rows of a dispatch's result.
+  // (row_ring.cuh), then parts of replica slots. claimed_padding: ranges of rows of a dispatch's result.
   unsigned long long claimed_items[kMaxSlots], claimed_padding[kMaxSlots];
   // {epoch, time} of the first long wait in each slot. Index 0: of a whole operation or a start; 1: of a done.
   unsigned long long first_wait[2][kMaxSlots];
-  // [slot][rank]: the newest operation of the slot whose rows the rank has read in its own memory.
+  // [slot][rank]: the epoch of the newest operation of the slot whose rows the rank has read in its own arena.
   uint32_t finished[kMaxSlots][kMaxRanks];
   unsigned long long notified[kMaxSlots][kMaxRanks];  // {epoch, hash of the call} of each rank
   // {epoch, number of rows that each rank sends here}. A thousand warps poll it. If all of them polled one word, the
   // peer's store to it would arrive microseconds late. So the peer writes several copies, and each block polls one of
   // them.
   unsigned long long num_rows[kMaxSlots][kNumRowsCopies][kMaxRanks];
-  // Of the low-latency variant (ffi/cuda/roles.cuh). begun: at index epoch % 2, {number of roles that have been given
-  // away, number of senders that have begun}. given_away[role]: 1 from when a receiver gives the role away until
-  // another block takes it.
-  alignas(128) unsigned long long begun[2];
+  // For the low-latency variant (ffi/cuda/roles.cuh). role_counts: at index epoch % 2, {number of roles that receivers
+  // have given away, number of senders that have entered}. given_away[role]: a receiver sets it to 1 when it gives the
+  // role away, and the block that takes the role sets it to 0.
+  alignas(128) unsigned long long role_counts[2];
   uint32_t given_away[kMaxLowLatencyBlocks];
   // A BlockedWord from each rank, which is in an operation of another group (ffi/cuda/other_groups.cuh); and the newest
   // word that a block of this rank has erased.
@@ -227,7 +232,7 @@ inline Control initial_control(int32_t num_slots, uint32_t newest_epoch = 0) {
 }
 
 // How many counts a rank sends to another rank at most: one per expert there; for a balance, one per expert of the
-// group. experts_per_rank includes the slots for `replicas`.
+// group. experts_per_rank includes the `replicas` replica slots.
 constexpr int32_t counts_per_source(int32_t num_ranks, int32_t experts_per_rank, int32_t replicas) {
   return replicas == 0 ? experts_per_rank : std::max(experts_per_rank, num_ranks * (experts_per_rank - replicas));
 }
@@ -278,8 +283,8 @@ struct RankTable : PeerTable {
   int32_t index_in_device;            // the index of this group in the list
 };
 struct Peers {
-  int32_t experts_per_rank;  // with the slots for copies
-  int32_t replicas;          // the slots for copies, of a rank
+  int32_t experts_per_rank;  // home experts and replica slots
+  int32_t replicas;          // replica slots of a rank
   int32_t counts_per_source;
   constexpr int32_t num_home_experts() const { return experts_per_rank - replicas; }  // of a rank
   constexpr int32_t rank_of(int32_t expert) const { return by_experts.quotient(expert); }

@@ -13,7 +13,7 @@ inline constexpr int32_t kMaxBlockWarps = 16;  // a streaming multiprocessor (SM
 // The most shared memory, static and dynamic, that a block of a dispatch or a combine needs. dispatch_operands.cuh and
 // combine_operands.cuh assert it.
 inline constexpr int64_t kMaxBlockSharedBytes = 204 * 1024;
-inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // of a done: concurrent kernels use the other SMs
+inline constexpr int32_t kDefaultSmsBesideOthers = 32;  // for a done: concurrent kernels use the other SMs
 inline constexpr int32_t kMostSmsBesideOthers = 64;
 
 // The SMs that a launch may take. `num_sms` is the user's choice, or 0 for all SMs of the device.
@@ -57,21 +57,26 @@ constexpr int32_t most_block_threads(Variant variant) {
 // (__launch_bounds__). Of a combine, one block must fit.
 constexpr int32_t dispatch_blocks_per_sm(Variant variant) { return is_low_latency(variant) ? 2 : 1; }
 
-// Each thread block has a role, which is a number. Blocks with a role below `num_senders` send; blocks with a role from
-// `first_receiver` on receive; over a network, those between may forward (num_forwarders). A sender waits for no peer's
-// rows until it has sent its own. A receiver waits for rows only when all senders have begun (epoch.cuh and roles.cuh).
-// So the rows that a receiver waits for are always sent. Some senders receive after they have sent. With work stealing:
-// every sender and forwarder, if all blocks have entered by then. In the low-latency variant: the sender that begins
-// last, which takes the roles that receivers have given away. And a block that has both roles.
+// Each thread block has a role, which is a number:
+//   less than num_senders              the block sends
+//   num_senders to first_receiver - 1  the block forwards; only over a network (num_forwarders)
+//   first_receiver or more             the block receives
 //
-// A block may send and then receive: in a launch of one block, and in a low-latency combine that needs more blocks than
-// there are SMs. A block of a low-latency dispatch does not: while the workers of a receiver wait, its control warp
-// writes the destinations of rows to the memory in which the workers of a sender count rows.
+// A sender waits for no peer's rows until it has sent its own. A receiver waits for rows only when all senders of its
+// launch have entered (epoch.cuh and roles.cuh). So the rows that a receiver waits for are always sent.
 //
-// Role 0 notifies the peers of the call and of the number of rows. If there are several senders, it sends no rows. If
-// there are several receivers, the first one starts without a row: one of its warps waits for the notifications of all
-// ranks, and counts (wait_peers). In a combine, it receives no rows at all. In a dispatch, it writes the small results,
-// and pads (padding.cuh). With work stealing, it then claims rows and padding.
+// A block that sends or forwards may also receive, after it has sent all its rows, in three cases:
+//   - Its role is both: first_receiver <= role < num_senders. This is so in a launch of one block, and in a low-latency
+//     combine that needs more blocks than there are SMs. A low-latency dispatch has no such block: while the workers of
+//     a receiver wait, its control warp writes the destinations of rows to the memory in which a sender counts rows.
+//   - Work stealing, in a dispatch of the throughput variant: every sender and forwarder that has sent its rows, if all
+//     blocks have entered by then (steal_rows in dispatch_receive.cuh).
+//   - Roles given away, in the low-latency variant: the sender that enters last takes them (roles.cuh).
+//
+// Role 0 notifies the peers of the call and of the number of rows. If there are several senders, role 0 sends no rows.
+// If there are several receivers, the first receiver starts without a row: one of its warps waits for the notifications
+// of all ranks, and adds to the counters (wait_peers). In a combine, the first receiver receives no rows at all. In a
+// dispatch, it writes the small results, and pads (padding.cuh). With work stealing, it then claims rows and padding.
 struct LaunchPlan {
   int32_t num_senders;
   int32_t first_receiver;  // less than num_senders if some blocks send and then receive
@@ -81,17 +86,17 @@ struct LaunchPlan {
   int32_t log_send_warps,
       log_receive_warps;  // log2 of the warps in a warp group, which share a row; they may be in several blocks
   bool sums_own = false;  // combine: receivers sum the rows of this rank's own tokens; senders do not send them
-  bool senders_enter_first = false;  // the other blocks wait for them for a short time (Epoch::await_entries)
+  bool senders_enter_first = false;  // the other blocks wait a short time for the senders (Epoch::await_entries)
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
 
-  // Returns false for a low-latency launch of too many blocks, and for one of a done. A done takes no epoch, so nothing
-  // would reset the words of its roles (Control::begun, given_away).
+  // Returns false for a low-latency launch that has too many blocks, and for a low-latency launch of a done: only
+  // launches that take an epoch reset Control::role_counts, and a done takes none.
   constexpr bool is_possible(Phase phase) const {
     return !is_low_latency(variant) || (num_blocks <= kMaxLowLatencyBlocks && phase != Phase::kDone);
   }
-  // For a dispatch. False also if a block of the low-latency variant would send and then receive.
+  // The same for a dispatch. Also returns false if a block of a low-latency launch would send and then receive.
   constexpr bool is_possible_dispatch(Phase phase) const {
     return is_possible(phase) && (!is_low_latency(variant) || first_receiver >= num_senders);
   }
@@ -99,8 +104,8 @@ struct LaunchPlan {
   constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }
   constexpr int32_t num_receivers() const { return num_blocks - first_receiver; }
   // Over a network, a row may travel once per node: to a rank of the node, the rail peer, which forwards it. Then the
-  // blocks between the senders and the receivers forward rows. In a launch of one block, that block forwards them.
-  // (Rows of few tokens are not forwarded.)
+  // blocks between the senders and the receivers forward rows. In a launch of one block, that block forwards them. (In
+  // a call of few tokens, rows are not forwarded: has_few_tokens.)
   constexpr int32_t num_forwarders() const { return std::max(first_receiver - num_senders, 1); }
   constexpr bool forwards(int32_t block) const {
     return first_receiver == 0 || (block >= num_senders && block < first_receiver);
@@ -114,19 +119,25 @@ struct LaunchPlan {
   constexpr int32_t row_receiver(int32_t block) const { return block - first_receiver - (num_receivers() > 1); }
 };
 
-// The warp group of a warp within its role, and the warp's index in the warp group. Warp group `index` processes every
-// num_groups-th item, from item `index` on. An item is a token (senders of a dispatch, receivers of a combine) or a
-// possible row: a rank and an index. A possible row exists if the index is less than the number of rows from or to the
-// rank.
+// A warp group is a set of consecutive warps that process one item together: each warp processes a part of the item's
+// row. All blocks of a role are divided into warp groups of the same size, a power of two. A warp group may have warps
+// of several blocks. This struct is the view of one warp.
+//
+// An item is a token (senders of a dispatch, receivers of a combine) or a possible row (all others). A possible row is
+// a pair (rank, index). It exists if the index is less than the number of rows from or to the rank. Warp group `index`
+// processes the items index, index + num_groups, index + 2 * num_groups, ... (With work stealing, a receiving warp
+// group processes item `index`, and then claims items.)
 struct WarpGroup {
-  int32_t index, num_groups;
-  int32_t warp, num_warps;  // in the warp group
+  int32_t index, num_groups;  // the index of the warp's group among the warp groups of the role
+  int32_t warp, num_warps;    // the index of the warp in its group
 
-  // There are two orders of indices. In the first, a block's warp groups have consecutive indices. It applies in three
-  // cases: `by_block` is true; the variant is low-latency; or a block has at most one warp group. In the second order,
-  // consecutive indices are in different blocks, so that all blocks get equally many of the rows that exist. A block's
-  // warp groups then have even and odd indices by turns: with two ranks, even items are rows of one rank, and odd items
-  // are rows of the other. `block` is negative for a block that moves no rows.
+  // `block`: the block's index among the blocks of the role that move rows; negative for a block that moves no rows.
+  //
+  // There are two orders of warp groups. In the first, a block's warp groups have consecutive indices. It applies in
+  // three cases: `by_block` is true; the variant is low-latency; or a block has at most one warp group. In the second
+  // order, warp groups with consecutive indices are in different blocks, so that all blocks get equally many of the
+  // rows that exist. The warp groups of a block then have alternately even and odd indices. This matters with two
+  // ranks: even items are rows of one rank, and odd items are rows of the other.
   constexpr WarpGroup(const LaunchPlan& plan, int32_t block, int32_t num_blocks, int32_t warp_of_block,
                       int32_t log_warps, bool by_block = false)
       : index((block * plan.block_warps() + warp_of_block) >> log_warps),
@@ -209,7 +220,7 @@ class WarpsPerRow {
   int32_t log_most_ = 0, log_chunks_of_most_ = 0;
 };
 
-// The fields of a launch shape. Each has a type of its own, so that its name stands in the tables below.
+// The fields of a launch shape. Each has a type of its own, so that the tables below show its name.
 struct BlockWarps {
   int32_t number;  // a power of two
 };
@@ -224,7 +235,7 @@ struct Receive {
 struct ReceiverSixteenths {
   int32_t number;
 };
-inline constexpr ReceiverSixteenths kAsNeeded = {0};  // of a low-latency combine, whose plan needs no share
+inline constexpr ReceiverSixteenths kAsNeeded = {0};  // for a low-latency combine, whose plan needs no share
 // The role that has only as many blocks as it needs for its minimum of rounds. All other blocks have the other role.
 enum class Fewest { kReceivers, kSenders };
 
@@ -247,7 +258,8 @@ struct LogWarps {
 constexpr int64_t blocks_for(int64_t rows, int32_t log_warps, int32_t log_block) {
   return divide_up(rows << log_warps, 1 << log_block) + 1;  // + 1: the first block moves no rows
 }
-// Returns log_warps, but at most so that a warp group fits in all blocks of its role. `blocks`: those that move rows.
+// Returns log_warps, or less if a warp group of 1 << log_warps warps does not fit in `blocks` blocks, which are the
+// blocks of its role that move rows.
 constexpr int32_t fit_warp_group(int32_t log_warps, int32_t log_block, int32_t blocks) {
   while (log_warps > log_block && blocks << log_block >> log_warps == 0) --log_warps;
   return log_warps;
@@ -305,10 +317,11 @@ constexpr LaunchPlan plan_low_latency_combine(int64_t sends, int64_t receives, c
           fit_warp_group(log_warps.receive, log_block, std::max(receivers - 1, 1))};
 }
 
-// Adapts a plan to a network. The warps of a sending warp group wait for one another, so they must be in one block. By
-// node, some blocks forward rows, also with warp groups within one block. They are half of the blocks that would
-// receive or, if only one receives, one block that would send. A plan of two blocks becomes a plan of one block, which
-// has all roles.
+// Adapts a plan to a network. The warps of a sending warp group wait for one another, so they must be in one block.
+//
+// by_node: a row travels once per node, so some blocks must forward rows. Half of the receivers become forwarders. If
+// there is only one receiver, one sender becomes the forwarder. A plan of two blocks becomes a plan of one block, which
+// has all roles. The warps of a forwarding or receiving warp group must be in one block, too.
 constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
   plan.log_send_warps = std::min(plan.log_send_warps, plan.log_block_warps);
   if (!by_node) return plan;
@@ -323,73 +336,79 @@ constexpr LaunchPlan over_network(LaunchPlan plan, bool by_node) {
   return plan;
 }
 
-// True if a call has few tokens. Over a network, the rows of few tokens go directly to their ranks, in all operations
-// of a route. The rows of more tokens go through rail peers.
-constexpr bool are_few(int64_t num_tokens) { return num_tokens <= 32; }
+// True if a call has few tokens per rank. Over a network, the rows of such a call go directly to their ranks, in all
+// operations of a route. In a call with more tokens, rows go through rail peers.
+constexpr bool has_few_tokens(int64_t num_tokens) { return num_tokens <= 32; }
 
-// LaunchPlan::senders_enter_first. With two ranks or few tokens, this was not faster (docs/experiments.md, "Which SMs
-// send"). It has not been measured with a limit on SMs.
+// Returns LaunchPlan::senders_enter_first. With at most two ranks or at most 256 tokens, it was not faster to let the
+// senders enter first (docs/experiments.md, "Which SMs send"). It has not been measured with a limit on SMs.
 constexpr bool let_senders_enter_first(int64_t num_tokens, int32_t num_ranks, int32_t num_sms) {
   return num_sms == 0 && num_ranks > 2 && num_tokens > 256;
 }
 
 constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
   if (num_sms > 0) return Variant::kThroughput;
-  return are_few(num_tokens) ? Variant::kLowLatency : num_tokens <= 256 ? Variant::kBalanced : Variant::kThroughput;
+  return has_few_tokens(num_tokens) ? Variant::kLowLatency
+         : num_tokens <= 256        ? Variant::kBalanced
+                                    : Variant::kThroughput;
 }
 
 // Launch shapes of a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving
-// warp group writes a row once per expert. "Tokens" are those of one rank.
+// warp group writes a row once per expert. "Tokens" are the tokens of one rank. All shapes but kFewSms are for calls
+// without a limit on SMs.
 namespace dispatch_shapes {
 
 inline constexpr int32_t kAny = WarpsPerRow::kAnyNumber;
 inline constexpr WarpsPerRow kReceiveWithMoreForFewRows = WarpsPerRow::at_most(4, 4).more_for_few_rows(kAny, 1);
 
-// Decode of one or two tokens, or at most 16 rows in all: a whole row is in flight at once. A receiving warp takes two
-// chunks of a row at once; fewer chunks per warp would take more blocks.
-inline constexpr Shape kOneToken = {Variant::kLowLatency, BlockWarps{8},
-                                    Send{WarpsPerRow::at_most(16, 1).but_at_least(8)},
-                                    Receive{WarpsPerRow::at_most(32, 2)}, ReceiverSixteenths{10}};
-// One or two tokens on at most two ranks. There are few rows, and more blocks per row are faster (measured).
-inline constexpr Shape kOneTokenOnTwoRanks = {Variant::kLowLatency, BlockWarps{8}, kOneToken.send,
-                                              Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
-// Decode of at most 16 tokens.
+// The smallest decodes: 1 or 2 tokens on more than two ranks; also 3 to 16 tokens if tokens * ranks is at most 16. A
+// whole row is in flight at once. A receiving warp takes two chunks of a row at once: with one chunk per warp, the
+// launch would need more blocks.
+inline constexpr Shape kSmallestDecode = {Variant::kLowLatency, BlockWarps{8},
+                                          Send{WarpsPerRow::at_most(16, 1).but_at_least(8)},
+                                          Receive{WarpsPerRow::at_most(32, 2)}, ReceiverSixteenths{10}};
+// 1 or 2 tokens on at most two ranks. A receiving warp takes one chunk. There are few rows, and more blocks per row are
+// faster (measured).
+inline constexpr Shape kSmallestDecodeOnTwoRanks = {Variant::kLowLatency, BlockWarps{8}, kSmallestDecode.send,
+                                                    Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{10}};
+// Decode of 3 to 16 tokens, if tokens * ranks is more than 16.
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 1).but_at_least(8)},
                                   Receive{WarpsPerRow::at_most(16, 2)}, ReceiverSixteenths{10}};
 // Decode of 17 to 32 tokens.
 inline constexpr Shape kLargeDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::of(8)},
                                        Receive{WarpsPerRow::at_most(8, 1)}, ReceiverSixteenths{10}};
-// Decode of a large batch, or a short prompt: 33 to 256 tokens.
+// Decode of a large batch, or a short prompt: 33 to 256 tokens with three or more experts per token. Also all_to_all
+// with 33 to 256 tokens.
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16},
                                       Send{WarpsPerRow::at_most(4, 1).more_for_few_rows(16, 1)},
                                       Receive{kReceiveWithMoreForFewRows}, ReceiverSixteenths{8}};
-// The same with one or two experts per token. A row has only as many warps as allow one round for all rows, if
-// possible.
+// 33 to 256 tokens with one or two experts per token. A row gets several warps only if all rows still take one round.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, kLargeBatch.send,
                                       Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 1)}, ReceiverSixteenths{8}};
-// A large batch with more than two ranks, rows longer than 4 KB, and at least 512 rows. Receivers need several rounds,
-// so the rows should not all arrive at the end. Few blocks send the tokens one after another; they keep the link
-// equally busy.
+// 33 to 256 tokens with three or more experts per token, on more than two ranks, with rows longer than 4 KB and at
+// least 512 rows. Receivers need several rounds, so the rows should not all arrive at the end. Few blocks send the
+// tokens one after another; they keep the link as busy as many blocks would.
 inline constexpr Shape kLargeBatchOfLongRows = {Variant::kBalanced,        BlockWarps{16},
                                                 Send{WarpsPerRow::of(16)}, Receive{kReceiveWithMoreForFewRows},
                                                 ReceiverSixteenths{10},    Fewest::kSenders};
-// Training, or a prompt: more than 256 tokens.
+// Training, or a prompt: more than 256 tokens, on any number of ranks but two.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16},
                                       Send{WarpsPerRow::at_most(4, 2).more_for_few_rows(16, 2)},
                                       Receive{kReceiveWithMoreForFewRows}, ReceiverSixteenths{8}};
-// Many tokens on two ranks, rows of at most 8 KB. A sender has little to do: it sends each row to one other rank.
+// More than 256 tokens on two ranks, with rows of at most 8 KB. A sender has little to do: it sends each row to one
+// other rank.
 inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
                                                 kManyTokens.receive, ReceiverSixteenths{10}};
-// The same with longer rows: receivers have more to write.
+// 257 to 2047 tokens on two ranks, with rows longer than 8 KB. Receivers have more to write than with shorter rows.
 inline constexpr Shape kLongRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
                                               kManyTokens.receive, ReceiverSixteenths{11}};
-// The same with at least 2048 tokens. Two warps per received row are faster than four (measured).
+// 2048 tokens or more on two ranks, with rows longer than 8 KB. Two warps per received row are faster than four
+// (measured).
 inline constexpr Shape kMostTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
                                                 Receive{WarpsPerRow::of(2)}, ReceiverSixteenths{11}};
 // The backward pass of combine with more than 32 tokens. Few blocks send, because receivers do most of the work: for
-// each expert of a token, they read y and write a row. Warps claim the padding. A sender that has sent all its
-// tokens steals rows.
+// each expert of a token, they read y and write a row.
 inline constexpr Shape kCombineBack = {Variant::kThroughput,
                                        BlockWarps{16},
                                        Send{WarpsPerRow::at_most(4, 2)},
@@ -410,11 +429,11 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   const int64_t num_rows = num_tokens * num_ranks;
   const auto choose_shape = [=]() -> const Shape& {
     if (num_sms > 0) return kFewSms;
-    if (is_combine_back && !are_few(num_tokens)) return kCombineBack;
+    if (is_combine_back && !has_few_tokens(num_tokens)) return kCombineBack;
     switch (variant_for(num_tokens, num_sms)) {
       case Variant::kLowLatency:
-        if (num_tokens <= 2 && num_ranks <= 2) return kOneTokenOnTwoRanks;
-        return num_tokens <= 2 || num_rows <= 16 ? kOneToken : num_tokens <= 16 ? kDecode : kLargeDecode;
+        if (num_tokens <= 2 && num_ranks <= 2) return kSmallestDecodeOnTwoRanks;
+        return num_tokens <= 2 || num_rows <= 16 ? kSmallestDecode : num_tokens <= 16 ? kDecode : kLargeDecode;
       case Variant::kBalanced: {
         if (top_k > 0 && top_k <= 2) return kFewExperts;
         const int64_t most_rows = num_tokens * std::min(top_k, num_ranks);
@@ -440,35 +459,39 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
 }
 
 // Launch shapes of a combine. Senders sum the experts' rows for each token of another rank, and send the sum. Receivers
-// add the sums that arrive. If LaunchPlan::sums_own is true, they also sum the rows of this rank's own tokens.
+// add the sums that arrive. If LaunchPlan::sums_own is true, receivers also sum the rows of this rank's own tokens. A
+// combine has "much to read" if a rank's tokens name 12 MiB of rows or more (kMuch in plan_combine).
 namespace combine_shapes {
 
-// Decode of at most 32 tokens. Each chunk of a sent row has its own warp, if there are warps for all rows at once.
+// Decode of 1 to 32 tokens, on any number of ranks. Each chunk of a sent row has its own warp, if there are warps for
+// all rows at once.
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 2).more_for_few_rows(32, 1)},
                                   Receive{WarpsPerRow::at_most(32, 1)}, kAsNeeded};
-// 33 to 256 tokens, no cast, and one or two experts per token. Each row has few warps, so that one round is enough for
-// all tokens.
+// 33 to 256 tokens, no cast, and one or two experts per token; on at most two ranks, only without much to read. Each
+// row has few warps, so that one round is enough for all tokens.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
                                       Receive{WarpsPerRow::of(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
-// 33 to 256 tokens, no cast, much to read, more than two ranks, and three or more experts per token, but at most twice
-// as many as ranks. Receivers read most of the data, because they sum the rows of own tokens.
+// 33 to 256 tokens, no cast, much to read, more than two ranks, and three or more experts per token, but at most two
+// experts per rank. Receivers read most of the data, because they sum the rows of this rank's own tokens.
 inline constexpr Shape kReceiversRead = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                          Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{12}};
-// 33 to 256 tokens, no cast, and three or more experts per token, in all other cases; also for all_to_all_back.
+// 33 to 256 tokens, no cast, and three or more experts per token, in all cases that neither kReceiversRead nor
+// kManyTokensOnTwoRanks covers. Also all_to_all_back of at most 256 tokens.
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
-// plan_combine may replace it by kWarpPerPart.
+// plan_combine may use kWarpPerPart in its place.
 inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::of(1);
-// More than 256 tokens; or more than 32, if the combine casts. More than two ranks.
+// More than two ranks, without a limit on SMs: more than 256 tokens; or more than 32, if the combine casts.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
                                       ReceiverSixteenths{8}};
 // At most two ranks, without a limit on SMs: more than 256 tokens; or more than 32, if the combine casts or has much to
-// read. Also for all_to_all_back with more than 256 tokens.
+// read. Also all_to_all_back of more than 256 tokens on at most two ranks.
 inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                                 Receive{kWarpPerRow}, ReceiverSixteenths{11}};
-// More than two ranks, if the user limits the SMs, in a split-phase call, or for all_to_all_back.
+// More than two ranks, if the user limits the SMs, or in a split-phase call. Also all_to_all_back of more than 256
+// tokens on more than two ranks.
 inline constexpr Shape kManyTokensByRow = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                            Receive{kWarpPerRow}, ReceiverSixteenths{8}};
 // At most two ranks, if the user limits the SMs, or in a split-phase call.
@@ -480,9 +503,9 @@ inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}
 // A combine that casts has no kBalanced kernel: kThroughput was faster, except for short rows (hidden 2048).
 constexpr bool combine_has(Variant variant, bool casts) { return !casts || variant != Variant::kBalanced; }
 
-// The variant of a combine. all_to_all_back has no low-latency variant: its senders wait for words of the peers' blocks
-// with role 0, which must therefore be the first blocks that enter (roles by ticket). If a combine would be kBalanced,
-// but casts or should prefetch y, it is kThroughput instead.
+// The variant of a combine: variant_for(), with two exceptions. all_to_all_back is kBalanced in place of kLowLatency:
+// its senders wait for a word from role 0 of each peer, so the block that enters first must get role 0 (roles by
+// ticket). A combine that casts, or should prefetch y, is kThroughput in place of kBalanced.
 constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool is_all_to_all, bool should_prefetch,
                                       bool casts) {
   const Variant any = variant_for(num_tokens, num_sms);
@@ -491,17 +514,19 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool 
   return prefetches ? Variant::kThroughput : variant;
 }
 
-// Plans a combine. "Own rows" are the rows of this rank's own tokens. Receivers sum them (LaunchPlan::sums_own), except
-// in two cases, both without a cast: in kLowLatency, and in kBalanced with three or more experts per token and less
-// than kMuch to read. There, senders sum own rows while others sum the peers' rows, and own sums go through the arena,
-// too. An all_to_all_back (top_k == 0) sums nothing: own rows go back like a peer's. `num_chunks`: of a row of y.
-// `units_read`: the number of units of y for one unit that is sent; more than one means that sums are cast.
+// Plans a combine. `num_chunks`: of a row of y. `units_read`: the number of units of y for one unit that is sent; more
+// than one means that sums are cast.
+//
+// "Own rows" are the rows of this rank's own tokens. Usually, receivers sum own rows (LaunchPlan::sums_own). In two
+// cases without a cast, senders sum them, and their sums go through the arena: in kLowLatency, and in kBalanced with
+// three or more experts per token and less than kMuch to read. An all_to_all_back (top_k == 0) sums nothing, and sends
+// own rows like a peer's.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t units_read, int32_t num_sms, int32_t device_sms) {
   using namespace combine_shapes;
   const int32_t sms = usable_sms(num_sms, device_sms);
   const bool casts = units_read > 1;
-  constexpr int64_t kMuch = 24 * 1024;  // chunks: 12 MiB
+  constexpr int64_t kMuch = 24 * 1024;  // chunks of y: 12 MiB
   const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
   // With more than two ranks, the link sets the pace, and prefetching does not help (measured).
   const Variant variant = combine_variant_for(num_tokens, num_sms, top_k == 0, reads_much && num_ranks <= 2, casts);
@@ -523,8 +548,8 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   };
   Shape shape = choose_shape();
   if (variant == Variant::kThroughput && (num_ranks <= 2 || num_sms > 0 || top_k == 0)) {
-    // A warp per part takes more rounds than a warp per row, but its rounds are of one part each. It must be clearly
-    // faster.
+    // With a warp per part, there are more rounds, but each round is as short as one part. A warp per part is used only
+    // if it takes at most 7/8 of the time of a warp per row.
     const int32_t most_blocks = num_rows > 0 ? sms / 2 : sms - 1;  // with one role; one block moves no rows
     const int32_t warps = std::max(most_blocks - 1, 1) * kMaxBlockWarps;
     const int64_t parts = divide_up(num_chunks, kChunksOfPart), most_rows = std::max(num_rows, num_tokens);

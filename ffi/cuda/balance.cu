@@ -65,7 +65,7 @@ struct Balance {
   // Writes what the plan says of ranks, and counts what it says of this rank.
   __device__ void write_slots() const {
     const RankPlacements& ranks = placing.ranks;
-    PlacementCounters& counted = op.own().counters.placement;
+    PlacementCounters& counted = op.own_control().counters.placement;
     for (int32_t i = threadIdx.x; i < peers.num_ranks * placing.num_slots; i += op.num_worker_threads) {
       const int32_t rank = i / placing.num_slots, slot = i % placing.num_slots;
       const int32_t expert = placing.expert_in_slot(rank, slot);

@@ -13,7 +13,7 @@ constexpr int32_t size_of(ElementType type) { return type == ElementType::kFloat
 // What a start leaves for its done. XLA allocates the memory, because several starts can be in flight.
 struct PendingCall {
   uint32_t epoch;
-  uint32_t blocks_begun;  // blocks of the done's kernel that have begun
+  uint32_t num_entered;  // the blocks of the done's kernel that have entered
 };
 
 struct Call {

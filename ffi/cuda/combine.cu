@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
   const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
-  const void* result = args.out ? args.out : args.topk_weights;
+  const void* result = args.out ? args.out : args.topk_weights_cotangent;
   using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
   using Outgoing = typename Combine::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
   // Only if roles are by index: one thread of a sender counts the sender before the barrier, so that receivers wait
   // less. One thread of a receiver waits for all senders; if the block is also a sender, the workers send meanwhile.
   const bool is_role_thread = kRoleByIndex && combine.op.is_control_warp() && lane_id() == 0;
-  const bool begins_sending = is_role_thread && plan.is_sender(blockIdx.x);
-  const unsigned long long begun_before = begins_sending ? combine.op.begin_sending() : 0;
+  const bool counts_sender = is_role_thread && plan.is_sender(blockIdx.x);
+  const unsigned long long counts_before = counts_sender ? combine.op.count_sender() : 0;
   const Outgoing outgoing = kRoleByIndex && is_worker ? combine.prepare(blockIdx.x) : Outgoing{};
   __syncthreads();  // the block has entered
   const int32_t role = state.role;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
     if (role == 0) combine.notify();
     if (plan.sends_rows(role)) combine.send(outgoing);
   } else if (is_role_thread) {
-    if (begins_sending) combine.op.learn_roles_to_take(begun_before, plan.num_senders);
+    if (counts_sender) combine.op.learn_roles_to_take(counts_before, plan.num_senders);
     gives_role_away = role >= plan.first_receiver && !combine.op.await_senders(state, plan.num_senders);
   }
   if (forwards(role)) {

@@ -14,9 +14,9 @@ struct CombineArgs : Call {
   const void* y;                     // [num_rows, row_bytes]
   int64_t row_bytes;                 // 0 if only weights go back
   const float* row_weights;          // [num_rows], the weights of the sums; null for weights of 1
-  const float* weights_to_send;      // [num_rows] cotangents that return to [T, K], or null
+  const float* weights_cotangent;    // [num_rows], the cotangents of dispatch's weights; or null
   int32_t cast;                      // Cast: how the sums travel
-  bool has_token_weights;            // weights_to_send is [num_rows, K], of a route in the layout "token"
+  bool has_token_weights;            // weights_cotangent is [num_rows, K], of a route in the layout "token"
   const int32_t* recv_row;           // [R, T, K] of the route; null for all_to_all_back
   const int32_t* num_recv_per_rank;  // [R] of the route; null for all_to_all_back, whose sources send the numbers
 
@@ -25,7 +25,7 @@ struct CombineArgs : Call {
   const int32_t* num_sent;    // [R] for all_to_all_back: the number of this rank's rows at each rank; else null
   void* out;                  // [T, elements of row_bytes], or null
   ElementType out_type;
-  float* topk_weights;  // [T, K] or null
+  float* topk_weights_cotangent;  // [T, K], the sums of weights_cotangent over the ranks; or null
 
   // The units of y for one unit of a sum that is sent. `element_bytes`: of an element of y.
   constexpr int32_t units_read(int32_t element_bytes) const { return cast ? element_bytes : 1; }

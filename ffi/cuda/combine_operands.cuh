@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_elements(Out* out, const float (&values)[N
 // network. (For all_to_all_back, one rank has the whole row.)
 constexpr bool needs_rail_peers(const Peers& peers, const CombineArgs& args) {
   return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && args.recv_row != nullptr &&
-         !are_few(args.num_tokens);
+         !has_few_tokens(args.num_tokens);
 }
 
 // True if y is prefetched into a per-warp ring in shared memory. Used where throughput matters more than latency: it
@@ -196,15 +196,15 @@ struct CombineOperands {
     return peers.layout.row_number(op.state.slot, source, index);
   }
 
-  // The cotangent of a weight that goes back, for k = lane. `row`: the row here, for k = lane. In the layout "token",
-  // only the first k that names this rank has the row, which is the row of all k.
-  __device__ float weight_to_send(int32_t row) const {
+  // The cotangent of a token's weight, which this rank sends back, for k = lane. `row`: the row here, for k = lane. In
+  // the layout "token", only the first k that names this rank has the row, which is the row of all k.
+  __device__ float weight_cotangent_to_send(int32_t row) const {
     int64_t at = row;
     if (args.has_token_weights) {
       row = __reduce_max_sync(kAllLanes, row);
       at = int64_t{row} * args.top_k + lane_id();
     }
-    return row >= 0 && lane_id() < args.top_k ? __ldg(args.weights_to_send + at) : 0;
+    return row >= 0 && lane_id() < args.top_k ? __ldg(args.weights_cotangent + at) : 0;
   }
 
   __device__ static void add_weighted(const Vector<X> (&y)[kUnitsRead], float weight, float (&total)[kSize]) {
@@ -231,7 +231,7 @@ struct CombineOperands {
   __device__ void poison() const {
     const int64_t elements = args.num_tokens * args.row_bytes / static_cast<int64_t>(sizeof(X));
     fill_bytes(args.out, elements * (args.out_type == ElementType::kFloat32 ? 4 : 2), 0xff);
-    fill_bytes(args.topk_weights, int64_t{4} * args.num_tokens * args.top_k, 0xff);
+    fill_bytes(args.topk_weights_cotangent, int64_t{4} * args.num_tokens * args.top_k, 0xff);
   }
 };
 

@@ -13,7 +13,7 @@ struct CombineReceiver : CombineSender<Config> {
       Base::chunk_of, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kReceiverLoadsAhead, Base::kVariant,
       Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kChunksAtOnce, Base::op, Base::payload_bytes, Base::peers,
       Base::plan, Base::complete_row, Base::ring, Base::rounded, Base::row_bytes, Base::row_number, Base::start_sum,
-      Base::step, Base::sums_own, Base::weight_to_send, Base::with_out_type;
+      Base::step, Base::sums_own, Base::weight_cotangent_to_send, Base::with_out_type;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
   using typename Base::X;
@@ -27,7 +27,7 @@ struct CombineReceiver : CombineSender<Config> {
     op.stamp(Stamp::kEntered);
     if (op.warp_has_failed()) return;
     if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
-      const int32_t header_bytes = args.weights_to_send ? args.top_k * kUnitBytes : 0;
+      const int32_t header_bytes = args.weights_cotangent ? args.top_k * kUnitBytes : 0;
       op.wait_peers(op.state, &PeerCounters::returned, args.num_recv_per_rank, bytes_in_transit() + header_bytes);
     }
 #pragma unroll 1
@@ -41,20 +41,20 @@ struct CombineReceiver : CombineSender<Config> {
 
   // A token whose sums come back.
   struct Returning {
-    int32_t index;    // the index of its row among the rows that rank = lane got
-    RowsOfToken own;  // its rows here; call complete_row() before use
+    int32_t index;         // its row's index at rank = lane, or -1
+    RowsOfToken own_rows;  // its rows here, if sums_own(); call complete_row() before use
   };
 
   __device__ Returning issue_token_loads(int32_t token) const {
     Returning issued = {-1};
     if (lane_id() < peers.num_ranks)
       issued.index = __ldg(args.send_index + int64_t{token} * peers.num_ranks + lane_id());
-    if (sums_own()) issued.own = issue_row_loads(peers.rank, token);
+    if (sums_own()) issued.own_rows = issue_row_loads(peers.rank, token);
     return issued;
   }
 
   __device__ void receive_token(int32_t token, const Returning& issued, const WarpGroup& warp_group) const {
-    const RowsOfToken own = sums_own() ? complete_row(issued.own) : RowsOfToken{};
+    const RowsOfToken own_rows = sums_own() ? complete_row(issued.own_rows) : RowsOfToken{};
     const int32_t rank = lane_id();
     int32_t index = issued.index, source = rank;
     if (uses_rail_peers()) {
@@ -67,21 +67,22 @@ struct CombineReceiver : CombineSender<Config> {
     const int32_t arena_row = row_number(source, index);  // of rank = lane
     // here: the bit of this rank if receivers sum own rows, else 0.
     const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
-    if (args.topk_weights && warp_group.warp == warp_group.num_warps - 1) {  // this warp has least to do
-      float weight = weight_of(arena_row, sources & ~here);
-      if (here) weight += weight_to_send(own.row);
-      if (lane_id() < args.top_k) args.topk_weights[int64_t{token} * args.top_k + lane_id()] = weight;
+    if (args.topk_weights_cotangent &&
+        warp_group.warp == warp_group.num_warps - 1) {  // the last warp has the fewest chunks
+      float weight = await_weight_cotangent(arena_row, sources & ~here);
+      if (here) weight += weight_cotangent_to_send(own_rows.row);
+      if (lane_id() < args.top_k) args.topk_weights_cotangent[int64_t{token} * args.top_k + lane_id()] = weight;
     }
     if constexpr (kVariant == Variant::kBalanced) {
       // If few ranks have sums, and this warp sums no own rows, registers are left for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
-        return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, 0, own, warp_group);
+        return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, 0, own_rows, warp_group);
       }
     }
     if constexpr (kHasRing) {
-      add_parts_of_ring(token, arena_row, sources, here & sources, own, warp_group);
+      add_parts_of_ring(token, arena_row, sources, here & sources, own_rows, warp_group);
     } else {
-      add_parts<1, kRanksAtOnce>(token, arena_row, sources, here, own, warp_group);
+      add_parts<1, kRanksAtOnce>(token, arena_row, sources, here, own_rows, warp_group);
     }
   }
 
@@ -113,14 +114,14 @@ struct CombineReceiver : CombineSender<Config> {
   // Adds a token's sums, if y is prefetched. The own rows are summed first. Their sum waits in shared memory until it
   // is added in the order of ranks. This takes few instructions, which matters most here.
   __device__ void add_parts_of_ring(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
-                                    const RowsOfToken& own, const WarpGroup& warp_group) const {
+                                    const RowsOfToken& own_rows, const WarpGroup& warp_group) const {
     static_assert(kChunksAtOnce * kUnitsKept * kChunkBytes <= Base::Ring::kBytesOfSpare);
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
       if (here) {
         float sum[kChunksAtOnce][kSize];
-        Base::template sum_part<kChunksAtOnce, true>(own, part, warp_group, sum);
+        Base::template sum_part<kChunksAtOnce, true>(own_rows, part, warp_group, sum);
 #pragma unroll
         for (int c = 0; c < kChunksAtOnce; ++c) {
           if constexpr (kCasts) {
@@ -225,7 +226,7 @@ struct CombineReceiver : CombineSender<Config> {
   // summed while the other ranks' sums are in transit.
   template <int kChunks, int kRanks>
   __device__ __forceinline__ void add_parts(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
-                                            const RowsOfToken& own, const WarpGroup& warp_group) const {
+                                            const RowsOfToken& own_rows, const WarpGroup& warp_group) const {
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < Base::template end_of_parts<kChunks>();
          part += Base::template step<kChunks>(warp_group)) {
@@ -237,7 +238,8 @@ struct CombineReceiver : CombineSender<Config> {
         start_sum(total[i], sources != 0);
       }
       add_all<kChunks, kRanks>(arena_row, sources, here, chunk, total, [&](int i, float (&sum)[1][kSize]) {
-        Base::template sum_part<1, true>(own, chunk[i], warp_group, sum);  // a part of one chunk has the chunk's number
+        Base::template sum_part<1, true>(own_rows, chunk[i], warp_group,
+                                         sum);  // the number of a one-chunk part is the chunk's number
       });
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
@@ -246,8 +248,9 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // The weight for k = lane. Each (token, k) has its row on at most one rank; the other ranks send zero.
-  __device__ float weight_of(int32_t arena_row, uint32_t sources) const {
+  // Waits for the cotangents of a token's weights, and returns the cotangent for k = lane. Each (token, k) has its row
+  // on at most one rank; the other ranks send zero.
+  __device__ float await_weight_cotangent(int32_t arena_row, uint32_t sources) const {
     float total = 0;
 #pragma unroll 1
     for (; sources; sources &= sources - 1) {
@@ -262,13 +265,13 @@ struct CombineReceiver : CombineSender<Config> {
     return total;
   }
 
-  // Adds the partial sums of all ranks: this lane's unit in each chunk of `chunk`. own(i, sum) sums chunk i of the
-  // rank in `here`.
-  template <int N, int kRanks, typename Own>
+  // Adds the partial sums of all ranks: this lane's unit in each chunk of `chunk`. sum_own_rows(i, sum) sums chunk i of
+  // the own rows, if `here` has the bit of this rank.
+  template <int N, int kRanks, typename SumOwnRows>
   __device__ __forceinline__ void add_all(int32_t arena_row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
-                                          float (&total)[N][kSize], Own own) const {
+                                          float (&total)[N][kSize], SumOwnRows sum_own_rows) const {
 #pragma unroll 1
-    while (sources) add_ranks<N, kRanks>(arena_row, sources, here, chunk, total, own);
+    while (sources) add_ranks<N, kRanks>(arena_row, sources, here, chunk, total, sum_own_rows);
   }
 
   // The addresses of this lane's units in N chunks, from each of kRanks ranks. If the sums are cast, N is 1, and there
@@ -289,10 +292,10 @@ struct CombineReceiver : CombineSender<Config> {
     }
   };
 
-  // Adds the units of the next kRanks ranks, in the order of ranks.
-  template <int N, int kRanks, typename Own>
+  // Adds the units of the next kRanks ranks in `left`, in the order of ranks, and removes these ranks from `left`.
+  template <int N, int kRanks, typename SumOwnRows>
   __device__ __forceinline__ void add_ranks(int32_t arena_row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
-                                            float (&total)[N][kSize], Own own) const {
+                                            float (&total)[N][kSize], SumOwnRows sum_own_rows) const {
     const auto source = [now = left](int i) {
       uint32_t rest = now;
       for (i = i < N * kRanks ? i % kRanks : lane_id(); i > 0; --i) rest &= rest - 1;
@@ -331,7 +334,7 @@ struct CombineReceiver : CombineSender<Config> {
 #pragma unroll
       for (int c = 0; c < N; ++c) {
         float sum[1][kSize];
-        own(c, sum);
+        sum_own_rows(c, sum);
         own_sum[c] = own_sum_of(sum[0]);
       }
     }

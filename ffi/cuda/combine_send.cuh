@@ -12,7 +12,7 @@ struct CombineSender : CombineSums<Config> {
       Base::bytes_in_transit, Base::chunks, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead,
       Base::kHasRing, Base::kVariant, Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums,
       Base::payload_bytes, Base::peers, Base::plan, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own,
-      Base::drain_ring, Base::weight_to_send;
+      Base::drain_ring, Base::weight_cotangent_to_send;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
 
@@ -92,8 +92,8 @@ struct CombineSender : CombineSums<Config> {
   __device__ void send_row(const RowsOfToken& row, Sums sums, const WarpGroup& warp_group) const {
     const Hop to = next_hop(row.peer);
     const RowAddress address(op, to.rank, to.source, row.index);
-    if (args.weights_to_send && warp_group.warp == 0) {
-      const float weight = weight_to_send(row.row);
+    if (args.weights_cotangent && warp_group.warp == 0) {
+      const float weight = weight_cotangent_to_send(row.row);
       if (lane_id() < args.top_k) send_header(op, address.header(lane_id()), {0, 0, weight, 0});
     }
 #pragma unroll 1
@@ -137,7 +137,7 @@ struct CombineSender : CombineSums<Config> {
   __device__ void put_staged(int32_t peer, int32_t source, int32_t index, bool present,
                              const WarpGroup& warp_group) const {
     if (any_of_warp_group(warp_group, kFirstBarrier, !present || op.state.failed) || warp_group.warp != 0) return;
-    const int32_t begin = args.weights_to_send ? 0 : peers.layout.header_bytes;
+    const int32_t begin = args.weights_cotangent ? 0 : peers.layout.header_bytes;
     put_row(op, peer, source, index, begin, peers.layout.header_bytes - begin + bytes_in_transit());
   }
 };

@@ -50,7 +50,7 @@ struct Operation : Epoch {
   // Waits for the number of rows that come from a rank.
   __device__ __forceinline__ int32_t wait_num_rows(int32_t source) const {
     const int32_t copy = kHasNetwork && is_remote(peers, source) ? 0 : blockIdx.x % kNumRowsCopies;
-    return wait_number(source, &own().num_rows[state.slot][copy][source]);
+    return wait_number(source, &own_control().num_rows[state.slot][copy][source]);
   }
 
   // True for the warp of the first receiver that calls wait_peers(): the last but one. The last warp may be the control
@@ -63,11 +63,11 @@ struct Operation : Epoch {
   __device__ __forceinline__ bool wait_notified() const {
     const Operation& op = *this;
     const int32_t peer = lane_id();
-    Counters& counters = op.own().counters;
+    Counters& counters = op.own_control().counters;
     if (peer < op.peers.num_ranks) {
-      const unsigned long long* const notification = &op.own().notified[op.state.slot][peer];
-      const uint64_t begun = globaltimer_ns();
-      uint64_t looked = begun;  // of this lane; after the loop, the clock shows the time of the warp's last lane
+      const unsigned long long* const notification = &op.own_control().notified[op.state.slot][peer];
+      const uint64_t start_ns = globaltimer_ns();
+      uint64_t looked = start_ns;  // of this lane; after the loop, the clock shows the time of the warp's last lane
       unsigned long long seen = 0;
       const bool came = op.wait_for(peer, op.state.epoch, [&] {
         looked = globaltimer_ns();
@@ -76,7 +76,7 @@ struct Operation : Epoch {
       });
       const uint32_t hash = static_cast<uint32_t>(seen);
       if (came && hash != op.call.hash) fail(state, FailureReason::kOtherOp, peer, op.call.hash, hash);
-      red_add_relaxed_gpu(&counters.peer[peer].waited_ns, looked - begun);
+      red_add_relaxed_gpu(&counters.peer[peer].waited_ns, looked - start_ns);
     }
     __syncwarp();
     if (op.state.failed) return false;
@@ -92,7 +92,7 @@ struct Operation : Epoch {
     const int32_t peer = lane_id();
     if (!op.wait_notified() || peer >= op.peers.num_ranks) return;
     const int32_t rows = num_rows ? __ldg(num_rows + peer) : op.wait_num_rows(peer);
-    RowCounters& counted = op.own().counters.peer[peer].*direction;
+    RowCounters& counted = op.own_control().counters.peer[peer].*direction;
     red_add_relaxed_gpu(&counted.rows, rows);
     red_add_relaxed_gpu(&counted.bytes, int64_t{rows} * row_bytes);
   }

@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
   // Only if roles are by index: one thread of a sender counts the sender before the barrier, so that receivers wait
   // less. One thread of a receiver waits for all senders before the barrier.
   const bool is_role_thread = kRoleByIndex && dispatch.op.is_control_warp() && lane_id() == 0;
-  const bool begins_sending = is_role_thread && plan.is_sender(blockIdx.x);
-  const unsigned long long begun_before = begins_sending ? dispatch.op.begin_sending() : 0;
-  if (is_role_thread && !begins_sending && !dispatch.op.await_senders(shared.state, plan.num_senders)) {
+  const bool counts_sender = is_role_thread && plan.is_sender(blockIdx.x);
+  const unsigned long long counts_before = counts_sender ? dispatch.op.count_sender() : 0;
+  if (is_role_thread && !counts_sender && !dispatch.op.await_senders(shared.state, plan.num_senders)) {
     shared.state.role = kNoRole;
   }
   Outgoing outgoing = {};
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
     if constexpr (Dispatch::kStealsRows) {
       if (role < plan.first_receiver) dispatch.steal_rows();
     }
-  } else if (begins_sending) {
-    dispatch.op.learn_roles_to_take(begun_before, plan.num_senders);
+  } else if (counts_sender) {
+    dispatch.op.learn_roles_to_take(counts_before, plan.num_senders);
   }
   // A block that sends and then receives: the counts of send() and the destinations of receive() share the scratch
   // memory.

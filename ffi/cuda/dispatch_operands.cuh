@@ -19,14 +19,14 @@ inline constexpr int32_t kDestinationsBarrier = kFirstBarrier, kWarpGroupsBarrie
 struct DispatchShared {
   State state;
   float products[kMaxBlockWarps][kMaxTopK];
-  // The experts (top_k per token) and the ranks of the tokens that the block's warp groups send in this round, and of
-  // those that they sent in the round before.
+  // The experts (top_k per token) and the ranks of the tokens that the block's warp groups send in one round. There are
+  // two of each array, for rounds with even and with odd numbers.
   int32_t experts[2][kMaxBlockWarps * kMaxTopK];
   uint32_t ranks[2][kMaxBlockWarps];
   int32_t dropped;
   int32_t num_rows_from[kMaxRanks];  // the number of rows that each source sends here
   int32_t gives_up;                  // a warp has seen the failure before kDestinationsBarrier
-  uint32_t claimed[kMaxBlockWarps];
+  uint32_t claimed[kMaxBlockWarps];  // the newest item that each warp group has claimed
 };
 
 // What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all
@@ -81,7 +81,7 @@ static_assert(prefetched_y_fits(false) && prefetched_y_fits(true));
 // forwards it to the ranks of that node. (A row of all_to_all has one destination, and needs no forwarding.)
 constexpr bool needs_rail_peers(const Peers& peers, const DispatchArgs& args) {
   return kHasNetwork && has_levels(peers.node_size, peers.num_ranks) && !args.is_all_to_all &&
-         !are_few(args.num_tokens);
+         !has_few_tokens(args.num_tokens);
 }
 
 // The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows of
@@ -106,7 +106,8 @@ struct DispatchOperands {
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
   static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
   static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant, kCasts);
-  static constexpr bool kStealsRows = kVariant == Variant::kThroughput;  // work stealing: warps claim rows and padding
+  // Work stealing (DispatchReceiver::steal_rows): warp groups claim rows and padding.
+  static constexpr bool kStealsRows = kVariant == Variant::kThroughput;
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
   static constexpr bool kClearsBeforeEntry = kIsLowLatency;  // prepare() runs before the block has entered

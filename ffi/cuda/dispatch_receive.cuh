@@ -20,9 +20,9 @@ struct DispatchReceiver : CombineBackward<Config> {
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
 
-  // Receives rows. A warp group takes one item at a time. An item is a row that may arrive; find_row_of_item()
-  // maps it to its source and index. A warp group loads the part of its first row that has arrived, while the control
-  // warp computes the destinations.
+  // Receives rows. A warp group processes one item at a time. An item is a row that may arrive; find_row_of_item() maps
+  // it to its source and index. Each warp group first takes the item with its own index. While the control warp
+  // computes the destinations, the other warps load the parts of their first rows that have arrived.
   __device__ void receive() const {
     op.stamp(Stamp::kEntered);
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.role, warp_id());
@@ -47,8 +47,8 @@ struct DispatchReceiver : CombineBackward<Config> {
     if (op.state.role == plan.first_receiver) write_counts(destinations);
     if constexpr (kStealsRows) {
       if (!args.is_all_to_all) pad(destinations);
-      if (!takes_rows) item = claimed_row(claim_row(warp_group), warp_group);
-      take_claimed_rows(item, arriving, looks, destinations, warp_group);
+      if (!takes_rows) item = claimed_item(claim_item(warp_group), warp_group);
+      receive_claimed_items(item, arriving, looks, destinations, warp_group);
     } else {
       // The balanced variant pads before it delivers rows, since they are still in transit.
       if (!kIsLowLatency && !args.is_all_to_all) pad(destinations);
@@ -67,40 +67,46 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // Work stealing. A sender or a forwarder that has sent all its rows claims rows that no receiver has claimed. It may
-  // do so only once every block of the launch has begun: a block that spins keeps its SM, and could keep a sender of
-  // its own launch from starting. If a peer did the same, both ranks would wait for each other.
+  // Work stealing. A sender or forwarder block that has sent all its rows does work of this rank's receivers, which
+  // usually have more to do. It claims items and ranges of padding that no receiver has claimed yet. In a launch with
+  // work stealing, receivers claim their work in the same way, except the first item of each warp group.
+  //
+  // A block may steal only if all blocks of its launch have entered by then; otherwise, it returns at once. A block
+  // that waits for rows keeps its SM. If a sender of its launch still needed the SM, this sender could not start. If a
+  // peer did the same, each rank would wait for rows that the other rank's sender never sends.
   __device__ void steal_rows() const {
-    const bool judges = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
-    if (named_barrier_or(kWorkersBarrier, op.num_worker_threads, judges && !op.all_have_entered())) return;
+    const bool decides = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
+    if (named_barrier_or(kWorkersBarrier, op.num_worker_threads, decides && !op.all_have_entered())) return;
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     open_claims();
     learn_destinations();
     if (!await_destinations()) return;
+    // A warp group of the size that receivers have. Claimed items do not depend on its index.
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, plan.num_blocks - 1, warp_id());
     Arriving arriving = {};
-    take_claimed_rows(claimed_row(claim_row(warp_group), warp_group), arriving, false, destinations, warp_group);
+    receive_claimed_items(claimed_item(claim_item(warp_group), warp_group), arriving, false, destinations, warp_group);
   }
 
   __device__ uint32_t num_items() const { return peers.num_ranks * args.num_tokens; }
-  // The first row that warp groups claim. The receivers' warp groups take the rows before it without a claim.
-  __device__ uint32_t first_claimable_row() const {
+  // The first item that warp groups claim. The receivers' warp groups take the items before it without a claim: each
+  // warp group takes the item with its own index.
+  __device__ uint32_t first_claimable_item() const {
     return WarpGroup::of_receivers(plan, plan.num_blocks - 1, 0).num_groups;
   }
 
   __device__ void open_claims() const {
     if (lane_id() != 0 || op.state.failed) return;
-    op.open_claims(&Control::claimed_items, first_claimable_row());
+    op.open_claims(&Control::claimed_items, first_claimable_item());
     if (claims_padding()) op.open_claims(&Control::claimed_padding, 0);
   }
-  // True if warps claim the padding of the result. (all_to_all zeroes the places of rows that are not sent.)
+  // True if warps claim ranges of padding. (In all_to_all, deliver_row() zeroes the rows that no source sends.)
   __device__ bool claims_padding() const { return args.zero_pad && !args.is_all_to_all; }
 
-  // Receives row `item`, and then the rows that the warp group claims. `looked`: look_for_row() has been called for
-  // `item`. While its row is in transit, a warp zeroes padding. After the last row, it does so until no padding is
-  // left.
-  __device__ void take_claimed_rows(uint32_t item, Arriving& arriving, bool looked, const Destinations& destinations,
-                                    const WarpGroup& warp_group) const {
+  // Receives item `item`, and then the items that the warp group claims, until no item is left. `looked`: true if
+  // look_for_row() has been called for `item`. While the row of an item is in transit, a warp claims and zeroes
+  // padding. After the last item, it does so until no padding is left.
+  __device__ void receive_claimed_items(uint32_t item, Arriving& arriving, bool looked,
+                                        const Destinations& destinations, const WarpGroup& warp_group) const {
     bool has_padding_left = claims_padding();
 #pragma unroll 1
     while (true) {
@@ -115,9 +121,9 @@ struct DispatchReceiver : CombineBackward<Config> {
       }
       if (!has_item) return;
       if (arriving.is_sent) await_row(arriving, warp_group);
-      const uint32_t claimed = claim_row(warp_group);  // the claim's latency overlaps the writes of this row
+      const uint32_t claimed = claim_item(warp_group);  // the claim's latency overlaps the writes of this row
       deliver_row(arriving, destinations, warp_group);
-      item = claimed_row(claimed, warp_group);
+      item = claimed_item(claimed, warp_group);
     }
   }
 
@@ -131,11 +137,11 @@ struct DispatchReceiver : CombineBackward<Config> {
     return __any_sync(kAllLanes, is_missing);
   }
 
-  // The first thread of a warp group claims a row. claimed_row() returns it to all of the warp group's threads.
-  __device__ uint32_t claim_row(const WarpGroup& warp_group) const {
+  // The first thread of a warp group claims an item. claimed_item() returns the item to all threads of the warp group.
+  __device__ uint32_t claim_item(const WarpGroup& warp_group) const {
     return warp_group.warp == 0 && lane_id() == 0 ? op.claim(&Control::claimed_items) : 0;
   }
-  __device__ uint32_t claimed_row(uint32_t claimed, const WarpGroup& warp_group) const {
+  __device__ uint32_t claimed_item(uint32_t claimed, const WarpGroup& warp_group) const {
     if (warp_group.num_warps == 1) return __shfl_sync(kAllLanes, claimed, 0);
     uint32_t& item = shared.claimed[warp_id() / warp_group.num_warps];
     sync_warp_group(warp_group);  // all have read the former item
@@ -151,8 +157,8 @@ struct DispatchReceiver : CombineBackward<Config> {
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
   }
 
-  // Loads what has arrived of row `item`, and does not wait for the rest. rows_from() returns the number of rows from a
-  // source.
+  // Finds the row of `item`, and loads the units of this warp's first batch that have arrived. Does not wait for the
+  // other units. rows_from(source) returns the number of rows from a source.
   template <typename RowsFrom>
   __device__ Arriving look_for_row(uint32_t item, const WarpGroup& warp_group, RowsFrom rows_from) const {
     Arriving arriving = {};

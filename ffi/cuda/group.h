@@ -40,7 +40,7 @@ struct ProcessHandle {
 using Exchange = std::function<std::vector<ProcessHandle>(const ProcessHandle&)>;
 
 struct GroupConfig {
-  int32_t num_experts, top_k, max_tokens;  // num_experts includes the slots for copies
+  int32_t num_experts, top_k, max_tokens;  // num_experts includes the replica slots
   int64_t max_payload;                     // bytes of a row
   int32_t num_sms;                         // 0: the launch plan chooses
   double timeout_seconds;
@@ -54,7 +54,7 @@ struct GroupConfig {
   const Network* network = nullptr;
   std::vector<std::vector<int32_t>> pes = {};
   int32_t node_size = 0;  // consecutive ranks that map each other's memory
-  int32_t replicas = 0;   // the slots for copies, of a rank
+  int32_t replicas = 0;   // the replica slots of a rank
 };
 
 // The counters of a rank since the group was opened.

@@ -340,7 +340,7 @@ ffi::Error dispatch_back(CallStream stream, int32_t ordinal, DispatchBackAttrs a
   args.top_k = static_cast<int32_t>(recv_row.dimensions()[2]);
   args.y = data<void>(y);
   args.row_bytes = args.y ? row_bytes(y) : 0;
-  args.weights_to_send = data<float>(weights);
+  args.weights_cotangent = data<float>(weights);
   args.has_token_weights = has_token_weights;
   args.cast = static_cast<int32_t>(attrs.cast);
   args.recv_row = data<int32_t>(recv_row);
@@ -348,7 +348,7 @@ ffi::Error dispatch_back(CallStream stream, int32_t ordinal, DispatchBackAttrs a
   args.send_index = data<int32_t>(send_index);
   args.out = data<void>(out);
   args.out_type = element_type(*out);
-  args.topk_weights = data<float>(topk_weights);
+  args.topk_weights_cotangent = data<float>(topk_weights);
   return enqueue_combine(op, stream, **member, attrs.group, element_type(y), args);
 }
 

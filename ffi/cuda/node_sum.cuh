@@ -11,7 +11,7 @@ struct NodeSum : CombineReceiver<Config> {
   using Base = CombineReceiver<Config>;
   using Base::add_all, Base::args, Base::chunks, Base::has_unit, Base::kCasts, Base::kRanksAtOnce, Base::kSize,
       Base::op, Base::packed, Base::peers, Base::plan, Base::put_staged, Base::row_number, Base::send_scales,
-      Base::start_sum, Base::weight_of;
+      Base::start_sum, Base::await_weight_cotangent;
 
   // Adds up this node's partial sums of the tokens of this rank's rail peers, and sends the totals to the rail peers.
   // The warps of a warp group meet at a barrier for each token. So none of them may return early, even if the operation
@@ -33,8 +33,8 @@ struct NodeSum : CombineReceiver<Config> {
       const int32_t arena_row = row_number(source, index);  // of rank = lane
       const int32_t peer = nodes.rail_peer_in(node);
       const RowAddress to(op, peer, as, token);
-      if (args.weights_to_send && warp_group.warp == 0) {
-        const float weight = weight_of(arena_row, sources);
+      if (args.weights_cotangent && warp_group.warp == 0) {
+        const float weight = await_weight_cotangent(arena_row, sources);
         if (lane_id() < args.top_k) send_header(op, to.header(lane_id()), {0, 0, weight, 0});
       }
 #pragma unroll 1

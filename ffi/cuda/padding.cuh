@@ -10,10 +10,10 @@ struct Padding : DispatchSender<Config> {
   using Base = DispatchSender<Config>;
   using Base::args, Base::experts_per_rank, Base::kStealsRows, Base::op, Base::out_row, Base::plan;
 
-  // Pads the rows after each group, and after the last group. Their weights become zero, and their recv_topk_idx -1.
-  // The rows become zero with zero_pad, or if alignment has added them. With zero_pad and no work stealing, all
-  // receivers share the work. Otherwise, the first receiver does it. With zero_pad and work stealing, it does not zero
-  // the rows: zero_claimed_padding() zeroes them.
+  // Pads the rows behind each group, and the rows behind the last group. Their weights become zero, and their
+  // recv_topk_idx -1. The rows themselves become zero with zero_pad, or if alignment has added them. With zero_pad and
+  // no work stealing, all receivers share the work. Otherwise, the first receiver does it. With zero_pad and work
+  // stealing, this function does not zero rows: zero_claimed_padding() does.
   __device__ void pad(const Destinations& destinations) const {
     const bool zeroes = args.zero_pad && !kStealsRows;  // all padding
     const bool zeroes_gaps = zeroes || (!has_buffer_per_expert(args.layout) && !args.zero_pad);
@@ -53,9 +53,9 @@ struct Padding : DispatchSender<Config> {
     for (int32_t row = begin + worker; zero && row < end; row += workers) zero_row(row);
   }
 
-  // Work stealing: a warp claims the next rows of the result, and zeroes those that hold no token. Returns false if no
-  // rows are left. All claims add to one word. To make fewer additions, a warp claims several rows at once if there are
-  // many.
+  // With work stealing: a warp claims the next range of rows of the result, and zeroes the rows that hold no token.
+  // Returns false if no rows are left. All claims add to one word. If there are many rows, a range has several rows, so
+  // that there are fewer additions.
   __device__ bool zero_claimed_padding(const Destinations& destinations) const {
     constexpr int32_t kClaimsPerWarp = 2, kMaxRowsPerClaim = 8;
     const auto num_rows = static_cast<int32_t>(args.num_rows);

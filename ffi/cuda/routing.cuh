@@ -249,7 +249,7 @@ struct Routing : DispatchOperands<Config> {
     }
     if (threadIdx.x != 0) return;
     *args.num_dropped = shared.dropped;
-    if (shared.dropped) red_add_relaxed_gpu(&op.own().counters.dropped, shared.dropped);
+    if (shared.dropped) red_add_relaxed_gpu(&op.own_control().counters.dropped, shared.dropped);
   }
 
   // The row of the result for a row of a new route, for k = lane: the group's first row, plus the row's position in the

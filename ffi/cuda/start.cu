@@ -17,22 +17,22 @@ __global__ void __launch_bounds__(kWarp)
   op.enter([](int32_t) { return false; });
   if (threadIdx.x == 0) {
     store_relaxed(&call.pending->epoch, state.epoch);
-    store_relaxed(&call.pending->blocks_begun, 0);
+    store_relaxed(&call.pending->num_entered, 0);
   }
   op.tell_former_finished();
   op.end([] {});
 }
 
-// Waits until `num_blocks` blocks of the done's kernel have begun. Gives up after kPatienceNs, because the host may not
-// have launched that kernel yet, or other kernels may occupy the SMs.
+// Waits until `num_blocks` blocks of the done's kernel have entered. Gives up after kPatienceNs, because the host may
+// not have launched that kernel yet, or other kernels may occupy the SMs.
 __global__ void __launch_bounds__(kWarp)
     hold_kernel(const __grid_constant__ Peers peers, const PendingCall* pending, int32_t num_blocks) {
   constexpr uint64_t kPatienceNs = 50'000;
   wait_for_dependencies();
   if (threadIdx.x != 0) return;
-  const uint64_t begun = globaltimer_ns();
-  while (load_relaxed(&pending->blocks_begun) < static_cast<uint32_t>(num_blocks) &&
-         load_relaxed(&peers.control->failed) == 0 && globaltimer_ns() - begun < kPatienceNs) {
+  const uint64_t start_ns = globaltimer_ns();
+  while (load_relaxed(&pending->num_entered) < static_cast<uint32_t>(num_blocks) &&
+         load_relaxed(&peers.control->failed) == 0 && globaltimer_ns() - start_ns < kPatienceNs) {
     poll_pause();
   }
 }

@@ -27,23 +27,23 @@ struct State {
   int32_t num_worker_threads;  // threads of the block; an extra control warp does not count
   PeerTable table;
   uint32_t epoch;
-  int32_t slot;
-  int32_t ticket;                     // number of blocks of this launch that entered before
+  int32_t slot;                       // the operation's slot of the arena
+  int32_t ticket;                     // the number of blocks of this launch that entered before this block
   int32_t role;                       // LaunchPlan defines the roles; role 0 notifies; kNoRole: none
   int32_t roles_to_take;              // number of receivers whose roles this block takes
   uint32_t whole_slots;               // EntryWord::whole_slots, as this launch found it
   bool slot_is_free;                  // the slot is known to be free on all ranks
-  bool entered;                       // no other launch overlaps: the epoch and the slot belong to this launch
+  bool entered;                       // the block has entered: the epoch is its launch's. False if launches overlap
   volatile bool failed;               // the operation has failed: the results will be poisoned
   volatile uint32_t looked_at_order;  // the tick of the newest check_order_of_groups()
 #ifdef JAX_EP_TIMELINE
-  uint64_t begun;
+  uint64_t start_ns;
 #endif
 };
 
 // Phases of a block, for timelines. Their numbers are those in the output of benchmarks/native/timeline.cu.
 enum class Stamp : int32_t {
-  kBegun = 0,
+  kBegun = 0,      // the block runs, and has not entered yet
   kEntered = 1,    // the block has its role
   kRouted = 2,     // the block knows where its rows go, or has sent the numbers of rows
   kMoved = 3,      // a sender has sent a row; a receiver has a row
@@ -77,17 +77,18 @@ struct Waiting {
     compiler_barrier();
     const uint64_t now = globaltimer_ns();
     if (phase == Stamp::kBegun) {  // the operation is not known yet
-      state.begun = now;
+      state.start_ns = now;
     } else if (state.role != kNoRole) {
       const uint32_t block = state.epoch % kTimelineOps * kTimelineBlocks + state.role;
       peers.timeline[block * kTimelinePhases + static_cast<int32_t>(phase)] = now;
-      if (phase == Stamp::kLeft) peers.timeline[block * kTimelinePhases] = state.begun;
+      if (phase == Stamp::kLeft) peers.timeline[block * kTimelinePhases] = state.start_ns;
     }
     compiler_barrier();
 #endif
   }
 
-  __device__ Control& own() const { return *peers.control; }
+  // The control memory of this rank, and of another rank.
+  __device__ Control& own_control() const { return *peers.control; }
   __device__ Control& control_of(int32_t rank) const { return *state.table.control[rank]; }
   __device__ unsigned long long* counts_at(int32_t rank, int32_t from) const {
     auto* base = reinterpret_cast<uint8_t*>(state.table.control[rank]);
@@ -141,7 +142,7 @@ struct Waiting {
     const auto op = operation_of<Waiting>(state);
     constexpr uint64_t kShortWaitNs = 1'000'000;
     const uint64_t now = globaltimer_ns();
-    if (load_relaxed(&op.own().failed) != 0) state.failed = true;
+    if (load_relaxed(&op.own_control().failed) != 0) state.failed = true;
     if (deadline_ns == 0) return (now + min(op.peers.timeout_ns, kShortWaitNs)) & ~uint64_t{1};
     if (now < deadline_ns) {
       const bool waits_for_rank = reason == FailureReason::kTimeout && state.entered && !state.failed;
@@ -165,7 +166,7 @@ struct Waiting {
     const auto op = operation_of<Waiting>(state);
     const uint64_t timeout_ns = op.peers.timeout_ns;
     if (!state.entered) return now + timeout_ns;
-    unsigned long long* const word = &op.own().first_wait[op.call.phase == Phase::kDone][state.slot];
+    unsigned long long* const word = &op.own_control().first_wait[op.call.phase == Phase::kDone][state.slot];
     const uint32_t tick = static_cast<uint32_t>(now >> kLogTickNs) | 1;  // never 0: a word of 0 means no wait
     unsigned long long first = load_relaxed(word);
     if (first >> 32 != state.epoch || first == 0) {
@@ -198,7 +199,7 @@ struct Waiting {
   __device__ void check_no_other_call() const {
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
-      const unsigned long long word = load_relaxed(&own().notified[state.slot][rank]);
+      const unsigned long long word = load_relaxed(&own_control().notified[state.slot][rank]);
       const uint32_t hash = static_cast<uint32_t>(word);
       if (word >> 32 == state.epoch && hash != call.hash) {
         fail(state, FailureReason::kOtherOp, rank, call.hash, hash);
@@ -211,7 +212,7 @@ struct Waiting {
   __device__ int32_t silent_rank(int32_t peer) const {
 #pragma unroll 1
     for (int32_t i = 0, rank = peer; i < peers.num_ranks; ++i, rank = rank + 1 == peers.num_ranks ? 0 : rank + 1) {
-      if (load_relaxed(&own().notified[state.slot][rank]) >> 32 != state.epoch) return rank;
+      if (load_relaxed(&own_control().notified[state.slot][rank]) >> 32 != state.epoch) return rank;
     }
     return peer;
   }
@@ -222,7 +223,7 @@ struct Waiting {
     const auto op = operation_of<Waiting>(state);
     const int32_t self = op.peers.rank;
     state.failed = true;
-    if (atomic_cas_relaxed_sys(&op.own().failed, 0u, 1u + self) != 0) return;
+    if (atomic_cas_relaxed_sys(&op.own_control().failed, 0u, 1u + self) != 0) return;
     op.record_failure(reason, self, peer, expected, seen);
 #pragma unroll 1
     for (int32_t rank = 0; rank < op.peers.num_ranks; ++rank) {
@@ -245,7 +246,7 @@ struct Waiting {
 
   // Records the failure of a rank whose own record this process does not see, because the rank may be on another host.
   __device__ __forceinline__ void record_failure_elsewhere() const {
-    const uint32_t failed = load_relaxed(&own().failed);
+    const uint32_t failed = load_relaxed(&own_control().failed);
     const bool is_known = load_relaxed(&peers.failure->valid) != 0;
     if (failed == 0 || failed == kClosed || failed == 1u + peers.rank || is_known) return;
     record_failure(FailureReason::kElsewhere, peers.rank, static_cast<int32_t>(failed - 1), 0, 0);

@@ -29,7 +29,7 @@ struct PlanOverrides {
   LaunchPlan adjust(LaunchPlan plan, bool casts = false) const {
     // Only plan.h chooses the low-latency variant: rows of more tokens may need rail peers, and all_to_all_back must
     // not have it.
-    if (number == 0 && (!has_one_warp || !are_few(num_tokens))) return plan;
+    if (number == 0 && (!has_one_warp || !has_few_tokens(num_tokens))) return plan;
     if (!is_low_latency(variant)) plan.variant = combine_has(variant, casts) ? variant : Variant::kThroughput;
     // plan.h sets this only for more tokens than the tests have. Here, about half of the cases with a throughput kernel
     // have it.

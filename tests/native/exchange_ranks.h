@@ -239,7 +239,7 @@ struct Rank {
   }
   CombineArgs dispatch_back() {
     CombineArgs args = combine_args(OpKind::kDispatchBack, x_cotangent);
-    args.weights_to_send = weights.device, args.topk_weights = topk_cotangent.device;
+    args.weights_cotangent = weights.device, args.topk_weights_cotangent = topk_cotangent.device;
     return args;
   }
 };

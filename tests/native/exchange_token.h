@@ -43,7 +43,7 @@ struct TokenBuffers {
 
   CombineArgs dispatch_back(Rank& rank) const {
     CombineArgs args = rank.dispatch_back();
-    args.weights_to_send = weights.device, args.has_token_weights = true;
+    args.weights_cotangent = weights.device, args.has_token_weights = true;
     return args;
   }
 };

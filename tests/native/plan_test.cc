@@ -281,7 +281,7 @@ void test_blocks_that_forward() {
 // must agree, so the low-latency variant must be that of few tokens, and of no others.
 void test_few_rows_go_directly() {
   for (int64_t tokens = 1; tokens <= 64; ++tokens) {
-    EXPECT_EQ(is_low_latency(variant_for(tokens, 0)), are_few(tokens));
+    EXPECT_EQ(is_low_latency(variant_for(tokens, 0)), has_few_tokens(tokens));
   }
 }
 
