@@ -115,8 +115,8 @@ def replicate(w: Any, plan: Plan) -> Any:
     gradients of all copies are added to the gradient of the home expert, in float32, in the order of slots, then ranks.
     If the plan copies nothing, no weights travel.
 
-    Without `jax.checkpoint`, a gradient keeps the results until the backward pass. The results have the name
-    "jax_ep_replicate" for the policies of `jax.checkpoint`: a policy that does not save it makes the copies again.
+    For a gradient, JAX keeps the results until the backward pass. With `jax.checkpoint` and a policy that does not save
+    the name "jax_ep_replicate", the backward pass makes the copies again instead.
 
     Args:
         w: a pytree of arrays [E_local, ...] or [E_local + B, ...], of any dtype. The copies replace the last B experts

@@ -42,8 +42,8 @@ def combine(
         out_dtype: bfloat16, float16 or float32; None means y's dtype.
         wire: the format in which the ranks' sums travel. None sends them in y's dtype. "fp8" casts each float32 sum to
             float8_e4m3fn with one float32 scale per 128 channels. "fp8_pow2" does the same with scales that are powers
-            of two. The token's own rank keeps its sum in float32. Both need group.hidden to be a multiple of 16. The
-            gradient ignores this rounding.
+            of two. Both formats need group.hidden to be a multiple of 16. The token's own rank keeps its sum in
+            float32. The gradient ignores this rounding.
         grad_wire: the format in which the cotangent of the result travels in the backward pass. None sends it in the
             group's dtype. "fp8" and "fp8_pow2" cast as for wire, and "fp8_e5m2" casts to float8_e5m2. All rows are
             cast, also those that stay on their rank.

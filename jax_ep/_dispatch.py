@@ -77,23 +77,31 @@ def dispatch(
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number. The
             other layouts pad no group: there, alignment only rounds the capacity. With "token", give alignment to
             `expand`.
-        wire: None sends rows in x's dtype. "fp8" sends them as float8_e4m3fn with one float32 scale per 128 channels.
-            "fp8_pow2" does the same with scales that are powers of two. "mxfp8" has one such scale per 32 channels, for
-            experts that multiply in MXFP8. All need group.hidden to be a multiple of 16.
+        wire: the format in which rows travel. All fp8 formats need group.hidden to be a multiple of 16.
+
+            - None: x's dtype.
+            - "fp8": float8_e4m3fn, with one float32 scale per 128 channels.
+            - "fp8_pow2": as "fp8", but each scale is a power of two.
+            - "mxfp8": as "fp8_pow2", but one scale per 32 channels, for experts that multiply in MXFP8.
         grad_wire: the format in which the cotangent of x comes back in the backward pass. None sends it in the group's
             dtype. "fp8" and "fp8_pow2" cast as for wire, and "fp8_e5m2" casts to float8_e5m2. Each rank sums its rows
             of a token in float32, and then casts the sum. The token's own rank does not cast its own sum.
         dequantize: True converts fp8 rows, from an fp8 wire or from a quantised x, to group.dtype on arrival. With an
             fp8 wire, the gradient is then the one of wire=None: it ignores the rounding. A quantised x has no gradient.
-            False keeps recv.x in fp8, for experts that apply recv.scales: a scale belongs to 128 channels, or to 32
-            with "mxfp8". (`jax_ep.dequantize` applies them.) The call cannot be differentiated.
-        scales_format: the form of recv.scales, for rows [..., N, H] and S scales per row: ceil(H/128), or ceil(H/32)
-            with "mxfp8". "float32": float32 [..., N, S]. "float32_columns": float32 [..., S, N'], with N' = N rounded
-            up to a multiple of 4. "ue8m0": float8_e8m0fnu [..., N, S]. "ue8m0_columns": int32 [..., ceil(S/4), N'],
-            four exponents per word, the first in the lowest byte. The forms with columns are those of DeepGEMM. All but
-            "float32" need fp8 rows and dequantize=False; "ue8m0" and "ue8m0_columns" need wire="fp8_pow2" or "mxfp8".
-            In the layout "token", recv.scales is always float32, and scales_format is the form of the scales that
-            `expand` returns.
+            False keeps recv.x in fp8, for experts that apply recv.scales themselves. `jax_ep.dequantize` also applies
+            them. Such a call cannot be differentiated.
+        scales_format: the form of recv.scales. The rows are [..., N, H]. A row has S scales: ceil(H/128), or ceil(H/32)
+            with "mxfp8". N' is N, rounded up to a multiple of 4.
+
+            - "float32": float32 [..., N, S].
+            - "float32_columns": float32 [..., S, N'], as DeepGEMM reads it.
+            - "ue8m0": float8_e8m0fnu [..., N, S].
+            - "ue8m0_columns": int32 [..., ceil(S/4), N'], as DeepGEMM reads it: four exponents per word, the first in
+              the lowest byte.
+
+            All but "float32" need fp8 rows and dequantize=False. "ue8m0" and "ue8m0_columns" also need
+            wire="fp8_pow2" or "mxfp8". In the layout "token", recv.scales is always float32, and scales_format is the
+            form of the scales that `expand` returns.
         zero_pad: True zeroes rows that hold no token. False leaves them unspecified, except the rows that alignment
             adds, which are zero. None, the default, means True if the call is differentiated, and False otherwise.
         plan: None sends each row to the rank of its expert. The result of `balance` for the same topk_idx sends rows
@@ -108,8 +116,7 @@ def dispatch(
     Raises:
         ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
             the group's mesh.
-        TypeError: a call that returns fp8 rows is differentiated, or a call is differentiated with respect to x, which
-            is quantised.
+        TypeError: a call that returns fp8 rows is differentiated, or a call is differentiated in a quantised x.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
     Example:

@@ -48,7 +48,8 @@ class PeerTimeoutError(Error):
             message
             or f"{op}: rank {waiting_rank} gave up waiting for rank {missing_rank} "
             f"(expected {expected}, saw {seen}). Every rank of a group must run the same operations in the same order; "
-            "see whether that rank's process is alive, or raise the group's timeout if it is only late."
+            f"see whether the process of rank {missing_rank} is alive. If the rank is only late, raise the group's "
+            "timeout."
         )
         self.op = op
         self.waiting_rank = waiting_rank

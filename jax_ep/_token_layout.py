@@ -127,11 +127,11 @@ def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1)
 
     Args:
         recv: the result of dispatch with layout="token".
-        capacity: the number of rows, a multiple of alignment. The default is the smaller of two numbers: min(K,
-            E_local) rows for each row of recv.x, and the default capacity of `dispatch` in the ragged layout, with the
-            same plan. The padding of alignment is added to both. (With a plan, read E_local + B for E_local.) It is
-            enough for any routing that names no expert twice for a token. If rows do not fit, the experts share the
-            room fairly, and so do the source ranks in each expert (docs/concepts.md).
+        capacity: the number of rows, a multiple of alignment. The default is min(K, E_local) rows for each row of
+            recv.x, or the default of `dispatch` in the ragged layout if that is smaller, plus the padding of alignment.
+            (With a plan, E_local means E_local + B.) It is enough for any routing that names no expert twice for a
+            token. If rows do not fit, the experts share the room fairly, and so do the source ranks in each expert
+            (docs/concepts.md).
         alignment: each expert's group is padded with zero rows to a multiple of this number.
 
     Returns:
@@ -301,7 +301,7 @@ def reduce(
 
     Returns:
         [N, H] in y's dtype, with N = recv.x.shape[0]. combine takes it in group.dtype only: cast it if y has another
-        dtype. Rows of which all pairs were dropped are zero.
+        dtype. A row is zero if all its pairs were dropped.
 
     Raises:
         ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over

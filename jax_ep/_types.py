@@ -213,7 +213,7 @@ class Dispatched:
     """The rows that a rank's experts received. A pytree of arrays; E_local = experts per rank, H = hidden.
 
     Rows are ordered by local expert, then source rank, then source token, then k; in the layout "token", by source
-    rank, then source token. If rows went along a plan of `balance`, read E_local + B for E_local, with
+    rank, then source token. If rows went along a plan of `balance`, E_local below means E_local + B, with
     B = group.replicas: the copies of experts in the replica slots come behind the home experts.
 
     Attributes:
@@ -236,8 +236,8 @@ class Dispatched:
         num_rows: in the layout "token", [] int32, the rows that hold a token. They come first. None in the other
             layouts.
         num_rows_per_rank: in the layout "token", [R] int32, the rows from each source rank. None in the other layouts.
-        scales_format: that of the call (static). In the layout "token", it is the form of the scales that `expand`
-            returns, and `scales` is float32.
+        scales_format: the argument of the call (static). In the layout "token", it is the form of the scales that
+            `expand` returns, and `scales` is float32.
         channels_per_scale: 32 with wire="mxfp8", else 128 (static).
 
     Example:
@@ -307,13 +307,13 @@ class Expanded:
         counts: [E_local] int32, rows of each local expert that hold a token.
         group_sizes: [E_local] int32, the counts, rounded up to a multiple of `alignment`.
         weights: [capacity] float32; 0 in rows that hold no token.
-        scales: if recv has scales, those of the rows, in the scales_format of the dispatch; else None.
+        scales: the scales of the rows, in the scales_format of the dispatch; None if recv has no scales.
         num_dropped: [] int32, rows that did not fit.
         row_of_pair: [N, K] int32, the row of each pair (row of recv, k); `capacity` for no row. `reduce` uses it.
         pair_of_row: [capacity] int32, n * K + k for the pair (n, k) of each row; N * K for no pair. `reduce` uses it.
         group: the `Group`.
-        scales_format: the form of `scales` (static): that of the dispatch.
-        channels_per_scale: that of recv (static).
+        scales_format: the form of `scales` (static): the argument of the dispatch.
+        channels_per_scale: as in recv (static).
 
     Example:
         >>> def is_within_the_room(x, topk_idx):

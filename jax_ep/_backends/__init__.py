@@ -22,7 +22,7 @@ from jax_ep._types import Backend
 
 
 class BackendStatus(NamedTuple):
-    """Whether a backend can run on this machine, and if not, the reason.
+    """Whether a backend can run on this machine, and if not, the reason ("" if it can).
 
     Example:
         >>> ep.backends()["reference"].available
