@@ -33,7 +33,7 @@ class Plan:
         topk_slot: [T, K] int32, where each pair (token, k) goes: rank * (E_local + B) + slot; -1 for no expert. The
             home experts of a rank have the slots before the copies.
         group: the `Group`.
-        tolerance_units: the tolerance, in units of 1 / TOLERANCE_UNITS_PER_ONE (`jax_ep/_constants.py`).
+        tolerance_units: the tolerance in units of 1/4096, rounded.
 
     Example:
         >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:

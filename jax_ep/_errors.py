@@ -6,8 +6,8 @@ from __future__ import annotations
 class Error(Exception):
     """Base class of jax_ep's own errors. Arguments that are not valid raise ValueError or TypeError instead.
 
-    The message names the operation, the cause and the fix. After an error of a device, the group fails all its
-    operations: close it, make a new group, and restore the state from before the failure (docs/failures.md).
+    After an operation has failed on a device, all operations of its group fail. Close the group, make a new one, and
+    restore the state from before the failure (docs/failures.md).
 
     Example:
         >>> try:
@@ -22,14 +22,15 @@ class PeerTimeoutError(Error):
 
     Over a network, a rank also raises it if the other rank gave up first.
 
-    **What to do.** Look at `missing_rank`. If its process has died, start the whole program again. If it runs other
-    operations than `waiting_rank`, or the same in another order, correct the program. If it is only late (it compiles,
-    loads data or saves a checkpoint), raise `timeout`. Then make a new group: see `Error`.
+    **What to do.** Look at the rank `missing_rank`. If its process has died, start the whole program again. If it runs
+    other operations than the rank `waiting_rank`, or runs them in another order, correct the program. If it is only
+    late (it compiles, loads data or saves a checkpoint), make the new group with a longer `timeout`. `Error` says how
+    to go on.
 
     Attributes:
         op: the operation that waited, e.g. "dispatch".
         waiting_rank: the rank that gave up.
-        missing_rank: the rank for which it waited, or which gave up first.
+        missing_rank: the rank that did not come in time, or that gave up first.
         expected: the number that the waiting rank needed. Usually, it is the number of the operation in its group,
             counted from 1.
         seen: the number that the waiting rank read last.

@@ -63,7 +63,8 @@ class Group(GroupSettings):
 
     Raises:
         ValueError, TypeError: an argument is not valid. The message gives the valid values.
-        Error: the group's memory does not fit on a device, or another process makes no group or a different group.
+        jax_ep.Error: the group's memory does not fit on a device, or another process makes no group or a different
+            group.
 
     Example:
         >>> with ep.Group(mesh, num_experts=2 * R, top_k=2, hidden=64, max_tokens_per_rank=8) as small:
@@ -168,9 +169,9 @@ class Group(GroupSettings):
         no device, so call `jax.block_until_ready` on the results first. With a backend in plain JAX, it never raises.
 
         Raises:
-            PeerTimeoutError: a rank waited for another rank longer than the timeout.
-            Error: any other failure, for example: ranks ran different calls, operations of one group overlapped on a
-                device, or a program placed ranks on other devices than the mesh.
+            jax_ep.PeerTimeoutError: a rank waited for another rank longer than the timeout.
+            jax_ep.Error: any other failure, for example: ranks ran different calls, operations of one group overlapped
+                on a device, or a program placed ranks on other devices than the mesh.
 
         Example:
             >>> recv = on_each_rank(lambda x, topk_idx: ep.dispatch(x, topk_idx, group=group).x)(x, topk_idx)

@@ -69,7 +69,7 @@ def mlp(
     Args:
         x: [..., H] in group.dtype.
         topk_idx: [..., K] int32, as for `dispatch`. An id outside [0, num_experts) means no expert: give padding tokens
-            the id -1. If tokens name an expert twice, the default capacity may drop rows.
+            the id -1. If a token names an expert twice, the default capacity may drop rows.
         topk_weights: [..., K] float32, the router's weights; None means 1.
         w_gate_up: [E_local, H, 2I], the weights of this rank's experts: gate in the first I columns, up in the last I.
             Split the experts over group.axis_name: `PartitionSpec(group.axis_name)`.
