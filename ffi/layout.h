@@ -96,7 +96,7 @@ constexpr bool holds_token_once(Layout layout) {
   return true;
 }
 
-// The smallest capacity that never drops a row, if no token names an expert twice.
+// The smallest capacity with which no row is ever dropped, if no token names an expert twice.
 constexpr int64_t default_capacity(Layout layout, int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                    int64_t experts_per_rank, int64_t alignment) {
   if (holds_token_once(layout)) return num_ranks * num_tokens;
@@ -128,8 +128,8 @@ constexpr ExpertGroup place_group(Layout layout, int32_t expert, int64_t rows_be
 #define JAX_EP_DO_NOT_UNROLL
 #endif
 
-// Too little room is shared fairly: each keeps min(need, level), for the highest level that fits. The `left_over` is
-// too small to raise the level: one each goes to those that need more than the level.
+// Too little room is shared fairly: each need gets min(need, level), for the highest level that fits. `left_over` is
+// the room that is left, too little to raise the level. It goes, one each, to needs that are larger than the level.
 struct Fill {
   int32_t level, left_over;
 };
@@ -166,25 +166,26 @@ constexpr Fill fill(const int32_t* ends, int32_t stride, int32_t num, int32_t ro
 
 // Shares `room` rows of one expert among the source ranks. first[source * stride] is the position of the source's first
 // row in the expert's group, and first[num_ranks * stride] is the number of all rows: before the call without a limit,
-// after it with the rows that are kept. What is left over goes to source `start` first.
+// after it with the rows that are kept. The rows that are left over go to source `start` first.
 constexpr void share_rows(int32_t* first, int32_t stride, int32_t num_ranks, int32_t room, int32_t start) {
   if (first[num_ranks * stride] <= room) return;
   const Fill share = fill(first, stride, num_ranks, room);
   // The sources that want more than the level get the left-over rows in this order: `start` to the last, then 0 to
-  // `start` - 1. `turn` is the number of such sources before a source. The first loop counts those before source 0.
-  int32_t turn = 0;
+  // `start` - 1. `wanting_before` is the number of such sources that come earlier in this order. The first loop counts
+  // those that come before source 0.
+  int32_t wanting_before = 0;
   JAX_EP_DO_NOT_UNROLL
   for (int32_t source = start; source < num_ranks; ++source) {
-    turn += first[(source + 1) * stride] - first[source * stride] > share.level;
+    wanting_before += first[(source + 1) * stride] - first[source * stride] > share.level;
   }
   int32_t begin = 0, kept = 0;
   JAX_EP_DO_NOT_UNROLL
   for (int32_t source = 0; source < num_ranks; ++source) {
     const int32_t end = first[(source + 1) * stride], need = end - begin;
-    if (source == start) turn = 0;
+    if (source == start) wanting_before = 0;
     first[source * stride] = kept;
-    kept += need <= share.level ? need : share.level + (turn < share.left_over);
-    turn += need > share.level;
+    kept += need <= share.level ? need : share.level + (wanting_before < share.left_over);
+    wanting_before += need > share.level;
     begin = end;
   }
   first[num_ranks * stride] = kept;

@@ -472,8 +472,8 @@ inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
 // row has few warps, so that one round is enough for all tokens.
 inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(4, 2)},
                                       Receive{WarpsPerRow::of(1).more_for_few_rows(32, 1)}, ReceiverSixteenths{8}};
-// 33 to 256 tokens, no cast, much to read, more than two ranks, and three or more experts per token, but at most two
-// experts per rank. Receivers read most of the data, because they sum the rows of this rank's own tokens.
+// 33 to 256 tokens, no cast, much to read, more than two ranks, and 3 to 2 * ranks experts per token. Receivers read
+// most of the data, because they sum the rows of this rank's own tokens.
 inline constexpr Shape kReceiversRead = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                          Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{12}};
 // 33 to 256 tokens, no cast, and three or more experts per token, in all cases that neither kReceiversRead nor

@@ -44,7 +44,8 @@ constexpr BalancePlan plan_balance(int64_t num_pairs, int32_t num_experts, int32
 }
 
 // The launch of a replicate: warps claim tracks of rows (ffi/cuda/row_ring.cuh). All ranks have equally many tracks. If
-// the kernel also clears slots, it uses all SMs that it may use: a warp that finds no track left clears parts of slots.
+// the kernel also clears replica slots, it uses all SMs that it may use: a warp that finds no track left clears parts
+// of replica slots.
 inline constexpr int32_t kCopyWarps = 16;  // of a block
 struct CopyPlan {
   int32_t num_blocks, num_tracks;

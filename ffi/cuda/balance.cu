@@ -20,9 +20,9 @@ struct Balance {
   const BalanceWork work;
   int32_t* const counts;  // [E], in shared memory: the pairs of this rank
 
-  // Sums up the counts of all blocks. In work, a block's counts then are the pairs of the blocks before it.
+  // Sums the counts of all blocks. After it, a block's counts in `work` are the pairs of the blocks before it.
   __device__ void sum_blocks(int32_t num_blocks) const {
-    constexpr int kAtOnce = 8;  // loads that are under way
+    constexpr int kAtOnce = 8;  // loads in flight
     const int32_t num_experts = placing.num_experts();
     for (int32_t expert = threadIdx.x; expert < num_experts; expert += op.num_worker_threads) {
       int32_t sum = 0;
@@ -44,7 +44,7 @@ struct Balance {
     }
   }
 
-  // Sends the counts of this rank to all ranks, and sums up theirs.
+  // Sends the counts of this rank to all ranks, and sums the counts of all ranks.
   __device__ void exchange_counts() const {
     const int32_t num_words = peers.num_ranks * placing.num_experts();
     for (int32_t i = threadIdx.x; i < num_words && !op.state.failed; i += op.num_worker_threads) {
@@ -62,7 +62,7 @@ struct Balance {
     op.sync_workers();
   }
 
-  // Writes what the plan says of ranks, and counts what it says of this rank.
+  // Writes the results that the plan has for ranks, and adds this rank's numbers to its counters.
   __device__ void write_slots() const {
     const RankPlacements& ranks = placing.ranks;
     PlacementCounters& counted = op.own_control().counters.placement;
@@ -82,7 +82,7 @@ struct Balance {
     red_add_relaxed_gpu(&counted.home_rows, ranks.load[peers.rank]);
   }
 
-  // Writes what number_pairs_kernel needs of the plan.
+  // Writes the parts of the plan that number_pairs_kernel needs.
   __device__ void write_work() const {
     for (int32_t expert = threadIdx.x; expert < placing.num_experts(); expert += op.num_worker_threads) {
       work.offset[expert] = placing.experts.offset[expert];
@@ -97,7 +97,7 @@ struct Balance {
     if (threadIdx.x == 0) *work.is_valid = 1;
   }
 
-  // The results of a failed balance: no row goes anywhere.
+  // Writes the results of a failed balance: no row has an expert slot.
   __device__ void poison() const {
     for (int32_t i = threadIdx.x; i < peers.num_ranks * placing.num_slots; i += blockDim.x) args.slots[i] = -1;
     for (int32_t i = threadIdx.x; i < placing.num_slots; i += blockDim.x) args.slot_expert[i] = -1;

@@ -15,7 +15,7 @@ struct BalanceArgs : Call {
   Divisor by_home_experts;  // of a rank
   // The results, which jax_ep.Plan describes:
   int32_t *slot_expert, *num_rows, *home_rows, *slots, *topk_slot;
-  int32_t* work;  // [balance_work_words()]: what one kernel leaves for the next
+  int32_t* work;  // [balance_work_words()]: data that a kernel leaves for the next (BalanceWork)
 };
 
 // Enqueues three kernels: pairs.cuh has the first and the last. The group has replicas, and at most kMaxBalancedExperts

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
     if (plan.sends_rows(role)) __syncthreads();  // forward() uses the same ids of named barriers as send() has used
     combine.forward();
   }
-  // With kRoleByIndex, a block receives when all senders of the launch have begun, and its own warps have sent.
+  // With kRoleByIndex, a block receives when all senders of the launch have entered, and its own warps have sent.
   bool receives = role >= plan.first_receiver, takes_roles = kRoleByIndex && plan.is_sender(role);
   if (kRoleByIndex && receives) {
     receives = !__syncthreads_or(gives_role_away);

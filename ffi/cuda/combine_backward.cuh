@@ -15,18 +15,19 @@ struct CombineBackward : DispatchArrival<Config> {
   using typename Base::X;
   static constexpr int kChannelsInUnit = kUnitsRead * Vector<X>::kSize;  // of a unit in transit
 
-  // Prefetches the first kRowsAhead rows of y, before the row arrives with which they are multiplied. The other rows of
-  // y follow when these have been used. The copies go to shared memory, in which each lane writes and reads only its
-  // own units. (A PrefetchRing has pieces of contiguous chunks. Here, the chunks of a warp are num_warps apart.)
+  // Prefetches the first kRowsAhead rows of y, before the row arrives with which they are multiplied. Each of them goes
+  // to a stage in shared memory. When a row of y has been used, the next row of y takes its stage. A lane writes and
+  // reads only its own units of a stage. (A PrefetchRing has pieces of contiguous chunks. Here, the chunks of a warp
+  // are num_warps apart.)
   __device__ void prefetch_y(int32_t row, int32_t first, const WarpGroup& warp_group) const {
     uint32_t left = args.y ? __ballot_sync(kAllLanes, row >= 0) : 0;
 #pragma unroll 1
-    for (int32_t slot = 0; slot < kRowsAhead; ++slot) left = prefetch_row_of_y(left, slot, row, first, warp_group);
+    for (int32_t stage = 0; stage < kRowsAhead; ++stage) left = prefetch_row_of_y(left, stage, row, first, warp_group);
   }
 
-  // Issues cp.async for the lowest row in `left`, and returns `left` without it. Commits a group even if it is empty,
-  // so that wait_group counts stay aligned.
-  __device__ uint32_t prefetch_row_of_y(uint32_t left, int32_t slot, int32_t row, int32_t first,
+  // Issues cp.async for the lowest row in `left`, into `stage`. Returns `left` without the row. Commits a group even if
+  // it is empty, so that wait_group counts stay aligned.
+  __device__ uint32_t prefetch_row_of_y(uint32_t left, int32_t stage, int32_t row, int32_t first,
                                         const WarpGroup& warp_group) const {
     if (left) {
       const int64_t target = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
@@ -37,16 +38,16 @@ struct CombineBackward : DispatchArrival<Config> {
         if (!has_unit(chunk)) continue;
 #pragma unroll
         for (int v = 0; v < kUnitsRead; ++v)
-          copy_unit_async(y_unit(slot, i, v), row_of_y + (first_unit_in_row(chunk) + v) * kUnitBytes);
+          copy_unit_async(y_unit(stage, i, v), row_of_y + (first_unit_in_row(chunk) + v) * kUnitBytes);
       }
     }
     end_copies();
     return left & (left - 1);
   }
 
-  __device__ uint4* y_unit(int32_t slot, int i, int v) const {
+  __device__ uint4* y_unit(int32_t stage, int i, int v) const {
     auto* y = static_cast<uint8_t*>(scratch) + dispatch_scratch_bytes(peers.num_ranks, experts_per_rank());
-    const int32_t number = ((warp_id() * kRowsAhead + slot) * kReceiveBatch + i) * kUnitsRead + v;
+    const int32_t number = ((warp_id() * kRowsAhead + stage) * kReceiveBatch + i) * kUnitsRead + v;
     return reinterpret_cast<uint4*>(y) + number * kChunkUnits + lane_id();
   }
 
@@ -54,14 +55,14 @@ struct CombineBackward : DispatchArrival<Config> {
   __device__ static int32_t first_unit_in_row(int32_t chunk) { return (chunk * kChunkUnits + lane_id()) * kUnitsRead; }
 
   // Writes weight * g to the result's row, where g are the channels of the i-th unit of the batch. Returns the dot
-  // product of g and the same channels of the row of y in `slot`.
-  __device__ float combine_back_unit(const float (&g)[kChannelsInUnit], int32_t slot, int i, int64_t row, int32_t chunk,
-                                     float weight) const {
+  // product of g and the same channels of the row of y in `stage`.
+  __device__ float combine_back_unit(const float (&g)[kChannelsInUnit], int32_t stage, int i, int64_t row,
+                                     int32_t chunk, float weight) const {
     float product = 0;
 #pragma unroll
     for (int v = 0; v < kUnitsRead; ++v) {
       Vector<X> y, cotangent;
-      y.bits = args.y ? *y_unit(slot, i, v) : uint4{};
+      y.bits = args.y ? *y_unit(stage, i, v) : uint4{};
 #pragma unroll
       for (int e = 0; e < Vector<X>::kSize; ++e) {
         const float channel = g[v * Vector<X>::kSize + e];
@@ -79,7 +80,7 @@ struct CombineBackward : DispatchArrival<Config> {
     uint32_t ahead = targets;  // rows of y that have yet to be prefetched
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) ahead &= ahead - 1;
-    int32_t slot = 0;
+    int32_t stage = 0;
     float g[kReceiveBatch][kChannelsInUnit];
     // A unit of fp8 is converted once, not per expert. Other units are converted in the loop: that is cheap, and the
     // unit takes fewer registers.
@@ -106,14 +107,14 @@ struct CombineBackward : DispatchArrival<Config> {
           unit.bits = arriving.batch.units[i];
           to_floats(unit, g[i]);
         }
-        product += combine_back_unit(g[i], slot, i, target, chunk, weight);
+        product += combine_back_unit(g[i], stage, i, target, chunk, weight);
       }
       __syncwarp();
       if (!args.y) continue;
       product = warp_sum(product);
       if (lane_id() == 0) shared.products[warp_id()][k] += product;
-      ahead = prefetch_row_of_y(ahead, slot, arriving.row, first, warp_group);  // the slot's row of y has been used
-      slot = slot + 1 == kRowsAhead ? 0 : slot + 1;
+      ahead = prefetch_row_of_y(ahead, stage, arriving.row, first, warp_group);  // this row of y has been used
+      stage = stage + 1 == kRowsAhead ? 0 : stage + 1;
     }
   }
 

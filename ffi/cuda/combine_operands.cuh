@@ -153,14 +153,15 @@ struct CombineOperands {
     return sum.bits;
   }
 
-  // The rows of one token on this rank, which the rank sums. The token is of the rank `peer`, which may be this rank.
-  // Each lane has these facts, with the row and the weight for k = lane. (all_to_all_back moves one row per token, and
-  // treats an own row like a peer's.)
+  // The rows that one token has on this rank, and which this rank sums. The token belongs to rank `peer`, which may be
+  // this rank. `row` and `weight` are those for k = lane. The other members are the same in all lanes. (all_to_all_back
+  // moves one row per token, and treats an own row like a peer's.)
   struct RowsOfToken {
     int32_t peer, index;  // index: among the tokens that the peer has sent here; for an own token, its number
-    // Decides `present`. A peer's token: the number of tokens that the peer has sent here; present if `index` is less.
-    // An own token: its index in args.send_index or, with sums_own(), its number; present if this is not negative. So
-    // with sums_own(), each own token is present, even if it has no rows here.
+    // `present` follows from this number. For a peer's token: the number of tokens that the peer has sent here. The
+    // token is present if `index` is less. For an own token: its index in args.send_index or, with sums_own(), its
+    // number. The token is present if this is not negative. So with sums_own(), each own token is present, even without
+    // rows here.
     int32_t num_rows_or_index;
     bool present;
     uint32_t rows;  // bits of the k that have a row here

@@ -74,7 +74,7 @@ struct CombineReceiver : CombineSender<Config> {
       if (lane_id() < args.top_k) args.topk_weights_cotangent[int64_t{token} * args.top_k + lane_id()] = weight;
     }
     if constexpr (kVariant == Variant::kBalanced) {
-      // If few ranks have sums, and this warp sums no own rows, registers are left for more chunks.
+      // If few ranks have sums, and this warp sums no own rows, there are registers for more chunks.
       if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
         return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, 0, own_rows, warp_group);
       }
@@ -86,9 +86,9 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // With a ring, a lane stores its part of the own sum in the ring's spare room until it is added. If sums are cast,
-  // the own sum stays in float32, and takes kUnitsKept units for each unit of a peer's sum. Otherwise, it is rounded
-  // like a peer's sum, and takes one.
+  // The own sum is the sum of a token's own rows. With a ring, a lane keeps its part of the own sum in the ring's spare
+  // room until the part is added. If sums are cast, the own sum stays in float32, and takes kUnitsKept units for each
+  // unit of a peer's sum. Otherwise, it is rounded like a peer's sum, and takes one unit.
   static constexpr int kUnitsKept = kCasts ? kSize * sizeof(float) / kUnitBytes : 1;
   __device__ static void store_own_sum(uint32_t kept, const float (&sum)[kSize]) {
 #pragma unroll
@@ -111,7 +111,7 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // Adds a token's sums, if y is prefetched. The own rows are summed first. Their sum waits in shared memory until it
+  // Adds a token's sums, if y is prefetched. The own rows are summed first. The own sum stays in shared memory until it
   // is added in the order of ranks. This takes few instructions, which matters most here.
   __device__ void add_parts_of_ring(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
                                     const RowsOfToken& own_rows, const WarpGroup& warp_group) const {
@@ -368,8 +368,7 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // This lane's unit of the own sum, until it is added. It is rounded like a peer's sum, or in float32 if sums are
-  // cast.
+  // This lane's unit of the own sum, until it is added: rounded like a peer's sum or, if sums are cast, in float32.
   struct RoundedSum {
     uint4 bits;
   };

@@ -15,7 +15,7 @@ struct CombineSums : CombineOperands<Config> {
   using typename Base::RowsOfToken;
   using typename Base::X;
 
-  // For all_to_all_back. They are not inlined, so that other operations need no registers for them.
+  // For all_to_all_back. These functions are not inlined, so that other operations need no registers for them.
   __device__ __noinline__ static void send_num_rows(State& state, const int32_t* num_rows) {
     operation_of<Operation>(state).send_num_rows(num_rows);
   }
@@ -23,9 +23,9 @@ struct CombineSums : CombineOperands<Config> {
     return operation_of<Operation>(state).wait_num_rows(source);
   }
 
-  // Loads the metadata of a token's rows, and does not use it yet; complete_row() makes it usable. If
-  // kSenderLoadsAhead, complete_row() also computes `present`: a compare here would wait for the loads. Otherwise it is
-  // computed here.
+  // Issues the loads of the metadata of a token's rows, and does not wait for them. complete_row() makes the metadata
+  // usable. With kSenderLoadsAhead, complete_row() also computes `present`, because a comparison here would wait for
+  // the loads. Otherwise, this function computes it.
   __device__ RowsOfToken issue_row_loads(uint32_t item) const {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
@@ -108,9 +108,9 @@ struct CombineSums : CombineOperands<Config> {
     }
   }
 
-  // Sums a part for a sender. A sender's warps compete for instruction issue more than they wait for y. So each row
-  // takes few instructions: values that all rows have in common are computed once and kept, and a lane that has no unit
-  // in its chunk reads the row's last unit.
+  // Sums a part for a sender. The warps of a sender compete for instruction issue more than they wait for y. So each
+  // row takes few instructions: values that are the same for all rows are computed once, and a lane that has no unit in
+  // its chunk reads the row's last unit.
   template <int N>
   __device__ void add_rows(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group,
                            float (&total)[N][kSize]) const {
@@ -139,8 +139,7 @@ struct CombineSums : CombineOperands<Config> {
           if (has_chunk[c]) load_units_of_y(of_first_row[c] + uint64_t{row} * bytes, y[i][c]);
         }
       }
-      // The weights are first used here. Their loads depend on the row numbers, and the loads of y need not wait for
-      // them.
+      // The weights are not used before this point, so that the loads of y need not wait for the weights.
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         if (!to_weigh) break;
@@ -154,9 +153,9 @@ struct CombineSums : CombineOperands<Config> {
     }
   }
 
-  // Sums one chunk of an own row for a receiver. The receiver has time until the peers' sums come, but their addresses
-  // take its registers. So the values that add_rows keeps are computed again for each row: if they were kept, ptxas
-  // would spill them, or load the rows one by one.
+  // Sums one chunk of own rows for a receiver. The receiver has time until the peers' sums arrive, but few free
+  // registers: it holds the addresses of these sums. So for each row, it computes again the values that add_rows
+  // computes once. If it kept these values, ptxas would spill them, or load the rows one by one.
   __device__ void add_own_rows(const RowsOfToken& token, int32_t chunk, float (&total)[kSize]) const {
 #pragma unroll 1
     for (uint32_t rows = token.rows; rows;) {

@@ -53,8 +53,9 @@ struct Operation : Epoch {
     return wait_number(source, &own_control().num_rows[state.slot][copy][source]);
   }
 
-  // True for the warp of the first receiver that calls wait_peers(): the last but one. The last warp may be the control
-  // warp, which polls other words meanwhile. (If there are several receivers, the first starts without a row.)
+  // True for the warp of the first receiver that calls wait_peers(): the last worker warp but one. The last worker warp
+  // may be the control warp, which polls other words at this time. (If there are several receivers, the first receiver
+  // starts without a row.)
   __device__ __forceinline__ bool waits_for_peers() const { return warp_id() == max(num_worker_threads / 32 - 2, 0); }
 
   // Waits for the notifications of all ranks. One warp calls it, with a lane per rank. Fails the operation if a rank is
@@ -67,7 +68,7 @@ struct Operation : Epoch {
     if (peer < op.peers.num_ranks) {
       const unsigned long long* const notification = &op.own_control().notified[op.state.slot][peer];
       const uint64_t start_ns = globaltimer_ns();
-      uint64_t looked = start_ns;  // of this lane; after the loop, the clock shows the time of the warp's last lane
+      uint64_t looked = start_ns;  // when this lane polled last; after the loop, the clock shows the last lane's time
       unsigned long long seen = 0;
       const bool came = op.wait_for(peer, op.state.epoch, [&] {
         looked = globaltimer_ns();
@@ -84,8 +85,8 @@ struct Operation : Epoch {
     return true;
   }
   __device__ __noinline__ static void wait_peers(State& state) { operation_of<Operation>(state).wait_notified(); }
-  // The same. Also counts the rows that come from each rank, or go back to it. Their number is num_rows[rank]; if
-  // `num_rows` is null, the rank sends the number.
+  // Calls wait_notified(). Also adds to the counters the rows that come from each rank, or go back to it. Their number
+  // is num_rows[rank]; if `num_rows` is null, the rank sends the number.
   __device__ __noinline__ static void wait_peers(State& state, RowCounters PeerCounters::* direction,
                                                  const int32_t* num_rows, int32_t row_bytes) {
     const auto op = operation_of<Operation>(state);

@@ -1,5 +1,5 @@
-// Which experts travel between which ranks, from the replica slots of all ranks. A rank takes copies from one other
-// rank only, its source.
+// Which experts travel between which ranks, from the replica slots of all ranks. In this file, a slot is a replica
+// slot. A rank takes copies from one other rank only, its source.
 //
 // A home rank exports the experts that any rank copies from it. It numbers its exported experts in the order of
 // experts. The rows of the exported experts, one expert after the other, are the rows of the home rank. Every rank
@@ -31,7 +31,7 @@ struct CopyLists {
   int32_t* const exported;    // the expert's number among the home experts
   uint32_t* const receivers;  // bits of the ranks that copy it
   int32_t* const slot_here;   // this rank's slot with the copy, or kCopiedElsewhere
-  int32_t* const slots_of;    // [expert, R]: the slot of each home expert at each rank that copies it
+  int32_t* const slots_of;    // [expert, R]: the slot of each home expert on each rank that copies it
 
   static constexpr int32_t words(int32_t num_home_experts, int32_t num_ranks) {
     return num_home_experts * (3 + num_ranks);

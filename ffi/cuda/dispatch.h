@@ -12,7 +12,7 @@
 
 namespace jax_ep {
 
-// What the receiver does with a row.
+// What the receiver does with a row that arrives.
 enum class Delivery : int32_t {
   kCopy,         // copies the row, with its scales, to the row of each of its experts
   kDequantize,   // the same, as bfloat16
@@ -30,8 +30,8 @@ struct DispatchArgs : Call {
   // The routing is one of these two: a new route, which this dispatch computes, or a known route, which an earlier
   // dispatch computed. (For all_to_all, Python computes known_send_index from the splits.)
   const int32_t* topk_idx;          // [T, K]: a new route
-  const int32_t* named_slot;        // [T, K] with topk_idx, in the layout "token": all slots that the tokens name. In
-                                    // topk_idx, a token names the first slot of each of its ranks, once.
+  const int32_t* named_slot;        // [T, K] with topk_idx, in the layout "token": all expert slots that a token names.
+                                    // topk_idx has only the first of these slots on each rank, once.
   const float* topk_weights;        // [T, K] with topk_idx; null for weights of 1
   const int32_t* known_send_index;  // [T, R]: the `send_index` of a known route
   const int32_t* splits;            // [E] for all_to_all, with known_send_index: the number of rows for each expert
@@ -56,7 +56,7 @@ struct DispatchArgs : Call {
   int32_t* recv_row;                            // [R, T, K]: the row of each (source, index, k), or -1
   int32_t* num_recv_per_rank;                   // [R]
   // Results of a new route in the layout "token", else null:
-  int32_t* recv_topk_idx;      // [num_rows, K]: the local slots of each row, -1 for none
+  int32_t* recv_topk_idx;      // [num_rows, K]: the local expert slots of each row, -1 for none
   int32_t* num_rows_per_rank;  // [R]: the rows of the result from each rank
   // Operands of a known route, if topk_idx is null and is_all_to_all is false:
   const int32_t *known_recv_row, *known_num_recv_per_rank, *known_counts, *known_group_sizes;

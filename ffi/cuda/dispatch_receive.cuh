@@ -280,8 +280,8 @@ struct DispatchReceiver : CombineBackward<Config> {
     if constexpr (kDelivery == Delivery::kCombineBack) sum_products(row, warp_group);
   }
 
-  // In the layout "token": writes the slots and the weights of a token's row here. The first k that names this rank has
-  // the row.
+  // In the layout "token": writes the expert slots and the weights of a token's row here. Only the first k that names
+  // this rank has a `row` of 0 or more.
   __device__ void write_pairs(const RowHeader& header, int32_t row) const {
     const int32_t row_of_token = __reduce_max_sync(kAllLanes, row);
     if (row_of_token < 0 || lane_id() >= args.top_k) return;

@@ -122,7 +122,7 @@ struct DispatchSender : Routing<Config> {
                            const WarpGroup& warp_group) const {
     RowAddress row = {};  // at rank = lane
     if (index >= 0) row = RowAddress(op, lane_id(), source_at(lane_id()), index);
-    // If the row goes to no peer, one step is enough: it writes the header for this rank.
+    // If the row goes to no peer, one step is enough. This step writes the header for this rank.
     const int32_t end = __any_sync(kAllLanes, index >= 0) ? num_batches() : 1;
 #pragma unroll 1
     for (int32_t batch_index = warp_group.warp; batch_index < end; batch_index += warp_group.num_warps) {
@@ -188,8 +188,8 @@ struct DispatchSender : Routing<Config> {
     if (route.ranks >> lane_id() & 1) route.index = counts.ranks[lane_id()];
     if (warp_group.warp == 0 && route.expert >= 0) route.position_in_source += counts.experts[route.expert];
     if (block_tokens.group_in_block == 0) return;
-    // First, lane i has the ranks of the block's token i. Then the lanes have the experts of the block's pairs (token,
-    // k), 32 pairs at a time.
+    // For the ranks, lane i holds the ranks of the block's token i. For the experts, the lanes hold the experts of the
+    // block's pairs (token, k), 32 pairs at a time.
     const uint32_t ranks = lane_id() < block_tokens.group_in_block ? block_tokens.ranks[lane_id()] : 0;
 #pragma unroll 1
     for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
@@ -208,8 +208,8 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // In the layout "token", the headers tell all slots that the token names. The header of the first k that names a rank
-  // has the position of the token's row there, and the others have -1.
+  // In the layout "token", the headers tell all expert slots that the token names. The header of the first k that names
+  // a rank has the position of the token's row there, and the other headers have -1.
   __device__ void name_slots(Route& route, int32_t token, const WarpGroup& warp_group) const {
     if (warp_group.warp != 0 || token >= args.num_tokens || lane_id() >= args.top_k) return;
     if (route.expert < 0) route.position_in_source = -1;

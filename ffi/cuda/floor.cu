@@ -25,9 +25,9 @@ constexpr int kReplays = 4;
 constexpr uint64_t kTimeoutNs = 5'000'000'000;
 constexpr uint32_t kPollsPerClock = 1024;  // the clock is slow to read
 
-// Of one device, in its own memory.
+// The barrier words of one device, in its own memory.
 struct Signals {
-  uint32_t arrived[kMaxDevices];  // the newest barrier that each device has come to; they write it
+  uint32_t arrived[kMaxDevices];  // the newest barrier that each device has reached; the devices write it
   struct alignas(8) State {
     uint32_t epoch;   // the newest barrier that is over
     uint32_t failed;  // whether a wait has timed out
@@ -39,8 +39,8 @@ struct Barrier {
   int32_t self, num_devices;
 };
 
-// What a device sends. Peers are numbered from its right-hand neighbour on: if all began with the same one, they would
-// share that one's link.
+// The rows that a device sends. Peer 0 is the next device, peer 1 the one after it, and so on. If all devices began
+// with the same device, they would share its link.
 struct Push {
   const uint8_t* source;  // every row sent has its own memory
   uint8_t* to[kMaxDevices];
@@ -65,7 +65,8 @@ class Deadline {
   uint64_t begun_ = 0;
 };
 
-// One warp. A device that gave up does not wait again: all that is queued behind it ends at once.
+// A barrier of all devices. It has one warp. After a time-out, the device does not wait again: all later barriers end
+// at once.
 __global__ void barrier_kernel(const __grid_constant__ Barrier barrier) {
   Signals* own = barrier.of[barrier.self];
   const Signals::State state = own->state;
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kStoreThreads) store_kernel(const __grid_const
   }
 }
 
-// Whole rows through shared memory, one at a time per warp.
+// Sends rows by bulk copies through shared memory. A warp copies one whole row at a time.
 __global__ void bulk_kernel(const __grid_constant__ Push push, uint32_t* failed) {
   extern __shared__ __align__(128) uint8_t buffers[];
   __shared__ __align__(8) uint64_t landed_of_warp[kMaxBulkWarps];
@@ -122,14 +123,15 @@ __global__ void bulk_kernel(const __grid_constant__ Push push, uint32_t* failed)
   init_landed(landed);
   publish_landed();
   uint32_t phase = 0;
-  // The peers take turns, so that a device's rows come from all the others at once.
-  const int64_t turns = static_cast<int64_t>(push.max_rows) * push.num_peers;
-  for (int64_t turn = blockIdx.x * num_warps + warp; turn < turns;
-       turn += static_cast<int64_t>(gridDim.x) * num_warps) {
-    const auto peer = static_cast<int32_t>(turn % push.num_peers);
-    const int64_t row = turn / push.num_peers;
+  // An item is a pair (row, peer). Consecutive items are for different peers, so that a device gets rows from all other
+  // devices at once.
+  const int64_t num_items = static_cast<int64_t>(push.max_rows) * push.num_peers;
+  for (int64_t item = blockIdx.x * num_warps + warp; item < num_items;
+       item += static_cast<int64_t>(gridDim.x) * num_warps) {
+    const auto peer = static_cast<int32_t>(item % push.num_peers);
+    const int64_t row = item / push.num_peers;
     if (row >= push.rows[peer]) continue;
-    await_bulk_reads();  // the buffer's last row has left it
+    await_bulk_reads();  // the former row has left the buffer
     int64_t source_row = row;
     for (int32_t before = 0; before < peer; ++before) source_row += push.rows[before];
     copy_bulk<false>(buffer, push.source + source_row * row_bytes, row_bytes, landed);
@@ -195,7 +197,7 @@ class Exchange {
     for (int32_t self = 0; self < num_devices(); ++self) address(self);
   }
 
-  // Nobody may lose its memory while a peer still writes there.
+  // Waits for all devices: no device may free its memory while a peer still writes to it.
   ~Exchange() {
     for (const Side& side : sides_) cudaStreamSynchronize(side.stream.get());
   }
@@ -226,7 +228,7 @@ class Exchange {
     return static_cast<int32_t>(std::min<int64_t>(kMaxBulkWarps, kSharedBytes / row_bytes_));
   }
 
-  // Runs fn(device) on a thread per device, and throws what one of them has thrown.
+  // Runs fn(device) on a thread per device. Rethrows the exception of the first device that has one.
   void on_each_device(const std::function<void(int32_t)>& fn) const {
     std::vector<std::exception_ptr> errors(devices_.size());
     std::vector<std::thread> threads;
@@ -274,14 +276,14 @@ class Exchange {
     check(cudaFuncSetAttribute(bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(bulk_warps() * row_bytes_)),
           "cudaFuncSetAttribute");
-    // A kernel loaded while a peer waits can deadlock.
+    // Load the kernels now: loading a kernel while a peer waits can deadlock.
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, store_kernel), "cudaFuncGetAttributes");
     check(cudaFuncGetAttributes(&attributes, barrier_kernel), "cudaFuncGetAttributes");
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
 
-  // Where device `self` writes, once all memory is there.
+  // Sets the addresses to which device `self` writes. All devices have allocated their memory.
   void address(int32_t self) {
     Side& side = sides_[self];
     side.push.source = side.source.get();
@@ -326,7 +328,8 @@ class Exchange {
     check(cudaStreamSynchronize(side.stream.get()), "cudaStreamSynchronize");
   }
 
-  // Of the second of two runs in a row: the barriers of the first make the devices begin it together.
+  // Replays the graph twice, and returns the time of the second run. The barriers of the first run make the devices
+  // begin the second run together.
   float replay_ms(int32_t self) const {
     const Side& side = sides_[self];
     cudaStream_t stream = side.stream.get();

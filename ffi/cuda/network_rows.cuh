@@ -7,15 +7,14 @@
 
 namespace jax_ep {
 
-// The staging memory of a row for a remote rank, from which put_row sends it. It is free when the row's slot at that
-// rank is free.
+// The staging memory of a row for a remote rank, from which put_row sends it. It is free when the operation's slot of
+// the arena at that rank is free.
 __device__ __forceinline__ uint8_t* staged_row(const Operation& op, int32_t peer, int32_t index) {
   const NetworkLayout network(op.peers.layout, op.peers.num_ranks);
   return op.state.table.arena[op.peers.rank] + network.staged_row(op.state.slot, peer, index);
 }
 
-// The signal of a row that has arrived is the operation's epoch. This is the signal of a row that the source does not
-// send.
+// The signal of a row that the source does not send. (The signal of a row that has arrived is the operation's epoch.)
 __device__ __forceinline__ unsigned long long no_row_signal(uint32_t epoch) { return tagged(1, epoch); }
 
 // The signal of row `index` from a source, in the memory of the rank that waits for it (a symmetric address).
@@ -46,7 +45,7 @@ __device__ __forceinline__ void put_no_row(const Operation& op, int32_t peer, in
 }
 
 // Waits for the signal of row `index` of source `from`, which `peer` sends. Returns false if the source sends no such
-// row, or if the operation fails. Returns true at once for a local peer, whose units show by themselves that they have
+// row, or if the operation fails. Returns true at once for a local peer: its units show by themselves that they have
 // arrived.
 __device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, int32_t from, int32_t index) {
   if (!is_remote(op.peers, peer)) return true;

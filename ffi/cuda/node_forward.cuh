@@ -42,9 +42,9 @@ struct NodeForward : DispatchReceiver<Config> {
     }
   }
 
-  // Waits for the row of a token from another node, and returns the token's destinations in this node, for lane = rank.
-  // With a new route, they are in the row's header; args.send_index keeps them, in the columns of the other node's
-  // ranks. With a known route, args.known_send_index has them there.
+  // Waits for the row of a token from another node, and returns the token's destinations in this node, for rank = lane.
+  // With a new route, the row's header has the destinations, and this function writes them to args.send_index, in the
+  // columns of the other node's ranks. With a known route, args.known_send_index has them in these columns.
   __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowAddress& from,
                                    const WarpGroup& warp_group) const {
     Route route = {-1, -1, 0, 1.0f};
@@ -83,9 +83,10 @@ struct NodeForward : DispatchReceiver<Config> {
     for (int i = 0; i < kReceiveBatch; ++i) {
       units[i] = Chunk::of(batch.units[i], has_unit(chunk_of(first, i, warp_group)));
       if constexpr (kMayHaveScales) {
-        const uint4& own = batch.units[kReceiveBatch];
-        const uint4 unit = make_uint4(__shfl_sync(kAllLanes, own.x, i), __shfl_sync(kAllLanes, own.y, i),
-                                      __shfl_sync(kAllLanes, own.z, i), __shfl_sync(kAllLanes, own.w, i));
+        const uint4& scales_of_lane = batch.units[kReceiveBatch];
+        const uint4 unit =
+            make_uint4(__shfl_sync(kAllLanes, scales_of_lane.x, i), __shfl_sync(kAllLanes, scales_of_lane.y, i),
+                       __shfl_sync(kAllLanes, scales_of_lane.z, i), __shfl_sync(kAllLanes, scales_of_lane.w, i));
         if (has_scales()) scales[i] = Chunk::of(unit, lane_id() == 0);
       }
     }

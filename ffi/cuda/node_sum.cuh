@@ -25,7 +25,7 @@ struct NodeSum : CombineReceiver<Config> {
 #pragma unroll 1
     for (int32_t item = warp_group.index; item < num_items; item += warp_group.num_groups) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
-      const int32_t source = nodes.rail_peer(lane_id(), node);  // the source as which rank = lane sends
+      const int32_t source = nodes.rail_peer(lane_id(), node);  // under this source, rank = lane sends
       const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + source;
       const int32_t index = nodes.is_in_own_node(lane_id()) ? __ldg(args.send_index + kept) : -1;
       const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);

@@ -15,7 +15,7 @@ struct Padding : DispatchSender<Config> {
   // no work stealing, all receivers share the work. Otherwise, the first receiver does it. With zero_pad and work
   // stealing, this function does not zero rows: zero_claimed_padding() does.
   __device__ void pad(const Destinations& destinations) const {
-    const bool zeroes = args.zero_pad && !kStealsRows;  // all padding
+    const bool zeroes = args.zero_pad && !kStealsRows;  // zeroes all padding
     const bool zeroes_gaps = zeroes || (!has_buffer_per_expert(args.layout) && !args.zero_pad);
     const bool is_first = op.state.role == plan.first_receiver;
     if (!zeroes && !is_first) return;

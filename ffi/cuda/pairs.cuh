@@ -1,5 +1,6 @@
-// The parts of a balance that go over all pairs (token, k). They need no other rank, and each is a kernel of many
-// blocks: count_pairs counts the pairs before the plan is made, number_pairs gives each pair its slot afterwards.
+// The two kernels of a balance that read all pairs (token, k). Each has many blocks, and needs no other rank.
+// count_pairs_kernel counts the pairs before the plan is made. number_pairs_kernel then gives each pair its expert
+// slot.
 #pragma once
 
 #include "ffi/cuda/balance.h"
@@ -9,12 +10,12 @@
 
 namespace jax_ep {
 
-// Arrays in args.work, which the kernels of a balance hand on. E counts home experts.
+// Arrays in args.work, through which a kernel of a balance passes data to the next. E is the number of home experts.
 struct BalanceWork {
-  int32_t* block_counts;  // [blocks, E]: the pairs of each block; later those of the blocks before
-  int32_t* offset;        // [E]: what ExpertPlacements has under this name
-  int32_t* place;         // [E]
-  int32_t *begin, *end, *first_copy, *receivers;  // [R] each: what RankPlacements has under these names
+  int32_t* block_counts;                          // [blocks, E]: the pairs of each block; then of all blocks before it
+  int32_t* offset;                                // [E]: ExpertPlacements::offset
+  int32_t* place;                                 // [E]: ExpertPlacements::place
+  int32_t *begin, *end, *first_copy, *receivers;  // [R] each: as in RankPlacements
   int32_t* is_valid;                              // 0 if the balance has failed
 
   __device__ BalanceWork(const BalanceArgs& args, int32_t num_experts, int32_t num_ranks)
@@ -78,7 +79,7 @@ struct PairCounts {
     __syncthreads();
   }
 
-  // Writes the block's counts to `counts` [E]. A warp's counters then are the pairs of the warps before it.
+  // Writes the block's counts to `counts` [E]. After it, a warp's counters are the pairs of the warps before it.
   __device__ void sum(int32_t* counts) const {
     for (int32_t expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
       int32_t count = 0;
@@ -113,14 +114,14 @@ __global__ void __launch_bounds__(kPairThreads)
   counts.add_earlier_warps();
 }
 
-// Where the rows of a plan go.
+// The expert slots to which the rows of a plan go.
 struct Slots {
   const BalanceWork work;
   const Divisor by_home_experts;
   const int32_t experts_per_rank, num_slots;
 
-  // Who computes the row at `at` in the queue of the expert's home: rank * (home experts + replica slots) + the home
-  // expert or, behind the home experts, the replica slot.
+  // Returns the expert slot that computes the row at `at` in the queue of the expert's home rank: rank * (home experts
+  // + replica slots) + the slot's number on the rank, where replica slots come after home experts.
   __device__ int32_t slot_of(int32_t expert, int32_t at) const {
     const int32_t home = by_home_experts.quotient(expert), slots_per_rank = experts_per_rank + num_slots;
     for (uint32_t left = static_cast<uint32_t>(work.receivers[home]); left != 0; left &= left - 1) {

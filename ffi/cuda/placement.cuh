@@ -1,6 +1,9 @@
 // Exactly balanced placement of a group's rows, computed by one block. jax_ep/_placement.py explains the algorithm and
-// has the same steps. The queue of a rank has the rows of its home experts, those of the expert with most rows first.
-// The axis has the excess of all donors.
+// has the same steps. In this file, a slot is a replica slot.
+//
+// The limit is the number of rows that a rank may compute. A donor is a rank whose home experts have more rows. The
+// rows above the limit are its excess. The queue of a rank has the rows of its home experts; the rows of the expert
+// with most rows come first. The axis is the excess of all donors, one donor after the other, the largest excess first.
 #pragma once
 
 #include "ffi/cuda/balance.h"
@@ -8,14 +11,14 @@
 
 namespace jax_ep {
 
-// What a block knows of each rank.
+// The plan for each rank.
 struct RankPlacements {
   int32_t load[kMaxRanks];        // rows of its home experts
   int32_t num_rows[kMaxRanks];    // rows that it computes
   int32_t source[kMaxRanks];      // the rank from which it takes rows; -1 for none
   int32_t begin[kMaxRanks];       // the first row that it takes, in the queue of `source`
   int32_t end[kMaxRanks];         // the row behind the last one
-  int32_t first_copy[kMaxRanks];  // the place, in this queue, of the first expert that it copies
+  int32_t first_copy[kMaxRanks];  // the place, in the queue of `source`, of the first expert that it copies
   int32_t num_copies[kMaxRanks];
   uint32_t receivers[kMaxRanks];  // bits of the ranks that take rows from it
   // By the number of the donor, largest excess first:
@@ -23,10 +26,10 @@ struct RankPlacements {
   bool has_donors;
 };
 
-// Arrays [E] in shared memory. E counts home experts.
+// Arrays [E] in shared memory. E is the number of home experts of all ranks.
 struct ExpertPlacements {
   int32_t* needs;   // the rows of the whole group that name the expert
-  int32_t* offset;  // of this rank's first row: among the expert's rows or, if any rank is a donor, in the queue
+  int32_t* offset;  // the place of this rank's first row: among the expert's rows or, if there are donors, in the queue
   int32_t* start;   // where the expert begins in the queue
   int32_t* place;   // the expert's place in the queue
   int32_t* queue;   // [R, L]: the expert at each place of each queue
@@ -45,7 +48,7 @@ struct Placing {
 
   __device__ int32_t num_experts() const { return num_ranks * experts_per_rank; }
 
-  // Places the rows. The workers call it, when `needs` is complete. They know the placement when it returns.
+  // Places the rows. The workers call it when `needs` is complete. When it returns, all workers may read the placement.
   __device__ void place() const {
     sum_loads();
     op.sync_workers();
@@ -78,8 +81,8 @@ struct Placing {
     }
   }
 
-  // From which rank each rank takes rows, and which part of that rank's queue. A warp calls it, with a lane per
-  // rank.
+  // Finds the rank from which each rank takes rows, and the interval of that rank's queue. A warp calls it, with a lane
+  // per rank.
   __device__ void find_intervals() const {
     const int32_t rank = lane_id();
     const bool is_rank = rank < num_ranks;
@@ -96,7 +99,7 @@ struct Placing {
     if (rank == 0) ranks.has_donors = donors != 0;
     if (donors == 0) return;
 
-    // The running sums of donors' excess and of receivers' room, largest first.
+    // The running sums of the donors' excess and of the receivers' room. The largest comes first.
     int32_t number = 0, excess_end = excess, room_end = room;
     for (int32_t other = 0; other < num_ranks; ++other) {
       const int32_t its_excess = __shfl_sync(kAllLanes, excess, other), its_room = __shfl_sync(kAllLanes, room, other);
@@ -126,7 +129,7 @@ struct Placing {
     if (is_rank) ranks.served[donor] = served;
     __syncwarp();
     if (takes) set_interval(rank, from, first, last);
-    // A donor takes from the donor before it what that one could not give to receivers.
+    // If the receivers have no room for all of a donor's excess, the next donor takes the rest.
     if (donor + 1 < __popc(donors) && ranks.excess_end[donor] > served) {
       set_interval(ranks.donor[donor + 1], donor, served, ranks.excess_end[donor]);
     }
@@ -173,7 +176,8 @@ struct Placing {
     }
   }
 
-  // Which experts each rank copies, and where its interval ends if it has too few slots. A warp per rank.
+  // Finds the experts that each rank copies. If a rank has too few slots, its interval ends earlier. A warp handles a
+  // rank.
   __device__ void fill_slots() const {
     for (int32_t rank = warp_id(); rank < num_ranks; rank += num_warps()) {
       const int32_t source = ranks.source[rank];
@@ -199,8 +203,8 @@ struct Placing {
     }
   }
 
-  // The number of rows that each rank computes. If the largest would exceed the largest home load, no row moves. A warp
-  // calls it, with a lane per rank.
+  // Computes the number of rows of each rank. If the largest number would exceed the largest home load, no row moves. A
+  // warp calls it, with a lane per rank.
   __device__ void finish() const {
     const int32_t rank = lane_id();
     const bool is_rank = rank < num_ranks;

@@ -12,7 +12,8 @@ struct ReplicateShared {
   CopyCounts counts;
 };
 
-// The steps of both directions. A row is as many bytes of an expert as the arena's rows hold.
+// The steps of both directions. A row is a part of an expert, as long as the payload of an arena row. In this file, a
+// slot is a replica slot.
 struct Replicate {
   const Peers& peers;
   const ReplicateArgs& args;
@@ -25,7 +26,7 @@ struct Replicate {
     return static_cast<int32_t>((args.expert_bytes + row_bytes() - 1) / row_bytes());
   }
 
-  // A part of an expert.
+  // A row of an expert.
   struct Row {
     int32_t exported_number;  // the expert's number among the exported experts of its home rank
     int64_t offset;
@@ -47,8 +48,8 @@ struct Replicate {
     return ring.rows_of_track(track, int64_t{lists.counts.num_exported_by_source} * rows_per_expert());
   }
 
-  // Copies the rows of a track: those of this rank's experts to their receivers, and those of the source to the slots
-  // here.
+  // Copies the rows of a track: sends the rows of this rank's experts to their receivers, and writes the rows that come
+  // from the source to the slots here.
   __device__ void copy(int32_t track) const {
     int32_t first_row = -1;
     const int32_t num_taken = rows_of_source(track);
@@ -79,9 +80,9 @@ struct Replicate {
     ring.run_track(rows_exported(track), num_taken, send, take);
   }
 
-  // Sends the gradients in this rank's slots home to the source, and adds to the gradients of this rank's own experts
-  // what their receivers send: the rows of one track. The sums are in float32, in the order of slots; for equal slots,
-  // in the order of ranks.
+  // The rows of one track: sends the gradients in this rank's slots home to the source, and adds the gradients that the
+  // receivers of this rank's experts send to the gradients here. The sums are in float32, in the order of slots; for
+  // equal slots, in the order of ranks.
   template <typename X>
   __device__ void add(int32_t track) const {
     int32_t first_row = -1;
@@ -182,7 +183,7 @@ struct Replicate {
     }
   }
 
-  // The results of a failed operation: the copies, or all gradients, become NaN.
+  // Poisons the results of a failed operation: the copies, or all gradients, become NaN.
   __device__ void poison() const {
     const bool is_back = args.op == OpKind::kReplicateBack;
     const int64_t num_experts = is_back ? peers.num_home_experts() : peers.replicas;
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kCopyWarps * 32, 1)
     replicate.clear_slots();
   } else if (!op.warp_has_failed()) {
     if (lane_id() == 0) op.open_claims(&Control::claimed_items, 0);
-    while (true) {  // a warp claims tracks, then parts of slots to clear
+    while (true) {  // a warp claims tracks, and then parts of slots to clear
       const int64_t claimed = __shfl_sync(kAllLanes, lane_id() == 0 ? op.claim(&Control::claimed_items) : 0, 0),
                     part = claimed - plan.num_tracks;
       if (part >= replicate.num_parts() || op.warp_has_failed()) break;

@@ -33,7 +33,7 @@ class PrefetchRing {
   // The room behind the pieces.
   __device__ __forceinline__ uint32_t spare() const { return pieces_ + kPieces * kPieceBytes; }
 
-  // The number of pieces taken, which is also the number of the next piece.
+  // The number of pieces that the warp has taken, which is also the number of the next piece.
   __device__ __forceinline__ int32_t num_taken() const { return num_taken_; }
 
   __device__ __forceinline__ bool has_room_for(int32_t number) const { return number - num_taken_ < kPieces; }
@@ -42,8 +42,8 @@ class PrefetchRing {
     copy_bulk(pieces_ + stage * kPieceBytes, from, bytes, landed_ + 8 * stage);
   }
 
-  // Waits for the next piece and returns its address. The piece stays until drop(). (The wait needs no deadline: the
-  // piece comes from this device's memory, so no peer can delay it.)
+  // Waits for the next piece and returns its address. The piece stays in the ring until drop(). (The wait needs no
+  // deadline: the piece comes from this device's memory, so no peer can delay it.)
   __device__ __forceinline__ uint32_t next() const {
     const uint32_t stage = num_taken_ % kPieces;
     await_landed(landed_ + 8 * stage, num_taken_ / kPieces % 2);

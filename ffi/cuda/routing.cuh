@@ -129,9 +129,9 @@ struct Routing : DispatchOperands<Config> {
     return __popc(__match_any_sync(kAllLanes, value) & earlier);
   }
 
-  // Prepares what the block needs to write rows. In the throughput and the balanced variant, all warps call it: the
-  // control warp computes the destinations, and warp 0 loads the number of rows from each source. In the low-latency
-  // variant, only the control warp calls it, and each warp loads the numbers itself.
+  // Prepares the data that the block needs to write rows. In the throughput and the balanced variant, all warps call
+  // it: the control warp computes the destinations, and warp 0 loads the number of rows from each source. In the
+  // low-latency variant, only the control warp calls it, and each warp loads the numbers of rows itself.
   __device__ void learn_destinations() const {
     if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
     if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.num_rows_from[threadIdx.x] = num_recv_from(threadIdx.x);
@@ -193,8 +193,8 @@ struct Routing : DispatchOperands<Config> {
     if (lane_id() == 0) shared.dropped = dropped;
   }
 
-  // Sums the rows that `expert` and the next expert get from all sources. Stores in p.first_position where each
-  // source's rows begin.
+  // Sums the rows that `expert` and the next expert get from all sources. Stores the position of each source's first
+  // row in p.first_position.
   __device__ void sum_sources(const Destinations& p, int32_t expert, int32_t (&total)[2]) const {
     constexpr int kAtOnce = 4;
     const bool has_next = expert + 1 < experts_per_rank();

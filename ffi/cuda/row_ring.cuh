@@ -1,4 +1,5 @@
-// Rows of a long transfer between two ranks, through the arena's rows for that pair, which are used again and again.
+// Rows of a long transfer between two ranks. They go through the arena's rows for this pair of ranks. A transfer may
+// have more rows than the arena has for the pair. So a row of the arena may be used several times.
 //
 // The rows of a transfer have indices, and are divided among tracks: row `index` is row index / num_tracks of track
 // index % num_tracks. One warp at each end handles a track, in order, with `depth` rows in flight. The receiver tells
@@ -30,8 +31,9 @@ struct RowRing {
   __device__ int32_t rows_of_track(int32_t track, int64_t num_rows) const {
     return num_rows <= track ? 0 : static_cast<int32_t>((num_rows - track + num_tracks - 1) / num_tracks);
   }
+  // Row n of a track: its index in the transfer, and its index among the arena's rows for the pair of ranks.
   __device__ int64_t index(int32_t track, int32_t n) const { return int64_t{n} * num_tracks + track; }
-  __device__ int32_t place(int32_t track, int32_t n) const { return n % depth * num_tracks + track; }
+  __device__ int32_t arena_index(int32_t track, int32_t n) const { return n % depth * num_tracks + track; }
 
   // Calls send(n) for each row n that the track sends, and take(n) for each row that it takes, until the operation
   // fails.
@@ -47,8 +49,9 @@ struct RowRing {
 
   // --- sending ------------------------------------------------------------------------------------------------------
 
-  // Waits until the ranks in `ranks` have taken row n - depth of the track, in whose place row n goes. first_row: the
-  // first row of the track that goes to rank = lane_id(), or -1; this function sets it. Rows before it need no credit.
+  // Waits until the ranks in `ranks` have taken row n - depth of the track: row n goes to the same row of the arena.
+  // first_row: the first row of the track that goes to rank = lane_id(), or -1 if there was none before; this function
+  // sets it. Rows before first_row need no credit.
   __device__ void await_credits(int32_t track, int32_t n, uint32_t ranks, int32_t& first_row) const {
     const int32_t rank = lane_id();
     if (ranks >> rank & 1) {
@@ -70,7 +73,7 @@ struct RowRing {
   // Sends `bytes` bytes as row n of a track to the ranks in `ranks`. A warp calls it.
   __device__ void send(int32_t track, int32_t n, uint32_t ranks, const uint8_t* from, int32_t bytes) const {
     RowAddress row = {};  // at rank = lane_id()
-    if (ranks >> lane_id() & 1) row = RowAddress(op, lane_id(), op.peers.rank, place(track, n));
+    if (ranks >> lane_id() & 1) row = RowAddress(op, lane_id(), op.peers.rank, arena_index(track, n));
     const int32_t num_chunks = jax_ep::num_chunks(bytes);
     for (int32_t first = 0; first < num_chunks; first += kBatch) {
       uint4 units[kBatch] = {};
@@ -109,7 +112,7 @@ struct RowRing {
   // Waits for the batch of row n that begins with chunk `first`, and takes it. `bytes`: of the row. A warp calls it.
   __device__ void take(int32_t track, int32_t n, int32_t source, int32_t first, int32_t bytes,
                        uint4 (&units)[kBatch]) const {
-    const RowAddress row(op, op.peers.layout.row_number(op.state.slot, source, place(track, n)));
+    const RowAddress row(op, op.peers.layout.row_number(op.state.slot, source, arena_index(track, n)));
     const Addresses addresses = {row.unit(op, first), bytes - unit_in_row(first)};
     look_at_units(units, addresses);
     uint32_t escaped = 0;  // bits of this lane's escapes in the batch
@@ -119,13 +122,13 @@ struct RowRing {
     };
     take_units(op, [=](int) { return source; }, units, addresses, resolve, [] { return true; });
     escaped = __reduce_or_sync(kAllLanes, escaped);
-    // Clears the masks: the next row at this place has the same epoch, and must not find them.
+    // Clears the masks: the next row in this row of the arena has the same epoch, and must not find them.
     if (lane_id() < kBatch && escaped >> lane_id() & 1) {
       store_relaxed(row.escape_masks + first + lane_id(), tagged(op.state.epoch - 1, 0));
     }
   }
 
-  // Tells the ranks in `sources` that this rank has taken all rows of the track up to row n.
+  // Tells the ranks in `sources` that this rank has taken the rows 0 to n of the track.
   __device__ void give_credit(int32_t track, int32_t n, uint32_t sources) const {
     __syncwarp();
     const int32_t source = lane_id();

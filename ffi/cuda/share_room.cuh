@@ -1,5 +1,6 @@
-// Which rows a rank keeps if there is too little room for all that arrive. ffi/layout.h has the rule for sharing room
-// among experts and among sources. In addition, experts in one buffer share whole tiles of `alignment` rows.
+// The choice of the rows that a rank keeps if there is too little room for all rows that arrive. ffi/layout.h has the
+// rule for sharing room among experts and among sources. In addition, experts in one buffer share whole tiles of
+// `alignment` rows.
 #pragma once
 
 #include "ffi/cuda/dispatch_operands.cuh"
@@ -36,7 +37,8 @@ __device__ inline Fill fill_experts(const int32_t* needs, int32_t num_experts, i
 
 // Limits the destinations of a new route to the capacity: the experts share the room of the rank, and the sources share
 // the room of each expert. Before the call, `scratch` has the destinations without a limit. Returns the number of
-// dropped rows. One warp calls it, and only if rows do not fit. It takes no operation by value: see operation_of().
+// dropped rows. One warp calls it, and only if rows do not fit. It takes the state and not an operation: see
+// operation_of().
 __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   const Peers& peers = *state.peers;
   const auto& args = static_cast<const DispatchArgs&>(*state.call);
@@ -46,7 +48,8 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
   // Alignment and capacity fit in 32 bits (jax_ep/_dispatch_options.py). A GPU is slow in 64-bit divisions.
   const auto alignment = static_cast<uint32_t>(args.alignment);
   __syncwarp();  // the other lanes have written their destinations
-  // If the experts share a buffer, and until the sizes are known: the tiles of `alignment` rows that each expert needs.
+  // Only if the experts share a buffer: the tiles of `alignment` rows that each expert needs. The sizes of the groups
+  // overwrite them below.
   int32_t* const tiles = destinations.group_sizes;
   Fill share = {};
   if (shares_buffer) {
@@ -57,7 +60,8 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
     share = fill_experts(tiles, num_experts, static_cast<int32_t>(static_cast<uint32_t>(args.capacity) / alignment));
   }
   int64_t rows_before = 0;
-  int32_t dropped = 0, turn = 0;  // turn: how many experts have had a claim to the tiles that are left over
+  // An expert is wanting if it needs more than share.level. The first wanting experts get the tiles that are left over.
+  int32_t dropped = 0, wanting_before_batch = 0;
 #pragma unroll 1
   for (int32_t base = 0; base < num_experts; base += 32) {
     const int32_t expert = base + lane_id();
@@ -66,9 +70,10 @@ __device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
     if (shares_buffer) {
       const int32_t tiles_needed = present ? tiles[expert] : 0;
       const uint32_t wanting = __ballot_sync(kAllLanes, tiles_needed > share.level);
-      const int32_t own_turn = turn + __popc(wanting & ((1u << lane_id()) - 1));
-      turn += __popc(wanting);
-      const int32_t kept = tiles_needed <= share.level ? tiles_needed : share.level + (own_turn < share.left_over);
+      const int32_t wanting_before = wanting_before_batch + __popc(wanting & ((1u << lane_id()) - 1));
+      wanting_before_batch += __popc(wanting);
+      const int32_t kept =
+          tiles_needed <= share.level ? tiles_needed : share.level + (wanting_before < share.left_over);
       room = kept * args.alignment;
       const int64_t through = rows_before + sum_through(room);
       if (present) destinations.first_row[expert] = static_cast<int32_t>(through - room);

@@ -38,8 +38,8 @@ class SplitPhaseCalls {
   // Destroys the stream, after the work that has been launched on it.
   void close();
 
-  // Launches the start of `call`, and the hold: the next kernel on `stream` waits, for a limited time, until the body
-  // has begun.
+  // Launches the start of `call`, and the hold: the next kernel on `stream` waits, for a limited time, until all blocks
+  // of the body have entered.
   void start(Call call, Buffers buffers, Body body, cudaStream_t stream);
   // Launches the body of the start with these buffers, and makes `stream` wait for it. Throws std::invalid_argument if
   // there is no such start, or if it was done before.

@@ -54,9 +54,9 @@ enum class Stamp : int32_t {
   kLooked = 8,   // a receiver has looked for its first row
 };
 
-// Returns the operation of this block. A function that is not inlined takes the state as its argument and calls this.
-// An operation as the argument would take many more registers and instructions, and the kernel pays for them even where
-// it never makes the call.
+// Returns the operation of this block. A function that is not inlined takes the state as its argument and calls
+// operation_of(). An operation as the argument would take many more registers and instructions, and the kernel would
+// pay for them even where it never makes the call.
 template <typename Operation>
 __device__ __forceinline__ Operation operation_of(State& state) {
   return Operation{*state.peers, *state.call, state.result, state, state.num_worker_threads};

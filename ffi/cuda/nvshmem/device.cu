@@ -1,4 +1,5 @@
-// What kernels need of NVSHMEM, in one place: its headers are large, and inline.
+// All functions that call NVSHMEM on the device. They are in one file, because NVSHMEM's headers are large and define
+// inline functions.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
