@@ -378,8 +378,8 @@ inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
 // Decode of 17 to 32 tokens.
 inline constexpr Shape kLargeDecode = {Variant::kLowLatency, BlockWarps{8}, Send{WarpsPerRow::of(8)},
                                        Receive{WarpsPerRow::at_most(8, 1)}, ReceiverSixteenths{10}};
-// Decode of a large batch, or a short prompt: 33 to 256 tokens with three or more experts per token. Also all_to_all
-// with 33 to 256 tokens.
+// Decode of a large batch, or a short prompt: 33 to 256 tokens with three or more experts per token, in all cases that
+// kLargeBatchOfLongRows does not cover. Also all_to_all with 33 to 256 tokens.
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16},
                                       Send{WarpsPerRow::at_most(4, 1).more_for_few_rows(16, 1)},
                                       Receive{kReceiveWithMoreForFewRows}, ReceiverSixteenths{8}};

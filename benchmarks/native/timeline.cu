@@ -148,9 +148,9 @@ struct Rank {
     CombineArgs args = {};
     args.op = OpKind::kDispatchBack, args.hash = 4, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
-    args.y = recv, args.row_bytes = kRowBytes, args.weights_to_send = weights_cotangent, args.cast = kCastBack;
+    args.y = recv, args.row_bytes = kRowBytes, args.weights_cotangent = weights_cotangent, args.cast = kCastBack;
     args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank, args.send_index = send_index;
-    args.out = out, args.out_type = ElementType::kBFloat16, args.topk_weights = topk_weights;
+    args.out = out, args.out_type = ElementType::kBFloat16, args.topk_weights_cotangent = topk_weights;
     must(launch_combine(peers, args, ElementType::kBFloat16, plan, stream));
   }
 };

@@ -67,9 +67,10 @@ struct DispatchReceiver : CombineBackward<Config> {
     }
   }
 
-  // Work stealing. A sender or forwarder block that has sent all its rows does work of this rank's receivers, which
-  // usually have more to do. It claims items and ranges of padding that no receiver has claimed yet. In a launch with
-  // work stealing, receivers claim their work in the same way, except the first item of each warp group.
+  // Work stealing. A sender or forwarder block that has sent all its rows steals work from the receivers of its launch.
+  // Receivers usually have more to do, and the block's SM would be idle. The block claims items and ranges of padding
+  // that no other block has claimed. Receivers claim their work in the same way, except the first item of each warp
+  // group.
   //
   // A block may steal only if all blocks of its launch have entered by then; otherwise, it returns at once. A block
   // that waits for rows keeps its SM. If a sender of its launch still needed the SM, this sender could not start. If a

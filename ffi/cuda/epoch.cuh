@@ -51,11 +51,10 @@ struct Epoch : Roles {
   // control warp calls it, and the block meets at a barrier after it.
   //   kRoleByIndex  True: the block's role is its index (roles.cuh). False: the role is the block's ticket.
   //   sends(role)   True if a block with this role writes to peers. Such a block waits until every peer has read the
-  //   rows
-  //                 of the slot's former operation. Any other block waits until this rank has read its rows of that
-  //                 operation.
-  //   num_senders   If positive, a block with an index of num_senders or more enters later: it first waits for
-  //                 num_senders other blocks (await_entries). Not with kRoleByIndex.
+  //                 rows of the slot's former operation. Any other block waits only until this rank has read its rows
+  //                 of that operation.
+  //   num_senders   If positive, a block with an index of num_senders or more enters later: it first waits until
+  //                 num_senders blocks have entered (await_entries). Not with kRoleByIndex.
   template <bool kRoleByIndex = false, typename Sends>
   __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
     const int32_t peer = lane_id();
