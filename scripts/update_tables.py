@@ -62,6 +62,14 @@ class Machine:
         found = gpu_results.history(self.folder)
         return [row for row in found if all(row[name] == value for name, value in of_run.items())]
 
+    def of_other_runs(self, rows: Sequence[Row], name: Callable[[Row], str]) -> str:
+        """Names the rows that are not of the run of the first row, for a caption. Empty if all are of one run."""
+        others: dict[str, list[str]] = {}
+        for row in rows:
+            if row["run"] != rows[0]["run"]:
+                others.setdefault(self.runs[row["run"]]["commit"], []).append(name(row))
+        return "".join(f" Rows of {commit}: {'; '.join(names)}." for commit, names in others.items())
+
     @property
     def device(self) -> str:
         run = next(iter(self.runs.values()))
@@ -125,7 +133,7 @@ def shapes(machine: Machine) -> str:
     steps = ("bench-2-hidden", "bench-3-top-k", "bench-4-experts", "bench-5-skewed", "bench-6-num-sms")
     rows = machine.rows("bench", *steps)
     text = "128 tokens per rank and wire fp8 unless the first column says otherwise; microseconds."
-    caption = machine.caption(rows, "scripts/gpu_check.sh bench", text)
+    caption = machine.caption(rows, "scripts/gpu_check.sh bench", text + machine.of_other_runs(rows, shape))
     return f"{caption}\n\n{markdown(['shape', *PAIR_HEADINGS], [[shape(row), *pair_cells(row)] for row in rows])}"
 
 
@@ -176,7 +184,7 @@ def forward_legs(machine: Machine) -> str:
     """Makes the table of pairs whose combine travels as fp8."""
     columns = {"combine": "combine_us", "pair": "pair_us", "floor": "floor_pair_us"}
     text = "wire fp8 in dispatch; microseconds. The floor is that of a pair."
-    return _without_and_with_fp8(machine, "bench-10-legs", "combine_wire", columns, text)
+    return _legs(machine, "bench-10-legs", "combine_wire", "wire of combine", columns, text)
 
 
 def backward_legs(machine: Machine) -> str:
@@ -184,22 +192,20 @@ def backward_legs(machine: Machine) -> str:
     columns = {
         "backward pair": "grad_pair_us",
         "of which combine's": "grad_combine_us",
-        "of which dispatch's": "grad_dispatch_us",
+        "dispatch's": "grad_dispatch_us",
     }
     text = "wire fp8 in dispatch and combine, default capacity; microseconds."
-    return _without_and_with_fp8(machine, "bench-11-grad-legs", "grad_wire", columns, text)
+    return _legs(machine, "bench-11-grad-legs", "grad_wire", "`grad_wire` of both", columns, text)
 
 
-def _without_and_with_fp8(machine: Machine, step: str, setting: str, columns: dict[str, str], text: str) -> str:
-    """Makes a table with two columns for each of `columns`: without `setting`, and with fp8."""
-    rows = machine.rows("bench", step)
-    cells = []
-    for tokens in sorted({row["tokens"] for row in rows}):
-        of_wire = {row.get(setting): row for row in rows if row["tokens"] == tokens}
-        cells.append([str(tokens), *(us(of_wire[wire][name]) for name in columns.values() for wire in (None, "fp8"))])
+def _legs(machine: Machine, step: str, setting: str, heading: str, columns: dict[str, str], text: str) -> str:
+    """Makes a table with a row for each number of tokens and each value of `setting`."""
+    rows = sorted(machine.rows("bench", step), key=lambda row: (row["tokens"], row.get(setting, "")))
+    cells = [
+        [str(row["tokens"]), row.get(setting, "none"), *(us(row[name]) for name in columns.values())] for row in rows
+    ]
     caption = machine.caption(rows, f"scripts/gpu_check.sh {step}", f"{SHAPE}, {text}")
-    headings = ["tokens per rank", *(f"{heading}: {wire}" for heading in columns for wire in ("none", "fp8"))]
-    return f"{caption}\n\n{markdown(headings, cells)}"
+    return f"{caption}\n\n{markdown(['tokens per rank', heading, *columns], cells, 2)}"
 
 
 def rivals(machine: Machine) -> str:
@@ -235,16 +241,21 @@ def rivals(machine: Machine) -> str:
 
 
 def processes(machine: Machine) -> str:
-    """Makes the table of one process per GPU beside one process."""
+    """Makes the table of one process per GPU beside one process, from one run."""
     rows = machine.rows("bench", "processes-4-bench")
-    alone = {row["tokens"]: row for row in machine.rows("bench", "bench-1-tokens") if row.get("wire") == "fp8"}
+    alone = {
+        int(row["tokens"]): row["pair_us"]
+        for row in machine.measured_with(rows[0], "bench-1-tokens")
+        if row["wire"] == "fp8"
+    }
     cells = [
         [str(row["tokens"])]
         + [us(row[name]) for name in ("dispatch_us", "combine_us", "pair_us", "wall_pair_us")]
-        + [us(alone.get(row["tokens"], {}).get("pair_us"))]
+        + [us(alone.get(row["tokens"]))]
         for row in rows
     ]
-    caption = machine.caption(rows, "scripts/gpu_check.sh processes-4-bench", f"{SHAPE}, wire fp8; microseconds.")
+    command = "scripts/gpu_check.sh bench-1-tokens processes-4-bench"
+    caption = machine.caption(rows, command, f"{SHAPE}, wire fp8; microseconds.")
     headings = ["tokens per rank", "dispatch", "combine", "pair", "wall", "one process: pair"]
     return f"{caption}\n\n{markdown(headings, cells)}"
 
@@ -346,13 +357,19 @@ def copies(machine: Machine) -> str:
             return f"{row['routing']} routing, {row['experts']} experts, {number}"
         return f"{number} of {row['expert_bytes'] / 1e6:.0f} MB" if row["copies"] else number
 
-    def share(row: Row) -> str:
-        return f"{row['floor_us'] / row['us']:.2f}" if "floor_us" in row else ""
+    def over_floor(row: Row) -> str:
+        return ratio(row["us"], row["floor_us"]) if "floor_us" in row else ""
 
-    cells = [[row["operation"], what(row), us(row["us"]), us(row.get("floor_us")), share(row)] for row in rows]
-    text = "4096 tokens per rank, top-8; microseconds of the kernel. The floor is the time of the link."
+    cells = [[row["operation"], what(row), us(row["us"]), us(row.get("floor_us")), over_floor(row)] for row in rows]
+    text = (
+        "4096 tokens per rank, top-8; microseconds of the kernels. Copies are sums over ranks. In hot routing, every "
+        "token names experts 0 to 7. The floor is the time that the link needs for the copies."
+    )
     caption = machine.caption(rows, "scripts/gpu_check.sh balance-1-kernels", text)
-    return f"{caption}\n\n{markdown(['operation', 'case', 'kernel', 'floor', 'floor / kernel'], cells, 2)}"
+    return f"{caption}\n\n{markdown(['operation', 'case', 'kernel', 'floor', 'kernel / floor'], cells, 2)}"
+
+
+MATMULS = {"grouped": "grouped GEMM", "ragged_dot": "`jax.lax.ragged_dot`"}  # of --compute, with --skew
 
 
 def balanced_step(machine: Machine) -> str:
@@ -375,9 +392,10 @@ def balanced_step(machine: Machine) -> str:
     first = rows[0]
     text = (
         f"Value and gradient of one MoE layer: {first['tokens']} tokens of {first['hidden']} channels per rank, "
-        f"top-{first['top_k']} of {first['experts']} experts of {first['expert_hidden']} channels, {first['dtype']}. "
-        f"Dropping has room for {first['capacity_factor']} times the mean. "
-        "Milliseconds of the host's clock; MiB per rank."
+        f"top-{first['top_k']} of {first['experts']} experts of {first['expert_hidden']} channels, {first['dtype']}, "
+        f"experts: {MATMULS[first['compute']]}. Dropping has room for {first['capacity_factor']} times the mean. "
+        "Milliseconds of the host's clock; MiB per rank. "
+        '"Busiest / mean" counts kept rows only. "Dropped" and "copies" are sums over ranks.'
     )
     headings = ["routing", "room", "step", "memory", "busiest / mean", "dropped", "buffer rows", "copies"]
     return f"{machine.caption(rows, 'scripts/gpu_check.sh balance-2-step', text)}\n\n{markdown(headings, cells, 2)}"
@@ -436,7 +454,7 @@ def steps(machine: Machine) -> str:
         result = "passed" if row["ok"] else "**failed**"
         given = f"`{row['filter']}`" if "filter" in row else ""
         cells.append([f"`{row['step']}`", result, ", ".join(counted), given, run["commit"], run["date"][:10]])
-    headings = ["step of `scripts/gpu_check.sh`", "result", "tests", "filter", "commit", "date"]
+    headings = ["step of `scripts/gpu_check.sh`", "result", "tests", "arguments", "commit", "date"]
     return f"*{machine.device}: the newest run of each step.*\n\n{markdown(headings, cells, len(headings))}"
 
 

@@ -309,6 +309,36 @@ def test_a_table_names_machine_commit_and_date(tmp_path):
     assert update_tables.updated(after, tmp_path) == after
 
 
+TIMES = {"dispatch_us": 7.0, "combine_us": 5.0, "pair_us": 12.0, "floor_pair_us": 10.0, "wall_pair_us": 13.0}
+
+
+def test_one_process_and_several_processes_are_of_one_run(tmp_path):
+    """Although bench-1-tokens has a newer run."""
+
+    def bench(step, tokens, pair_us):
+        return {"step": step, "dtype": "bfloat16", "wire": "fp8", "tokens": tokens, **TIMES, "pair_us": pair_us}
+
+    alone, together = ({"step": step, "ok": True} for step in ("bench-1-tokens", "processes-4-bench"))
+    rows = [
+        bench("bench-1-tokens", 8, 11.5),
+        bench("bench-1-tokens", 8, 99.0) | {"wire": None},
+        bench("processes-4-bench", 8, 12.5),
+        bench("processes-4-bench", 16, 14.5),
+    ]
+    record(tmp_path, {"run": "1", "date": "2026-01-01"}, alone, together, bench=rows)
+    record(tmp_path, {"run": "2", "date": "2026-01-02"}, alone, bench=[bench("bench-1-tokens", 8, 10.5)])
+    table = update_tables.processes(update_tables.Machine("2xNVIDIA-X", tmp_path))
+    assert table.splitlines()[-2:] == ["| 8 | 7.0 | 5.0 | 12.5 | 13.0 | 11.5 |", "| 16 | 7.0 | 5.0 | 14.5 | 13.0 |  |"]
+
+
+def test_a_table_of_two_runs_names_the_rows_of_the_second(tmp_path):
+    shape = {"tokens": 128, "hidden": 7168, "top_k": 8, "experts": 256, "routing": "uniform", **TIMES}
+    for number, (step, change) in enumerate({"bench-2-hidden": {"hidden": 64}, "bench-3-top-k": {"top_k": 1}}.items()):
+        run = {"run": str(number), "date": f"2026-01-0{number + 1}", "commit": f"commit{number}"}
+        record(tmp_path, run, {"step": step, "ok": True}, bench=[{"step": step} | shape | change])
+    assert " Rows of commit1: top-1.*\n" in update_tables.shapes(update_tables.Machine("2xNVIDIA-X", tmp_path))
+
+
 def test_a_table_without_results_is_an_error(tmp_path):
     record(tmp_path, {}, {"step": "native-run", "ok": True})
     for machine in ("2xNVIDIA-X", "4xNVIDIA-X"):
