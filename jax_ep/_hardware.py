@@ -14,8 +14,8 @@ class Hardware(NamedTuple):
     name: str
     backend: Literal["cuda", "collectives", "reference"]
     """What `Group(backend="auto")` takes."""
-    state: Literal["tried", "untried"]
-    """Whether jax_ep's tests have passed on such hardware."""
+    state: Literal["tried", "untried", "does not work"]
+    """Whether jax_ep's tests have run on such hardware. docs/hardware.md defines the states."""
     reason: str
 
     def __str__(self) -> str:
@@ -70,8 +70,8 @@ HARDWARE: dict[str, Hardware] = {
     "mig": Hardware(
         "two or more MIG instances",
         "collectives",
-        "untried",
-        "does not work: a group opens, but its operations fail. MIG instances have no peer access, and NCCL refuses "
+        "does not work",
+        "a group opens, but its operations fail: MIG instances (parts of a GPU) have no peer access, and NCCL refuses "
         "several instances (https://github.com/NVIDIA/nccl/issues/1716). A group of one instance takes the backend of "
         "its GPU",
     ),

@@ -378,7 +378,7 @@ def balanced_step(machine: Machine) -> str:
     names = {"balanced": "balanced", "dropping": "dropping", "worst_case": "worst case"}
     cells = [
         [
-            "hot expert" if row["skew"] == "hot" else f"sigma {row['skew']}",
+            "one hot expert" if row["skew"] == "hot" else f"sigma {row['skew']}",
             names[row["variant"]],
             f"{row['step_ms']:.2f}",
             f"{(row['executable_bytes'] + row['group_bytes']) / 2**20:.0f}",
