@@ -137,6 +137,7 @@ struct Counters {
 };
 
 inline constexpr int kNumRowsCopies = 8;
+static_assert(kNumRowsCopies * kMaxLocalRanks <= kMaxRanks);
 inline constexpr int32_t kMaxLowLatencyBlocks = 640;  // of one launch
 
 // The word with which the blocks of a launch enter a new operation. Each block adds its launch's step() with one atomic
@@ -204,8 +205,8 @@ struct Control {
   unsigned long long notified[kMaxSlots][kMaxRanks];  // {epoch, hash of the call} of each rank
   // {epoch, number of rows that each rank sends here}. A thousand warps poll it. If all of them polled one word, the
   // peer's store to it would arrive microseconds late. So the peer writes several copies, and each block polls one of
-  // them.
-  unsigned long long num_rows[kMaxSlots][kNumRowsCopies][kMaxRanks];
+  // them (num_rows_index).
+  unsigned long long num_rows[kMaxSlots][kMaxRanks];
   // For the low-latency variant (ffi/cuda/roles.cuh). role_counts: at index epoch % 2, {number of roles that receivers
   // have given away, number of senders that have entered}. given_away[role]: a receiver sets it to 1 when it gives the
   // role away, and the block that takes the role sets it to 0.
@@ -213,10 +214,15 @@ struct Control {
   uint32_t given_away[kMaxLowLatencyBlocks];
   // A BlockedWord from each rank, which is in an operation of another group (ffi/cuda/other_groups.cuh); and the newest
   // word that a block of this rank has erased.
-  unsigned long long blocked[kMaxRanks], erased_blocked[kMaxRanks];
+  unsigned long long blocked[kMaxLocalRanks], erased_blocked[kMaxLocalRanks];
   Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
+
+// The index of a copy of the word of `rank` in Control::num_rows. With more than kMaxLocalRanks ranks, there is one
+// copy.
+constexpr int32_t num_rows_copies(int32_t num_ranks) { return num_ranks > kMaxLocalRanks ? 1 : kNumRowsCopies; }
+constexpr int32_t num_rows_index(int32_t copy, int32_t rank) { return copy * kMaxLocalRanks + rank; }
 
 // The control memory of a group whose newest operation is `newest_epoch` and which has no operation in flight.
 // Operation n may begin when all ranks have finished operation n - num_slots. So `finished` of each slot begins with

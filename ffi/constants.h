@@ -6,8 +6,10 @@
 
 namespace jax_ep {
 
-// of a group on the CUDA backend: one per lane of a warp
-inline constexpr int32_t kMaxRanks = 32;
+// of a group on the CUDA backend without a network: one per lane of a warp
+inline constexpr int32_t kMaxLocalRanks = 32;
+// of a group on the CUDA backend over a network
+inline constexpr int32_t kMaxRanks = 256;
 // experts of a token
 inline constexpr int32_t kMaxTopK = 32;
 // channels of an fp8 row that share one float32 scale

@@ -58,10 +58,6 @@ struct Nodes {
   constexpr int32_t rail_peer(int32_t rank, int32_t node) const { return node * size + rank % size; }
   constexpr int32_t rail_peer_in(int32_t node) const { return rail_peer(number, node); }
   constexpr bool is_rail_peer(int32_t rank) const { return !is_in_own_node(rank) && rank % size == number; }
-  // True if `rank` is a rail peer, and if `ranks` (a bit per rank) has a rank of its node.
-  constexpr bool forwards(int32_t rank, uint32_t ranks) const {
-    return is_rail_peer(rank) && (ranks >> (rank - rank % size) & 0xffffffffu >> (32 - size)) != 0;
-  }
   // The source under which a rank keeps the rows that its rail peer in another node sends. It follows the ranks.
   constexpr int32_t source_of(int32_t node) const { return size * count + node; }
 };

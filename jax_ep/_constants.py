@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 
-MAX_RANKS = 32  # of a group on the CUDA backend: one per lane of a warp
+MAX_LOCAL_RANKS = 32  # of a group on the CUDA backend without a network: one per lane of a warp
+MAX_RANKS = 256  # of a group on the CUDA backend over a network
 MAX_TOP_K = 32  # experts of a token
 CHANNELS_PER_SCALE = 128  # channels of an fp8 row that share one float32 scale
 TOLERANCE_UNITS_PER_ONE = 4096  # units in a tolerance of 1.0: balance rounds its tolerance to whole units

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, NamedTuple
 
-from jax_ep._constants import MAX_RANKS
+from jax_ep._constants import MAX_LOCAL_RANKS, MAX_RANKS
 
 
 class Hardware(NamedTuple):
@@ -79,8 +79,8 @@ HARDWARE: dict[str, Hardware] = {
         f"more than {MAX_RANKS} GPUs along `axis_name`",
         "collectives",
         "untried",
-        f"a group on the kernels has at most {MAX_RANKS} ranks. Each index along the other mesh axes is a group of its "
-        "own",
+        f"a group on the kernels has at most {MAX_RANKS} ranks, or {MAX_LOCAL_RANKS} without a network. Each index "
+        "along the other mesh axes is a group of its own",
     ),
     "other": Hardware(
         "other accelerators: AMD GPUs, TPUs", "collectives", "untried", "the kernels are CUDA; the backend is plain JAX"

@@ -158,7 +158,7 @@ def test_memory_is_that_of_a_group(largest_mesh, kernel_backend):
     ("sizes", "reason"),
     [
         ({"experts": 256, "ranks": 6}, "experts is 256; it must be a multiple of the 6 ranks"),
-        ({"ranks": 64}, "there are 64 devices, and a group has at most 32 ranks; give --ranks"),
+        ({"ranks": 512}, "there are 512 devices, and a group has at most 256 ranks; give --ranks"),
         ({"hidden": 100, "ranks": 8}, "hidden is 100, a row of 200 bytes; it must be a multiple of 16 bytes"),
     ],
 )
@@ -173,7 +173,7 @@ def test_sizes_of_no_group(sizes, reason):
     [
         ("--tokens", "0", "--tokens is 0; it must be at least 1"),
         ("--top-k", "33", "--top-k is 33; it must be 1 to 32"),
-        ("--ranks", "33", "--ranks is 33; it must be 1 to 32"),
+        ("--ranks", "257", "--ranks is 257; it must be 1 to 256"),
     ],
 )
 def test_options_that_do_not_fit(capsys, option, value, message):

@@ -12,7 +12,7 @@ import pytest
 
 import jax_ep as ep
 from helpers import make_mesh, spmd
-from jax_ep import _backends
+from jax_ep import _backends, _processes
 from shapes import SMALL, make_inputs
 
 
@@ -76,14 +76,27 @@ def test_cuda_backend_needs_gpus(make_group):
     assert_names(raised.value, "backend", "cuda", "collectives", "reference")
 
 
-def test_cuda_backend_needs_an_axis_of_at_most_32():
+def test_cuda_backend_needs_an_axis_of_at_most_256():
     gpu = SimpleNamespace(platform="gpu")
-    mesh = SimpleNamespace(devices=np.full((2, 33), gpu), shape={"data": 2, "ep": 33})
+    mesh = SimpleNamespace(devices=np.full((2, 257), gpu), shape={"data": 2, "ep": 257})
     with pytest.raises(ValueError, match="axis_name") as raised:
         _backends.choose("cuda", mesh, "ep")
-    assert_names(raised.value, "backend", "'cuda'", "'ep'", 33, "at most 32", "('data', 'ep')")
+    assert_names(raised.value, "backend", "'cuda'", "'ep'", 257, "at most 256", "('data', 'ep')")
     with pytest.warns(UserWarning, match="uses XLA's collectives on GPUs, not its kernels: axis_name is 'ep'"):
         assert _backends.choose("auto", mesh, "ep") == "collectives"
+
+
+def test_a_cuda_group_without_a_network_needs_an_axis_of_at_most_32(monkeypatch):
+    """33 GPUs of one host: the processes agree that they need no network."""
+    devices = np.full(33, SimpleNamespace(platform="gpu", process_index=0))
+    mesh = SimpleNamespace(devices=devices, shape={"ep": 33}, local_devices=[])
+    answer = {"reason": "", "host": "a", "override": "", "gpus": {}}
+    monkeypatch.setattr(_processes, "owners", lambda mesh: [0])
+    monkeypatch.setattr(_processes, "ep_groups", lambda mesh, axis_name: devices.reshape(1, 33))
+    monkeypatch.setattr(_processes, "exchange", lambda key, mine, *_: {0: mine if key.startswith("links") else answer})
+    monkeypatch.setattr(_backends, "_link_reason", lambda *_: "")
+    reason = _backends._agreed_reason("", mesh, "ep", 1.0)
+    assert_names(reason, "'ep'", 33, "without a network has at most 32", "('data', 'ep')")
 
 
 def test_quantised_x_needs_whole_units(make_group, mesh):

@@ -189,8 +189,8 @@ def test_scan_over_checkpointed_layers(make_group):
 
 
 def test_too_many_ranks_for_cuda_along_two_axes():
-    mesh = SimpleNamespace(devices=np.full((2, 33), SimpleNamespace(platform="gpu")), shape={"data": 2, "ep": 33})
-    with pytest.raises(ValueError, match=r"axis_name is \('data', 'ep'\), along which .* 66 devices"):
+    mesh = SimpleNamespace(devices=np.full((2, 129), SimpleNamespace(platform="gpu")), shape={"data": 2, "ep": 129})
+    with pytest.raises(ValueError, match=r"axis_name is \('data', 'ep'\), along which .* 258 devices"):
         _backends.choose("cuda", mesh, ("data", "ep"))
 
 
@@ -405,12 +405,18 @@ def test_lowering_for_gpus_names_the_group_that_will_be_opened(monkeypatch):
 
 @pytest.mark.parametrize(
     ("platform", "num_ranks", "expected"),
-    [("gpu", 4, "cuda"), ("gpu", 64, "collectives"), ("tpu", 4, "collectives"), ("cpu", 4, "reference")],
+    [
+        ("gpu", 4, "cuda"),
+        ("gpu", 64, "cuda"),
+        ("gpu", 512, "collectives"),
+        ("tpu", 4, "collectives"),
+        ("cpu", 4, "reference"),
+    ],
 )
 def test_backend_without_devices(platform, num_ranks, expected):
     device = jax.sharding.AbstractDevice(device_kind=f"a {platform}", num_cores=None, platform=platform)
     mesh = AbstractMesh((num_ranks,), ("ep",), abstract_device=device)
-    assert open_group(mesh, SHAPE, num_experts=64).backend == expected
+    assert open_group(mesh, SHAPE, num_experts=512).backend == expected
 
 
 def test_backend_without_devices_whose_kind_is_not_known():
@@ -436,8 +442,8 @@ def test_what_a_group_without_devices_refuses():
         group.open(mesh_of(ep=2, data=2))
     with pytest.raises(ValueError, match=r"mesh is None, and no mesh is set"):
         group.open()
-    with pytest.raises(ValueError, match="backend is 'cuda', which cannot be used here: .* at most 32"):
-        open_group(AbstractMesh((33,), ("ep",)), SHAPE, num_experts=33, backend="cuda")
+    with pytest.raises(ValueError, match="backend is 'cuda', which cannot be used here: .* at most 256"):
+        open_group(AbstractMesh((257,), ("ep",)), SHAPE, num_experts=257, backend="cuda")
     group.close()
     with pytest.raises(ValueError, match="group is closed"):
         lowered_without_devices(group)

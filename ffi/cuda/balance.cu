@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(1024, 1)
 }  // namespace
 
 cudaError_t launch_balance(const Peers& peers, const BalanceArgs& args, const BalancePlan& plan, cudaStream_t stream) {
+  if (peers.num_ranks > kMaxLocalRanks) return cudaErrorInvalidConfiguration;  // a lane per rank
   const int32_t experts_per_rank = peers.num_home_experts(), num_experts = peers.num_ranks * experts_per_rank;
   const Grid pairs = {plan.num_blocks, kPairThreads, 0};
   cudaError_t status = launch(count_pairs_kernel, {plan.num_blocks, kPairThreads, plan.counters_bytes(num_experts)},

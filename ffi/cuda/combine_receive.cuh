@@ -41,46 +41,51 @@ struct CombineReceiver : CombineSender<Config> {
 
   // A token whose sums come back.
   struct Returning {
-    int32_t index;         // its row's index at rank = lane, or -1
+    PerRank index;         // its row's index at each rank, or -1
     RowsOfToken own_rows;  // its rows here, if sums_own(); call complete_row() before use
   };
 
   __device__ Returning issue_token_loads(int32_t token) const {
-    Returning issued = {-1};
-    if (lane_id() < peers.num_ranks)
-      issued.index = __ldg(args.send_index + int64_t{token} * peers.num_ranks + lane_id());
+    Returning issued = {PerRank::all(-1), {}};
+    for_rank_of_lane(peers, [&](int w, int32_t rank) {
+      issued.index.of_word[w] = __ldg(args.send_index + int64_t{token} * peers.num_ranks + rank);
+    });
     if (sums_own()) issued.own_rows = issue_row_loads(peers.rank, token);
     return issued;
   }
 
+  // The source under which this rank keeps the sum from `rank`.
+  __device__ int32_t source_of(int32_t rank) const {
+    if (!uses_rail_peers() || nodes_of(peers).is_in_own_node(rank)) return rank;
+    return nodes_of(peers).source_of(rank / nodes_of(peers).size);
+  }
+
   __device__ void receive_token(int32_t token, const Returning& issued, const WarpGroup& warp_group) const {
     const RowsOfToken own_rows = sums_own() ? complete_row(issued.own_rows) : RowsOfToken{};
-    const int32_t rank = lane_id();
-    int32_t index = issued.index, source = rank;
-    if (uses_rail_peers()) {
-      const Nodes& nodes = nodes_of(peers);
-      index = rail_index(nodes, index, token);
-      if (!nodes.is_in_own_node(rank)) source = nodes.source_of(rank / nodes.size);
-    }
-    if (kHasNetwork && index >= 0) await_signal(op, rank, source, index);
-    __syncwarp();                                         // some lanes have waited; now all lanes may read
-    const int32_t arena_row = row_number(source, index);  // of rank = lane
-    // here: the bit of this rank if receivers sum own rows, else 0.
-    const uint32_t sources = __ballot_sync(kAllLanes, index >= 0), here = sums_own() ? 1u << peers.rank : 0;
+    const PerRank index = uses_rail_peers() ? rail_index(nodes_of(peers), issued.index, token) : issued.index;
+    PerRank arena_row = {};  // of the sum from each rank
+    for_each_word(peers, [&](int w) {
+      const int32_t rank = rank_of_lane(w), source = source_of(rank);
+      if (kHasNetwork && index.of_word[w] >= 0) await_signal(op, rank, source, index.of_word[w]);
+      arena_row.of_word[w] = row_number(source, index.of_word[w]);
+    });
+    __syncwarp();  // some lanes have waited; now all lanes may read
+    const RankSet sources = RankSet::of(index);
+    const RankSet here = sums_own() ? RankSet::only(peers.rank) : RankSet{};  // of which receivers sum the rows
     if (args.topk_weights_cotangent &&
         warp_group.warp == warp_group.num_warps - 1) {  // the last warp has the fewest chunks
-      float weight = await_weight_cotangent(arena_row, sources & ~here);
-      if (here) weight += weight_cotangent_to_send(own_rows.row);
+      float weight = await_weight_cotangent(arena_row, sources.without(here));
+      if (sums_own()) weight += weight_cotangent_to_send(own_rows.row);
       if (lane_id() < args.top_k) args.topk_weights_cotangent[int64_t{token} * args.top_k + lane_id()] = weight;
     }
     if constexpr (kVariant == Variant::kBalanced) {
       // If few ranks have sums, and this warp sums no own rows, there are registers for more chunks.
-      if (!(sources & here) && __popc(sources) <= kRanksAtOnce / 2) {
-        return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, 0, own_rows, warp_group);
+      if (!sources.intersection(here).any() && sources.size() <= kRanksAtOnce / 2) {
+        return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, {}, own_rows, warp_group);
       }
     }
     if constexpr (kHasRing) {
-      add_parts_of_ring(token, arena_row, sources, here & sources, own_rows, warp_group);
+      add_parts_of_ring(token, arena_row, sources, sources.intersection(here), own_rows, warp_group);
     } else {
       add_parts<1, kRanksAtOnce>(token, arena_row, sources, here, own_rows, warp_group);
     }
@@ -113,13 +118,14 @@ struct CombineReceiver : CombineSender<Config> {
 
   // Adds a token's sums, if y is prefetched. The own rows are summed first. The own sum stays in shared memory until it
   // is added in the order of ranks. This takes few instructions, which matters most here.
-  __device__ void add_parts_of_ring(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
-                                    const RowsOfToken& own_rows, const WarpGroup& warp_group) const {
+  __device__ void add_parts_of_ring(int32_t token, const PerRank& arena_row, const RankSet& sources,
+                                    const RankSet& here, const RowsOfToken& own_rows,
+                                    const WarpGroup& warp_group) const {
     static_assert(kChunksAtOnce * kUnitsKept * kChunkBytes <= Base::Ring::kBytesOfSpare);
     const uint32_t kept = ring.spare() + lane_id() * kUnitBytes;
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
-      if (here) {
+      if (here.any()) {
         float sum[kChunksAtOnce][kSize];
         Base::template sum_part<kChunksAtOnce, true>(own_rows, part, warp_group, sum);
 #pragma unroll
@@ -133,26 +139,28 @@ struct CombineReceiver : CombineSender<Config> {
       }
       float total[kChunksAtOnce][kSize];
 #pragma unroll
-      for (int c = 0; c < kChunksAtOnce; ++c) start_sum(total[c], sources != 0);
+      for (int c = 0; c < kChunksAtOnce; ++c) start_sum(total[c], sources.any());
+      for_each_word(peers, [&](int w) {
 #pragma unroll 1
-      for (uint32_t left = sources; left; left &= left - 1) {
-        const bool is_here = (left & -left & here) != 0;
-        if constexpr (kCasts) {
-          if (is_here) {
-            add_own_sum(kept, total);
-            continue;
+        for (uint32_t left = sources.words[w]; left; left &= left - 1) {
+          const bool is_here = (left & -left & here.words[w]) != 0;
+          if constexpr (kCasts) {
+            if (is_here) {
+              add_own_sum(kept, total);
+              continue;
+            }
           }
-        }
-        Sums sums;
-        if (is_here) {
+          Sums sums;
+          if (is_here) {
 #pragma unroll
-          for (int c = 0; c < kChunksAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
-        } else {
-          sums = take_sums(__ffs(left) - 1, arena_row, part);
-        }
+            for (int c = 0; c < kChunksAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
+          } else {
+            sums = take_sums(32 * w + __ffs(left) - 1, arena_row, part);
+          }
 #pragma unroll
-        for (int c = 0; c < kChunksAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
-      }
+          for (int c = 0; c < kChunksAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
+        }
+      });
       store_sums(token, part, total);
     }
   }
@@ -184,8 +192,8 @@ struct CombineReceiver : CombineSender<Config> {
   };
 
   // Waits for a part of the sum from `source`, and takes it.
-  __device__ Sums take_sums(int32_t source, int32_t arena_row, int32_t part) const {
-    const RowAddress from(op, __shfl_sync(kAllLanes, arena_row, source));
+  __device__ Sums take_sums(int32_t source, const PerRank& arena_row, int32_t part) const {
+    const RowAddress from(op, arena_row.at(source));
     const int32_t first = part * kChunksAtOnce;
     const int32_t chunk_of_scales = first + lane_id();
     const PartAddresses addresses = {from.unit(op, first), from.scales(op, payload_bytes(), chunk_of_scales),
@@ -225,8 +233,9 @@ struct CombineReceiver : CombineSender<Config> {
   // Adds a token's sums, by parts of `kChunks` chunks. A lane awaits units of `kRanks` ranks at once. Own rows are
   // summed while the other ranks' sums are in transit.
   template <int kChunks, int kRanks>
-  __device__ __forceinline__ void add_parts(int32_t token, int32_t arena_row, uint32_t sources, uint32_t here,
-                                            const RowsOfToken& own_rows, const WarpGroup& warp_group) const {
+  __device__ __forceinline__ void add_parts(int32_t token, const PerRank& arena_row, const RankSet& sources,
+                                            const RankSet& here, const RowsOfToken& own_rows,
+                                            const WarpGroup& warp_group) const {
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < Base::template end_of_parts<kChunks>();
          part += Base::template step<kChunks>(warp_group)) {
@@ -235,7 +244,7 @@ struct CombineReceiver : CombineSender<Config> {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         chunk[i] = Base::template chunk_of<kChunks>(part, i, warp_group);
-        start_sum(total[i], sources != 0);
+        start_sum(total[i], sources.any());
       }
       add_all<kChunks, kRanks>(arena_row, sources, here, chunk, total, [&](int i, float (&sum)[1][kSize]) {
         Base::template sum_part<1, true>(own_rows, chunk[i], warp_group,
@@ -250,28 +259,34 @@ struct CombineReceiver : CombineSender<Config> {
 
   // Waits for the cotangents of a token's weights, and returns the cotangent for k = lane. Each (token, k) has its row
   // on at most one rank; the other ranks send zero.
-  __device__ float await_weight_cotangent(int32_t arena_row, uint32_t sources) const {
+  __device__ float await_weight_cotangent(const PerRank& arena_row, const RankSet& sources) const {
     float total = 0;
+    for_each_word(peers, [&](int w) {
 #pragma unroll 1
-    for (; sources; sources &= sources - 1) {
-      const int32_t source = __ffs(sources) - 1;
-      const RowAddress from(op, __shfl_sync(kAllLanes, arena_row, source));
-      RowHeader header = no_header(op);
-      const bool came = op.wait_until(
-          source, [&] { return lane_id() >= args.top_k || look_at_header(op, from.header(lane_id()), header); });
-      if (came) total += header.weight;
-      __syncwarp();
-    }
+      for (uint32_t left = sources.words[w]; left; left &= left - 1) {
+        const int32_t source = 32 * w + __ffs(left) - 1;
+        const RowAddress from(op, arena_row.at(source));
+        RowHeader header = no_header(op);
+        const bool came = op.wait_until(
+            source, [&] { return lane_id() >= args.top_k || look_at_header(op, from.header(lane_id()), header); });
+        if (came) total += header.weight;
+        __syncwarp();
+      }
+    });
     return total;
   }
 
   // Adds the partial sums of all ranks: this lane's unit in each chunk of `chunk`. sum_own_rows(i, sum) sums chunk i of
-  // the own rows, if `here` has the bit of this rank.
+  // the own rows, if `here` has this rank.
   template <int N, int kRanks, typename SumOwnRows>
-  __device__ __forceinline__ void add_all(int32_t arena_row, uint32_t sources, uint32_t here, const int32_t (&chunk)[N],
-                                          float (&total)[N][kSize], SumOwnRows sum_own_rows) const {
+  __device__ __forceinline__ void add_all(const PerRank& arena_row, const RankSet& sources, const RankSet& here,
+                                          const int32_t (&chunk)[N], float (&total)[N][kSize],
+                                          SumOwnRows sum_own_rows) const {
+    for_each_word(peers, [&](int w) {
+      uint32_t left = sources.words[w];
 #pragma unroll 1
-    while (sources) add_ranks<N, kRanks>(arena_row, sources, here, chunk, total, sum_own_rows);
+      while (left) add_ranks<N, kRanks>(w, arena_row.of_word[w], left, here.words[w], chunk, total, sum_own_rows);
+    });
   }
 
   // The addresses of this lane's units in N chunks, from each of kRanks ranks. If the sums are cast, N is 1, and there
@@ -293,13 +308,15 @@ struct CombineReceiver : CombineSender<Config> {
   };
 
   // Adds the units of the next kRanks ranks in `left`, in the order of ranks, and removes these ranks from `left`.
+  // `arena_row`, `left` and `here` are those of word w.
   template <int N, int kRanks, typename SumOwnRows>
-  __device__ __forceinline__ void add_ranks(int32_t arena_row, uint32_t& left, uint32_t here, const int32_t (&chunk)[N],
-                                            float (&total)[N][kSize], SumOwnRows sum_own_rows) const {
-    const auto source = [now = left](int i) {
+  __device__ __forceinline__ void add_ranks(int w, int32_t arena_row, uint32_t& left, uint32_t here,
+                                            const int32_t (&chunk)[N], float (&total)[N][kSize],
+                                            SumOwnRows sum_own_rows) const {
+    const auto source = [w, now = left](int i) {
       uint32_t rest = now;
       for (i = i < N * kRanks ? i % kRanks : lane_id(); i > 0; --i) rest &= rest - 1;
-      return __ffs(rest) - 1;
+      return 32 * w + __ffs(rest) - 1;
     };
     UnitOfRanks<N, kRanks> addresses = {peers.layout};
 #pragma unroll

@@ -19,7 +19,7 @@ struct CombineSender : CombineSums<Config> {
   __device__ void notify() const {
     if (!op.state.failed) {
       if (args.num_sent) send_num_rows(op.state, args.num_sent);
-      if (threadIdx.x < peers.num_ranks) op.notify(threadIdx.x);
+      for_rank_of_thread(peers, op.num_worker_threads, [&](int32_t peer) { op.notify(peer); });
     }
     op.tell_former_finished();
   }
@@ -84,8 +84,11 @@ struct CombineSender : CombineSums<Config> {
   // The largest number of rows that go to one peer. Items from num_destinations() times this number on have no row;
   // with many ranks, these are most items.
   __device__ int32_t most_rows_of_peer() const {
-    const bool is_peer = lane_id() < peers.num_ranks && lane_id() != peers.rank;
-    return __reduce_max_sync(kAllLanes, is_peer ? __ldg(args.num_recv_per_rank + lane_id()) : 0);
+    int32_t most = 0;
+    for_rank_of_lane(peers, [&](int, int32_t peer) {
+      if (peer != peers.rank) most = max(most, __ldg(args.num_recv_per_rank + peer));
+    });
+    return __reduce_max_sync(kAllLanes, most);
   }
 
   // Sends a partial sum. `sums` is this warp's first part of it.

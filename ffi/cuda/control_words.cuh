@@ -41,16 +41,19 @@ struct Operation : Epoch {
   // Sends each rank the number of rows that it gets. The workers of one block call it.
   __device__ __forceinline__ void send_num_rows(const int32_t* num_rows) const {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < peers.num_ranks * kNumRowsCopies; i += num_worker_threads) {
-      const int32_t peer = i / kNumRowsCopies, copy = i % kNumRowsCopies;
+    for (int32_t i = threadIdx.x; i < peers.num_ranks * num_copies(); i += num_worker_threads) {
+      const int32_t peer = i / num_copies(), copy = i % num_copies();
       if (kHasNetwork && copy > 0 && is_remote(peers, peer)) continue;
-      send_number(peer, &control_of(peer).num_rows[state.slot][copy][peers.rank], num_rows[peer]);
+      send_number(peer, &control_of(peer).num_rows[state.slot][num_rows_index(copy, peers.rank)], num_rows[peer]);
     }
   }
   // Waits for the number of rows that come from a rank.
   __device__ __forceinline__ int32_t wait_num_rows(int32_t source) const {
-    const int32_t copy = kHasNetwork && is_remote(peers, source) ? 0 : blockIdx.x % kNumRowsCopies;
-    return wait_number(source, &own_control().num_rows[state.slot][copy][source]);
+    const int32_t copy = kHasNetwork && is_remote(peers, source) ? 0 : blockIdx.x % num_copies();
+    return wait_number(source, &own_control().num_rows[state.slot][num_rows_index(copy, source)]);
+  }
+  __device__ __forceinline__ int32_t num_copies() const {
+    return kRankWords == 1 ? kNumRowsCopies : num_rows_copies(peers.num_ranks);
   }
 
   // True for the warp of the first receiver that calls wait_peers(): the last worker warp but one. The last worker warp
@@ -58,16 +61,15 @@ struct Operation : Epoch {
   // starts without a row.)
   __device__ __forceinline__ bool waits_for_peers() const { return warp_id() == max(num_worker_threads / 32 - 2, 0); }
 
-  // Waits for the notifications of all ranks. One warp calls it, with a lane per rank. Fails the operation if a rank is
-  // in another operation. Adds to the counters: the operation, and the time waited for each rank. Returns false if the
-  // operation has failed.
+  // Waits for the notifications of all ranks. One warp calls it. Fails the operation if a rank is in another operation.
+  // Adds to the counters: the operation, and the time waited for each rank. Returns false if the operation has failed.
   __device__ __forceinline__ bool wait_notified() const {
     const Operation& op = *this;
-    const int32_t peer = lane_id();
     Counters& counters = op.own_control().counters;
-    if (peer < op.peers.num_ranks) {
+    uint64_t start_ns = 0;
+    for_rank_of_lane(op.peers, [&](int w, int32_t peer) {
       const unsigned long long* const notification = &op.own_control().notified[op.state.slot][peer];
-      const uint64_t start_ns = globaltimer_ns();
+      if (w == 0) start_ns = globaltimer_ns();
       uint64_t looked = start_ns;  // when this lane polled last; after the loop, the clock shows the last lane's time
       unsigned long long seen = 0;
       const bool came = op.wait_for(peer, op.state.epoch, [&] {
@@ -78,10 +80,10 @@ struct Operation : Epoch {
       const uint32_t hash = static_cast<uint32_t>(seen);
       if (came && hash != op.call.hash) fail(state, FailureReason::kOtherOp, peer, op.call.hash, hash);
       red_add_relaxed_gpu(&counters.peer[peer].waited_ns, looked - start_ns);
-    }
+    });
     __syncwarp();
     if (op.state.failed) return false;
-    if (peer == 0) red_add_relaxed_gpu(&counters.operations[static_cast<uint32_t>(op.call.op)], 1);
+    if (lane_id() == 0) red_add_relaxed_gpu(&counters.operations[static_cast<uint32_t>(op.call.op)], 1);
     return true;
   }
   __device__ __noinline__ static void wait_peers(State& state) { operation_of<Operation>(state).wait_notified(); }
@@ -90,12 +92,13 @@ struct Operation : Epoch {
   __device__ __noinline__ static void wait_peers(State& state, RowCounters PeerCounters::* direction,
                                                  const int32_t* num_rows, int32_t row_bytes) {
     const auto op = operation_of<Operation>(state);
-    const int32_t peer = lane_id();
-    if (!op.wait_notified() || peer >= op.peers.num_ranks) return;
-    const int32_t rows = num_rows ? __ldg(num_rows + peer) : op.wait_num_rows(peer);
-    RowCounters& counted = op.own_control().counters.peer[peer].*direction;
-    red_add_relaxed_gpu(&counted.rows, rows);
-    red_add_relaxed_gpu(&counted.bytes, int64_t{rows} * row_bytes);
+    if (!op.wait_notified()) return;
+    for_rank_of_lane(op.peers, [&](int, int32_t peer) {
+      const int32_t rows = num_rows ? __ldg(num_rows + peer) : op.wait_num_rows(peer);
+      RowCounters& counted = op.own_control().counters.peer[peer].*direction;
+      red_add_relaxed_gpu(&counted.rows, rows);
+      red_add_relaxed_gpu(&counted.bytes, int64_t{rows} * row_bytes);
+    });
   }
 };
 

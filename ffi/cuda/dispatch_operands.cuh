@@ -22,11 +22,11 @@ struct DispatchShared {
   // The experts (top_k per token) and the ranks of the tokens that the block's warp groups send in one round. There are
   // two of each array, for rounds with even and with odd numbers.
   int32_t experts[2][kMaxBlockWarps * kMaxTopK];
-  uint32_t ranks[2][kMaxBlockWarps];
+  RankSet ranks[2][kMaxBlockWarps];
   int32_t dropped;
-  int32_t num_rows_from[kMaxRanks];  // the number of rows that each source sends here
-  int32_t gives_up;                  // a warp has seen the failure before kDestinationsBarrier
-  uint32_t claimed[kMaxBlockWarps];  // the newest item that each warp group has claimed
+  int32_t num_rows_from[kMostRanks];  // the number of rows that each source sends here
+  int32_t gives_up;                   // a warp has seen the failure before kDestinationsBarrier
+  uint32_t claimed[kMaxBlockWarps];   // the newest item that each warp group has claimed
 };
 
 // What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all

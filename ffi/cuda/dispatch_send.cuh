@@ -28,12 +28,12 @@ struct DispatchSender : Routing<Config> {
 
   // The destinations of a token.
   struct Route {
-    int32_t index;  // for rank = lane: the row's index among the rows sent there; -1 if it is not sent there
+    PerRank index;  // of the row, among the rows sent to each rank; -1 if it is not sent there
     // Lane k has the values for k ("for k = lane"). Only the first warp of the warp group has `position_in_source` and
     // `weight`: it writes the headers.
     int32_t expert, position_in_source;  // expert: -1 for none
     float weight;
-    uint32_t ranks;  // bits of the destination ranks, if the route is new
+    RankSet ranks;  // the destinations, if the route is new
   };
 
   // What a warp group loads of a token that it sends.
@@ -83,18 +83,16 @@ struct DispatchSender : Routing<Config> {
         count_tokens(counts, counted, first_token, now.ids, kClearsBeforeEntry && round == 0);
         finish_route(counts, route, block_tokens, warp_group);
         if (args.named_slot) name_slots(route, token, warp_group);
-        if (is_own(lane_id()) && route.index >= 0) route.index = token;
+        for_each_word(peers, [&](int w) {
+          int32_t& index = route.index.of_word[w];
+          if (is_own(rank_of_lane(w)) && index >= 0) index = token;
+        });
       }
       counted = first_token;
       op.stamp(Stamp::kRouted);
-      if (args.send_index && warp_group.warp == 0 && token < args.num_tokens && lane_id() < peers.num_ranks) {
-        int32_t* const kept = args.send_index + int64_t{token} * peers.num_ranks + lane_id();
-        *kept = route.index;
-        const bool is_forwarded = uses_rail_peers() && is_remote(peers, lane_id());
-        if (kHasNetwork && !is_forwarded) kept[args.num_tokens * peers.num_ranks] = -1;
-      }
+      if (args.send_index && warp_group.warp == 0 && token < args.num_tokens) keep_route(token, route.index);
       const bool sends = !op.warp_has_failed();
-      const int32_t index = index_to_send(route, token);
+      const PerRank index = index_to_send(route, token);
       if (sends) send_row(token, packed, route, index, warp_group);
       if constexpr (kHasNetwork) put_rows(token, index, warp_group, sends);
       op.stamp(Stamp::kMoved);
@@ -107,23 +105,35 @@ struct DispatchSender : Routing<Config> {
     return new_route() ? ids_to_count(first, min(last, args.num_tokens)) : Ids{};
   }
 
+  // Writes the token's route for later operations.
+  __device__ void keep_route(int32_t token, const PerRank& index) const {
+    for_rank_of_lane(peers, [&](int w, int32_t rank) {
+      int32_t* const kept = args.send_index + int64_t{token} * peers.num_ranks + rank;
+      *kept = index.of_word[w];
+      const bool is_forwarded = uses_rail_peers() && is_remote(peers, rank);
+      if (kHasNetwork && !is_forwarded) kept[args.num_tokens * peers.num_ranks] = -1;
+    });
+  }
+
   // The number of batches in a row.
   __device__ int32_t num_batches() const { return (chunks() + kSendBatch - 1) / kSendBatch; }
 
-  // The index of the row at rank = lane, or -1 if it is not sent there.
-  __device__ int32_t index_to_send(const Route& route, int32_t token) const {
-    const int32_t index = uses_rail_peers() ? rail_index(nodes_of(peers), route.index, token) : route.index;
-    return is_own(lane_id()) ? -1 : index;
+  // The index of the row at each rank, or -1 if it is not sent there.
+  __device__ PerRank index_to_send(const Route& route, int32_t token) const {
+    PerRank index = uses_rail_peers() ? rail_index(nodes_of(peers), route.index, token) : route.index;
+    for_each_word(peers, [&](int w) {
+      if (is_own(rank_of_lane(w))) index.of_word[w] = -1;
+    });
+    return index;
   }
 
   // Sends a row. `packed` is the first batch of this warp. Each next batch is loaded before the current one is stored,
   // because a load waits until the stores before it are issued.
-  __device__ void send_row(int32_t token, Packed packed, const Route& route, int32_t index,
+  __device__ void send_row(int32_t token, Packed packed, const Route& route, const PerRank& index,
                            const WarpGroup& warp_group) const {
-    RowAddress row = {};  // at rank = lane
-    if (index >= 0) row = RowAddress(op, lane_id(), source_at(lane_id()), index);
+    const RowAtRanks row(op, index, [&](int32_t rank) { return source_at(rank); });
     // If the row goes to no peer, one step is enough. This step writes the header for this rank.
-    const int32_t end = __any_sync(kAllLanes, index >= 0) ? num_batches() : 1;
+    const int32_t end = RankSet::of(index).any() ? num_batches() : 1;
 #pragma unroll 1
     for (int32_t batch_index = warp_group.warp; batch_index < end; batch_index += warp_group.num_warps) {
       const int32_t next = batch_index + warp_group.num_warps;
@@ -147,15 +157,17 @@ struct DispatchSender : Routing<Config> {
 
   // Loads a token's route. A token out of range has no destinations.
   __device__ Route load_route(int32_t token, const WarpGroup& warp_group) const {
-    Route route = {-1, -1, 0, 1.0f};
+    Route route = {PerRank::all(-1), -1, 0, 1.0f, {}};
     if (token >= args.num_tokens) return route;
     if (new_route()) {
       if (lane_id() >= args.top_k) return route;
       const int64_t pair = int64_t{token} * args.top_k + lane_id();
       route.expert = __ldg(args.topk_idx + pair);
       if (args.topk_weights && warp_group.warp == 0) route.weight = __ldg(args.topk_weights + pair);
-    } else if (lane_id() < peers.num_ranks) {
-      route.index = __ldg(args.known_send_index + int64_t{token} * peers.num_ranks + lane_id());
+    } else {
+      for_rank_of_lane(peers, [&](int w, int32_t rank) {
+        route.index.of_word[w] = __ldg(args.known_send_index + int64_t{token} * peers.num_ranks + rank);
+      });
     }
     return route;
   }
@@ -164,7 +176,7 @@ struct DispatchSender : Routing<Config> {
   struct BlockTokens {
     int32_t group_in_block;  // the index of this warp group's token
     int32_t* experts;
-    uint32_t* ranks;
+    RankSet* ranks;
   };
 
   // Publishes the token's destinations in shared memory. The block's other warp groups read them after the next
@@ -172,7 +184,7 @@ struct DispatchSender : Routing<Config> {
   __device__ void publish_route(Route& route, const BlockTokens& block_tokens, const WarpGroup& warp_group) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
-    route.ranks = __reduce_or_sync(kAllLanes, present ? 1u << peers.rank_of(route.expert) : 0);
+    route.ranks = RankSet::of_lanes(present, present ? peers.rank_of(route.expert) : 0);
     if (warp_group.warp != 0) return;
     route.position_in_source = count_earlier(route.expert, lane_id());
     if (warp_group.num_warps >= plan.block_warps()) return;
@@ -185,17 +197,23 @@ struct DispatchSender : Routing<Config> {
   // this round's tokens with a lower group_in_block.
   __device__ void finish_route(const SendCounts& counts, Route& route, const BlockTokens& block_tokens,
                                const WarpGroup& warp_group) const {
-    if (route.ranks >> lane_id() & 1) route.index = counts.ranks[lane_id()];
+    for_each_word(peers, [&](int w) {
+      if (route.ranks.words[w] >> lane_id() & 1) route.index.of_word[w] = counts.ranks[rank_of_lane(w)];
+    });
     if (warp_group.warp == 0 && route.expert >= 0) route.position_in_source += counts.experts[route.expert];
     if (block_tokens.group_in_block == 0) return;
     // For the ranks, lane i holds the ranks of the block's token i. For the experts, the lanes hold the experts of the
     // block's pairs (token, k), 32 pairs at a time.
-    const uint32_t ranks = lane_id() < block_tokens.group_in_block ? block_tokens.ranks[lane_id()] : 0;
+    for_each_word(peers, [&](int w) {
+      const uint32_t ranks = lane_id() < block_tokens.group_in_block ? block_tokens.ranks[lane_id()].words[w] : 0;
+      int32_t& index = route.index.of_word[w];
+      const int32_t num_ranks = kRankWords == 1 ? peers.num_ranks : min(peers.num_ranks - 32 * w, 32);
 #pragma unroll 1
-    for (int32_t rank = 0; rank < peers.num_ranks; ++rank) {
-      const int32_t number = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
-      if (lane_id() == rank && route.index >= 0) route.index += number;
-    }
+      for (int32_t rank = 0; rank < num_ranks; ++rank) {  // of this word
+        const int32_t number = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
+        if (lane_id() == rank && index >= 0) index += number;
+      }
+    });
     const int32_t num_pairs = warp_group.warp == 0 ? block_tokens.group_in_block * args.top_k : 0;
 #pragma unroll 1
     for (int32_t first = 0; first < num_pairs; first += 32) {
@@ -238,24 +256,24 @@ struct DispatchSender : Routing<Config> {
     return packed;
   }
 
-  __device__ void send_batch(const Packed& packed, int32_t batch_index, const Route& route, int32_t index,
-                             const RowAddress& row) const {
+  __device__ void send_batch(const Packed& packed, int32_t batch_index, const Route& route, const PerRank& index,
+                             const RowAtRanks& row) const {
     send_chunks(packed.units, packed.scales, [=](int i) { return batch_index * kSendBatch + i; }, route, index, row);
   }
 
-  // Sends `N` chunks to each rank whose lane has an `index` of 0 or more. The i-th of them is chunk chunk_at(i) of the
-  // row. The header goes with chunk 0.
+  // Sends `N` chunks to each rank at which the row has an `index` of at least 0. The i-th of them is chunk chunk_at(i)
+  // of the row. The header goes with chunk 0.
   template <int N, typename ChunkAt>
   __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
-                                              const Route& route, int32_t index, const RowAddress& row) const {
+                                              const Route& route, const PerRank& index, const RowAtRanks& row) const {
     for_each_rank(index, [&](int32_t peer) {
       RowAddress to;
-      to.begin = row.begin_of_lane(peer);
+      to.begin = row.begin_at(peer);
       if (chunk_at(0) == 0 && new_route()) write_header(to, route, peer);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int32_t chunk = chunk_at(i);
-        const auto escape_mask = [&](int32_t number) { return row.escape_masks_of_lane(peer) + number; };
+        const auto escape_mask = [&](int32_t number) { return row.escape_masks_at(peer) + number; };
         units[i].send(op, peer, to.unit(op, chunk), [&] { return escape_mask(chunk); }, has_unit(chunk));
         if (has_scales()) {
           const bool present = lane_id() == 0 && chunk < chunks();
@@ -269,7 +287,7 @@ struct DispatchSender : Routing<Config> {
   // Puts a row to its remote ranks, after the warp group has staged it. The warps of the warp group take the ranks
   // alternately. A forwarder of a new route cannot know which tokens come, so it gets a signal also for each token that
   // does not come.
-  __device__ void put_rows(int32_t token, int32_t index, const WarpGroup& warp_group, bool staged) const {
+  __device__ void put_rows(int32_t token, const PerRank& index, const WarpGroup& warp_group, bool staged) const {
     if (any_of_warp_group(warp_group, kWarpGroupsBarrier, !staged)) return;
     const int32_t begin = new_route() ? 0 : peers.layout.header_bytes;
     const int32_t scales = has_scales() ? chunks() * kUnitBytes : 0;
@@ -277,27 +295,19 @@ struct DispatchSender : Routing<Config> {
     int32_t num_remote = 0;
     for_each_rank(index, [&](int32_t peer) {
       if (!is_remote(peers, peer) || num_remote++ % warp_group.num_warps != warp_group.warp) return;
-      put_row(op, peer, source_at(peer), __shfl_sync(kAllLanes, index, peer), begin, bytes);
+      put_row(op, peer, source_at(peer), index.at(peer), begin, bytes);
     });
-    const int32_t rank = lane_id();
-    if (uses_rail_peers() && new_route() && token < args.num_tokens && warp_group.warp == 0 && rank < peers.num_ranks &&
-        index < 0 && nodes_of(peers).is_rail_peer(rank)) {
-      put_no_row(op, rank, source_at(rank), token);
-    }
+    if (!uses_rail_peers() || !new_route() || token >= args.num_tokens || warp_group.warp != 0) return;
+    for_rank_of_lane(peers, [&](int w, int32_t rank) {
+      if (index.of_word[w] < 0 && nodes_of(peers).is_rail_peer(rank)) put_no_row(op, rank, source_at(rank), token);
+    });
   }
 
   // Calls f for every rank at which the token has an index, and begins with the rank after this one. If all senders
   // began with rank 0, they would share its link.
   template <typename F>
-  __device__ void for_each_rank(int32_t index, F f) const {
-    const uint32_t ranks = __ballot_sync(kAllLanes, index >= 0);
-    const int32_t num_behind = peers.num_ranks - peers.rank - 1;
-    const uint32_t behind = ranks >> peers.rank >> 1, others = ranks & ((2u << peers.rank) - 1);
-#pragma unroll(kUnroll)
-    for (uint32_t left = behind | others << num_behind; left; left &= left - 1) {
-      const int32_t step = __ffs(left) - 1;
-      f(step < num_behind ? peers.rank + 1 + step : step - num_behind);
-    }
+  __device__ void for_each_rank(const PerRank& index, F f) const {
+    for_each_rank_after<kUnroll>(peers, peers.rank, RankSet::of(index), f);
   }
 
   __device__ void write_header(const RowAddress& to, const Route& route, int32_t peer) const {
@@ -312,7 +322,7 @@ struct DispatchSender : Routing<Config> {
   // index at its destination. The row's signal has the epoch.
   __device__ void write_header_to_forward(const RowAddress& to, const Route& route) const {
     const int32_t rank = route.expert >= 0 ? peers.rank_of(route.expert) : 0;
-    const auto index = static_cast<uint32_t>(__shfl_sync(kAllLanes, route.index, rank));
+    const auto index = static_cast<uint32_t>(route.index.at_rank_of_lane(rank));
     const RowHeader header = {route.expert, route.position_in_source, route.weight, index};
     if (lane_id() < args.top_k) store_unit(to.header(lane_id()), *reinterpret_cast<const uint4*>(&header));
   }

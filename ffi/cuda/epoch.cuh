@@ -57,9 +57,12 @@ struct Epoch : Roles {
   //                 num_senders blocks have entered (await_entries). Not with kRoleByIndex.
   template <bool kRoleByIndex = false, typename Sends>
   __device__ __forceinline__ void enter(Sends sends, int32_t num_senders = 0) const {
-    const int32_t peer = lane_id();
-    uint8_t* const arena = peer < peers.num_ranks ? peers.table->arena[peer] : nullptr;
-    Control* const control = peer < peers.num_ranks ? peers.table->control[peer] : nullptr;
+    uint8_t* arena[kRankWords] = {};
+    Control* control[kRankWords] = {};
+    for_rank_of_lane(peers, [&](int w, int32_t peer) {
+      arena[w] = peers.table->arena[peer];
+      control[w] = peers.table->control[peer];
+    });
     if (lane_id() == 0) {
       const bool is_later = num_senders > 0 && static_cast<int32_t>(blockIdx.x) >= num_senders;
       if (!kRoleByIndex && is_later) {
@@ -74,13 +77,15 @@ struct Epoch : Roles {
       state.role = kRoleByIndex ? static_cast<int32_t>(blockIdx.x) : state.ticket;
       state.roles_to_take = 0;
     }
-    state.table.arena[peer] = arena;
-    state.table.control[peer] = control;
+    for_each_word(peers, [&](int w) {
+      state.table.arena[rank_of_lane(w)] = arena[w];
+      state.table.control[rank_of_lane(w)] = control[w];
+    });
     __syncwarp();
     if (!state.slot_is_free && !warp_has_failed()) {
       if (sends(state.role)) {
         wait_slots_free(state);
-      } else if (call.phase != Phase::kStart && peer == 0) {
+      } else if (call.phase != Phase::kStart && lane_id() == 0) {
         wait_own_slot_free(state);
       }
       __syncwarp();
@@ -195,12 +200,13 @@ struct Epoch : Roles {
   // rows, this rank must not write to the slot in the peer's arena. One warp calls it.
   __device__ __noinline__ static void wait_slots_free(State& state) {
     const auto op = operation_of<Epoch>(state);
-    const int32_t peer = lane_id();
     // This rank's own slot comes first. If a start was never done, the slot is in use on all ranks, and the failure
     // record must say kSlotTaken. It must not blame a peer.
-    if (peer == op.peers.rank) wait_own_slot_free(state);
+    if (lane_id() == 0) wait_own_slot_free(state);
     __syncwarp();
-    if (peer < op.peers.num_ranks) op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
+    for_rank_of_lane(op.peers, [&](int, int32_t peer) {
+      op.wait_for(peer, op.epoch_before(), [&] { return op.newest_known(peer); });
+    });
   }
 
   // The epoch of the slot's former operation.
@@ -309,7 +315,7 @@ struct Epoch : Roles {
     }
     is_last = __any_sync(kAllLanes, is_last);
     __syncwarp();
-    if (is_last && threadIdx.x < peers.num_ranks) tell_finished(state.epoch, threadIdx.x);
+    if (is_last) for_rank_of_thread(peers, 32, [&](int32_t peer) { tell_finished(state.epoch, peer); });
   }
 
   // Tells a peer that this rank has read an operation's rows. At most one kernel at a time may write a word of
@@ -328,9 +334,8 @@ struct Epoch : Roles {
   // that takes an epoch does this.
   __device__ __forceinline__ void tell_former_finished() const {
     const bool newest_was_whole = state.whole_slots & EntryWord::kNewestIsWhole;
-    if (takes_epoch() && newest_was_whole && threadIdx.x < peers.num_ranks) {
-      tell_finished(state.epoch - 1, threadIdx.x);
-    }
+    if (!takes_epoch() || !newest_was_whole) return;
+    for_rank_of_thread(peers, num_worker_threads, [&](int32_t peer) { tell_finished(state.epoch - 1, peer); });
   }
 };
 

@@ -68,8 +68,10 @@ std::string summary(const FailureRecord& failure) {
 
 Group::Group(GroupConfig config) : config_(std::move(config)) {
   const int32_t num_ranks = this->num_ranks();
-  if (num_ranks > kMaxRanks) {
-    throw std::runtime_error("a group has at most " + std::to_string(kMaxRanks) + " ranks, not " +
+  const int32_t most_ranks = config_.network ? kMaxRanks : kMaxLocalRanks;
+  if (num_ranks > most_ranks) {
+    throw std::runtime_error(std::string("a group ") + (config_.network ? "over" : "without") +
+                             " a network has at most " + std::to_string(most_ranks) + " ranks, not " +
                              std::to_string(num_ranks));
   }
   if (dispatch_scratch_bytes(num_ranks, config_.num_experts / num_ranks) > kMaxScratch) {

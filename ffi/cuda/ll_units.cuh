@@ -72,6 +72,29 @@ struct RowAddress {
   }
 };
 
+// The addresses of a row at all ranks at which it has an index of at least 0.
+struct RowAtRanks {
+  RowAddress of_word[kRankWords] = {};  // at this lane's rank
+
+  // source_at(rank) returns the source under which the rank keeps the row.
+  template <typename SourceAt>
+  __device__ __forceinline__ RowAtRanks(const Operation& op, const PerRank& index, SourceAt source_at) {
+    for_rank_of_lane(op.peers, [&](int w, int32_t rank) {
+      if (index.of_word[w] >= 0) of_word[w] = RowAddress(op, rank, source_at(rank), index.of_word[w]);
+    });
+  }
+  // All lanes pass the same rank.
+  __device__ __forceinline__ uint8_t* begin_at(int32_t rank) const {
+    return of_word[word_of(rank)].begin_of_lane(rank);
+  }
+  __device__ __forceinline__ unsigned long long* escape_masks_at(int32_t rank) const {
+    return of_word[word_of(rank)].escape_masks_of_lane(rank);
+  }
+
+ private:
+  __device__ __forceinline__ static int word_of(int32_t rank) { return kRankWords == 1 ? 0 : rank / 32; }
+};
+
 // The units of a chunk, as a warp sends them: one per lane. For a lane without a unit, `present` is false in of() and
 // send().
 struct Chunk {

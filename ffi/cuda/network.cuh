@@ -25,16 +25,6 @@ __device__ __forceinline__ bool is_remote(const Peers& peers, int32_t rank) {
 
 __device__ __forceinline__ const Nodes& nodes_of(const Peers& peers) { return network_of(peers).nodes; }
 
-// Converts a token's indices for transport through rail peers. The lane of each rank passes the token's `index` at that
-// rank, or -1. A local rank's lane gets `index` back. If the token has an index at any rank of another node, the lane
-// of the rail peer in that node gets the number of the token. All other lanes get -1. A whole warp calls it.
-__device__ __forceinline__ int32_t rail_index(const Nodes& nodes, int32_t index, int32_t token) {
-  const int32_t rank = lane_id();
-  const uint32_t ranks = __ballot_sync(kAllLanes, index >= 0);
-  if (nodes.is_in_own_node(rank)) return index;
-  return nodes.forwards(rank, ranks) ? token : -1;
-}
-
 // Only with a network: stores a word at a remote rank.
 __device__ void put_word(uint32_t* word, uint32_t value, int32_t pe);
 __device__ void put_word(unsigned long long* word, unsigned long long value, int32_t pe);

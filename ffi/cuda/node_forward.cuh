@@ -28,9 +28,8 @@ struct NodeForward : DispatchReceiver<Config> {
       const RowAddress from = row_here(nodes.source_of(node), token);
       const Route route = forwarded_route(nodes, node, token, from, warp_group);
       if (__any_sync(kAllLanes, op.state.failed)) return;
-      if (!__any_sync(kAllLanes, route.index >= 0)) continue;
-      RowAddress to = {};  // at rank = lane
-      if (route.index >= 0) to = RowAddress(op, lane_id(), source, route.index);
+      if (!RankSet::of(route.index).any()) continue;
+      const RowAtRanks to(op, route.index, [&](int32_t) { return source; });
 #pragma unroll 1
       for (int32_t first = warp_group.warp; first < chunks(); first += kReceiveBatch * warp_group.num_warps) {
         ArrivingBatch taken;
@@ -42,22 +41,28 @@ struct NodeForward : DispatchReceiver<Config> {
     }
   }
 
-  // Waits for the row of a token from another node, and returns the token's destinations in this node, for rank = lane.
-  // With a new route, the row's header has the destinations, and this function writes them to args.send_index, in the
-  // columns of the other node's ranks. With a known route, args.known_send_index has them in these columns.
+  // Waits for the row of a token from another node, and returns the token's destinations in this node. With a new
+  // route, the row's header has the destinations, and this function writes them to args.send_index, in the columns of
+  // the other node's ranks. With a known route, args.known_send_index has them in these columns.
   __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowAddress& from,
                                    const WarpGroup& warp_group) const {
-    Route route = {-1, -1, 0, 1.0f};
-    const bool is_local = nodes.is_in_own_node(lane_id());
-    const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.rail_peer(lane_id(), node);
-    if (!new_route() && is_local) route.index = __ldg(args.known_send_index + kept);
-    bool is_sent = new_route() || __any_sync(kAllLanes, route.index >= 0);
+    Route route = {PerRank::all(-1), -1, 0, 1.0f, {}};
+    // The place, in send_index, of the row's index at a rank of this node.
+    const auto kept = [&](int32_t rank) {
+      return (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.rail_peer(rank, node);
+    };
+    if (!new_route()) {
+      for_rank_of_lane(peers, [&](int w, int32_t rank) {
+        if (nodes.is_in_own_node(rank)) route.index.of_word[w] = __ldg(args.known_send_index + kept(rank));
+      });
+    }
+    bool is_sent = new_route() || RankSet::of(route.index).any();
     if (is_sent && lane_id() == 0) {
       is_sent = await_signal(op, nodes.rail_peer_in(node), nodes.source_of(node), token);
     }
     is_sent = __shfl_sync(kAllLanes, is_sent, 0);
     __syncwarp();  // one lane has waited; now all lanes may read
-    if (!is_sent) route.index = -1;
+    if (!is_sent) route.index = PerRank::all(-1);
     if (!new_route()) return route;
     RowHeader header = {-1, 0, 0, 0};
     if (is_sent && lane_id() < args.top_k) header = load_header(from.header(lane_id()));
@@ -68,15 +73,21 @@ struct NodeForward : DispatchReceiver<Config> {
 #pragma unroll 1
     for (int32_t k = 0; k < args.top_k; ++k) {
       const uint32_t index = __shfl_sync(kAllLanes, header.epoch, k);
-      const bool is_here = __shfl_sync(kAllLanes, rank, k) == lane_id() && is_local;
+      const int32_t rank_of_k = __shfl_sync(kAllLanes, rank, k);
       // The index may be any number if the source is in another call.
-      if (is_here && index < args.num_tokens) route.index = static_cast<int32_t>(index);
+      if (rank_of_k < 0 || !nodes.is_in_own_node(rank_of_k) || index >= args.num_tokens) continue;
+      for_each_word(peers, [&](int w) {
+        if (rank_of_lane(w) == rank_of_k) route.index.of_word[w] = static_cast<int32_t>(index);
+      });
     }
-    if (warp_group.warp == 0 && is_local) args.send_index[kept] = route.index;
+    if (warp_group.warp != 0) return route;
+    for_rank_of_lane(peers, [&](int w, int32_t own) {
+      if (nodes.is_in_own_node(own)) args.send_index[kept(own)] = route.index.of_word[w];
+    });
     return route;
   }
 
-  __device__ void send_taken(const ArrivingBatch& batch, int32_t first, const Route& route, const RowAddress& to,
+  __device__ void send_taken(const ArrivingBatch& batch, int32_t first, const Route& route, const RowAtRanks& to,
                              const WarpGroup& warp_group) const {
     Chunk units[kReceiveBatch], scales[kReceiveBatch];
 #pragma unroll

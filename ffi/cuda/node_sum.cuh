@@ -25,12 +25,15 @@ struct NodeSum : CombineReceiver<Config> {
 #pragma unroll 1
     for (int32_t item = warp_group.index; item < num_items; item += warp_group.num_groups) {
       const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
-      const int32_t source = nodes.rail_peer(lane_id(), node);  // under this source, rank = lane sends
-      const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + source;
-      const int32_t index = nodes.is_in_own_node(lane_id()) ? __ldg(args.send_index + kept) : -1;
-      const uint32_t sources = __ballot_sync(kAllLanes, index >= 0);
-      if (sources == 0) continue;
-      const int32_t arena_row = row_number(source, index);  // of rank = lane
+      PerRank index = PerRank::all(-1), arena_row = {};  // of the sum from each rank of this node
+      for_each_word(peers, [&](int w) {
+        const int32_t rank = rank_of_lane(w), source = nodes.rail_peer(rank, node);  // `rank` sends under this source
+        const int64_t kept = (int64_t{args.num_tokens} + token) * peers.num_ranks + source;
+        if (nodes.is_in_own_node(rank)) index.of_word[w] = __ldg(args.send_index + kept);
+        arena_row.of_word[w] = row_number(source, index.of_word[w]);
+      });
+      const RankSet sources = RankSet::of(index);
+      if (!sources.any()) continue;
       const int32_t peer = nodes.rail_peer_in(node);
       const RowAddress to(op, peer, as, token);
       if (args.weights_cotangent && warp_group.warp == 0) {
@@ -42,7 +45,7 @@ struct NodeSum : CombineReceiver<Config> {
         const int32_t chunks_added[] = {chunk};
         float total[1][kSize];
         start_sum(total[0]);
-        Base::template add_all<1, kRanksAtOnce>(arena_row, sources, 0, chunks_added, total,
+        Base::template add_all<1, kRanksAtOnce>(arena_row, sources, {}, chunks_added, total,
                                                 [](int, float (&)[1][kSize]) {});
         const bool present = has_unit(chunk);
         float scale = 0;

@@ -13,16 +13,16 @@ namespace jax_ep {
 
 // The plan for each rank.
 struct RankPlacements {
-  int32_t load[kMaxRanks];        // rows of its home experts
-  int32_t num_rows[kMaxRanks];    // rows that it computes
-  int32_t source[kMaxRanks];      // the rank from which it takes rows; -1 for none
-  int32_t begin[kMaxRanks];       // the first row that it takes, in the queue of `source`
-  int32_t end[kMaxRanks];         // the row behind the last one
-  int32_t first_copy[kMaxRanks];  // the place, in the queue of `source`, of the first expert that it copies
-  int32_t num_copies[kMaxRanks];
-  uint32_t receivers[kMaxRanks];  // bits of the ranks that take rows from it
+  int32_t load[kMaxLocalRanks];        // rows of its home experts
+  int32_t num_rows[kMaxLocalRanks];    // rows that it computes
+  int32_t source[kMaxLocalRanks];      // the rank from which it takes rows; -1 for none
+  int32_t begin[kMaxLocalRanks];       // the first row that it takes, in the queue of `source`
+  int32_t end[kMaxLocalRanks];         // the row behind the last one
+  int32_t first_copy[kMaxLocalRanks];  // the place, in the queue of `source`, of the first expert that it copies
+  int32_t num_copies[kMaxLocalRanks];
+  uint32_t receivers[kMaxLocalRanks];  // bits of the ranks that take rows from it
   // By the number of the donor, largest excess first:
-  int32_t donor[kMaxRanks], excess_end[kMaxRanks], served[kMaxRanks];
+  int32_t donor[kMaxLocalRanks], excess_end[kMaxLocalRanks], served[kMaxLocalRanks];
   bool has_donors;
 };
 

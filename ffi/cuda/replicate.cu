@@ -248,6 +248,7 @@ int32_t scratch_bytes(int32_t num_home_experts, int32_t num_ranks) {
 
 cudaError_t launch_replicate(const Peers& peers, const ReplicateArgs& args, ElementType type, const CopyPlan& plan,
                              cudaStream_t stream) {
+  if (peers.num_ranks > kMaxLocalRanks) return cudaErrorInvalidConfiguration;  // a lane per rank
   const int32_t scratch = scratch_bytes(peers.num_home_experts(), peers.num_ranks);
   return launch(kernel_of(args.op, type), {plan.num_blocks, kCopyWarps * 32, scratch}, stream, peers, args, plan);
 }

@@ -39,7 +39,7 @@ struct Routing : DispatchOperands<Config> {
         }
         op.send_num_rows(counts.ranks);
       }
-      if (threadIdx.x < peers.num_ranks) op.notify(threadIdx.x);
+      for_rank_of_thread(peers, op.num_worker_threads, [&](int32_t peer) { op.notify(peer); });
     }
     op.stamp(Stamp::kRouted);
     op.tell_former_finished();
@@ -134,7 +134,10 @@ struct Routing : DispatchOperands<Config> {
   // low-latency variant, only the control warp calls it, and each warp loads the numbers of rows itself.
   __device__ void learn_destinations() const {
     if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
-    if (!kIsLowLatency && threadIdx.x < peers.num_ranks) shared.num_rows_from[threadIdx.x] = num_recv_from(threadIdx.x);
+    if (!kIsLowLatency) {
+      for_rank_of_thread(peers, op.num_worker_threads,
+                         [&](int32_t source) { shared.num_rows_from[source] = num_recv_from(source); });
+    }
     __syncwarp();
     // Workers wait at the barrier in await_destinations(). The extra control warp of the low-latency variant only
     // arrives at it. In other variants, the control warp is a worker, too.
@@ -242,11 +245,11 @@ struct Routing : DispatchOperands<Config> {
       args.counts[expert] = p.counts[expert];
       args.group_sizes[expert] = p.group_sizes[expert];
     }
-    if (threadIdx.x < peers.num_ranks) {
-      args.num_recv_per_rank[threadIdx.x] = num_recv_from(threadIdx.x);
-      const int32_t* const first = p.first_position + threadIdx.x * experts_per_rank();
-      if (args.num_rows_per_rank) args.num_rows_per_rank[threadIdx.x] = first[experts_per_rank()] - first[0];
-    }
+    for_rank_of_thread(peers, op.num_worker_threads, [&](int32_t source) {
+      args.num_recv_per_rank[source] = num_recv_from(source);
+      const int32_t* const first = p.first_position + source * experts_per_rank();
+      if (args.num_rows_per_rank) args.num_rows_per_rank[source] = first[experts_per_rank()] - first[0];
+    });
     if (threadIdx.x != 0) return;
     *args.num_dropped = shared.dropped;
     if (shared.dropped) red_add_relaxed_gpu(&op.own_control().counters.dropped, shared.dropped);

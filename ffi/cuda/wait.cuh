@@ -7,6 +7,7 @@
 #include "ffi/cuda/network.cuh"
 #include "ffi/cuda/other_groups.cuh"
 #include "ffi/cuda/ptx.cuh"
+#include "ffi/cuda/ranks.cuh"
 #include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {
@@ -25,7 +26,10 @@ struct State {
   const Call* call;
   const void* result;
   int32_t num_worker_threads;  // threads of the block; an extra control warp does not count
-  PeerTable table;
+  struct {
+    uint8_t* arena[kMostRanks];
+    Control* control[kMostRanks];
+  } table;  // a copy of Peers::table
   uint32_t epoch;
   int32_t slot;                       // the operation's slot of the arena
   int32_t ticket;                     // the number of blocks of this launch that entered before this block

@@ -16,7 +16,7 @@ from jax_ep._backends.collectives import CollectivesBackend
 from jax_ep._backends.cuda import AbstractCudaBackend, CudaBackend
 from jax_ep._backends.emulated import EmulatedBackend
 from jax_ep._backends.reference import ReferenceBackend
-from jax_ep._constants import MAX_RANKS
+from jax_ep._constants import MAX_LOCAL_RANKS, MAX_RANKS
 from jax_ep._settings import GroupSettings, Mesh
 from jax_ep._types import Backend
 
@@ -124,14 +124,19 @@ def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> s
 
 
 def _size_reason(mesh: Mesh, axis_name: str | tuple[str, ...]) -> str:
-    """Returns why a CUDA group cannot have as many ranks as `mesh` has along `axis_name`, or "" if it can."""
+    """Returns why no CUDA group can have as many ranks as `mesh` has along `axis_name`, or "" if one can."""
+    return _too_many(mesh, axis_name, MAX_RANKS, "a CUDA group")
+
+
+def _too_many(mesh: Mesh, axis_name: str | tuple[str, ...], most: int, group: str) -> str:
+    """Returns that `mesh` has more than `most` ranks along `axis_name`, and the fix; "" if it has not."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if (ranks := math.prod(mesh.shape[name] for name in names)) <= MAX_RANKS:
+    if (ranks := math.prod(mesh.shape[name] for name in names)) <= most:
         return ""
-    return f"axis_name is {axis_name!r}, along which the mesh has {ranks} devices, and a CUDA group has at most " + (
-        f"{MAX_RANKS}; give that axis at most {MAX_RANKS}, in a mesh of ('data', {axis_name!r}) for example"
+    return f"axis_name is {axis_name!r}, along which the mesh has {ranks} devices, and {group} has at most {most}; " + (
+        f"give that axis at most {most}, in a mesh of ('data', {axis_name!r}) for example"
         if len(names) == 1
-        else f"{MAX_RANKS}; leave some of the axes out of axis_name: each index along them is then a group of its own"
+        else "leave some of the axes out of axis_name: each index along them is then a group of its own"
     )
 
 
@@ -161,7 +166,7 @@ def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str | tuple[
     if agreed := _first_reason(link_reasons):
         return agreed
     if not _network.is_needed(ep_groups, hosts):
-        return ""
+        return _too_many(mesh, axis_name, MAX_LOCAL_RANKS, "a CUDA group without a network")
     occasion = "network/" + "-".join(str(device.id) for device in mesh.devices.flat)
     obstacles = _processes.exchange(occasion, _network.obstacle(mesh), processes, timeout)
     for process, obstacle in obstacles.items():

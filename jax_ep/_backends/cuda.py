@@ -21,7 +21,7 @@ from jax_ep import _compat, _layouts, _placement, _scales, _wires
 from jax_ep._backends import plain_replicate, targets
 from jax_ep._backends.native_group import AbstractGroup, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
-from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, Layout
+from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, MAX_LOCAL_RANKS, Layout
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route, TokenSlots
@@ -237,7 +237,9 @@ class _CudaOperations(Backend):
         return self._call(targets.ALL_TO_ALL_BACK, operands, results)["out"]
 
     def balance(self, topk_idx: jax.Array, tolerance_units: int) -> _placement.PlanArrays:
-        if not self.group.replicas:  # no row moves: the ranks only exchange how many rows each gets
+        # Without replicas, no row moves: the ranks only exchange how many rows each gets. The kernel has a lane per
+        # rank.
+        if not self.group.replicas or self.group.num_ranks > MAX_LOCAL_RANKS:
             return _placement.plan(self.group, topk_idx, tolerance_units)
         operands: dict[str, jax.Array | None] = {"topk_idx": topk_idx}
         sizes = {"B": self.group.replicas, "R": self.group.num_ranks, "W": balance_work_words(self.group)}

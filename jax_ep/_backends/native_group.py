@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_ep import _native, _network, _processes
 from jax_ep._backends.failures import error_of
-from jax_ep._constants import ELSEWHERE
+from jax_ep._constants import ELSEWHERE, MAX_LOCAL_RANKS
 from jax_ep._errors import Error
 from jax_ep._settings import GroupSettings
 
@@ -267,7 +267,7 @@ class AbstractGroup:
         self.group = group
         self.closed = False
         node_size = _network.given_node_size()
-        self._has_network = 0 < node_size < group.num_ranks
+        self._has_network = 0 < node_size < group.num_ranks or group.num_ranks > MAX_LOCAL_RANKS
         self._id = GroupId(group).id(has_network=self._has_network)
 
     def close(self) -> None:

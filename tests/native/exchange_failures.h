@@ -199,7 +199,9 @@ void run_late_twice(int32_t cast, PlanOverrides blocks) {
   Control& control = *peers.control;
   constexpr int32_t kSlot = 1, kPeer = 1, kRows = 1;
   control.notified[kSlot][kPeer] = tagged(static_cast<uint32_t>(OpKind::kDispatch));
-  for (auto& words : control.num_rows[kSlot]) words[kPeer] = tagged(kRows);
+  for (int32_t copy = 0; copy < kNumRowsCopies; ++copy) {
+    control.num_rows[kSlot][num_rows_index(copy, kPeer)] = tagged(kRows);
+  }
   auto* const counts = reinterpret_cast<uint64_t*>(reinterpret_cast<uint8_t*>(&control) +
                                                    counts_offset(kSlot, kPeer, 2, experts_per_rank));
   for (int32_t expert = 0; expert < experts_per_rank; ++expert) counts[expert] = tagged(expert == 0 ? kRows : 0);

@@ -13,6 +13,7 @@
 #include "exchange_failures.h"
 #include "exchange_group_arrays.h"
 #include "exchange_layouts.h"
+#include "exchange_many_ranks.h"
 #include "exchange_rare_orders.h"
 #include "exchange_successes.h"
 #include "exchange_two_groups.h"
@@ -115,6 +116,7 @@ std::string run_seed(uint64_t seed) {
   }
   if (check::failures == 0) what += run_balance(seed);
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
+  if (check::failures == 0 && seed % 16 == 13) what += run_many_ranks(seed);
   if (check::failures == 0 && seed % 4 == 1) {
     what += ", then a wrong rank";
     run_wrong_rank_of_few_tokens(seed);
@@ -145,6 +147,18 @@ int run_seeds(uint64_t first, uint64_t count, const std::string& settings) {
   }
   std::cerr << "seeds " << first << " to " << first + count - 1 << ": no failure; the last ended at virtual time "
             << emulator::now_ns() << " ns\n";
+  return 0;
+}
+
+// Only run_many_ranks().
+int run_many_ranks_of_seeds(int32_t num_ranks, uint64_t first, uint64_t count) {
+  for (uint64_t seed = first; seed < first + count; ++seed) {
+    emulator::reset_scheduler();
+    emulator::set_adversary(seed, "");
+    const std::string what = run_many_ranks(seed, num_ranks);
+    std::cerr << "seed " << seed << what << ": " << check::failures << " failures\n";
+    if (check::failures != 0) return 1;
+  }
   return 0;
 }
 

@@ -241,6 +241,9 @@ int main(int argc, char** argv) {
   if (argc > 3 && std::strcmp(argv[1], "seeds") == 0) {
     return run_seeds(std::atoll(argv[2]), std::atoll(argv[3]), argc > 4 ? argv[4] : "");
   }
+  if (argc > 3 && std::strcmp(argv[1], "many_ranks") == 0) {
+    return run_many_ranks_of_seeds(std::atoi(argv[2]), std::atoll(argv[3]), argc > 4 ? std::atoll(argv[4]) : 1);
+  }
 #endif
   const int32_t most_ranks = argc > 1 ? std::atoi(argv[1]) : 8;
   const std::string repeats = argc > 2 ? argv[2] : "all", part = argc > 3 ? argv[3] : "";

@@ -130,10 +130,10 @@ void test_nodes() {
         EXPECT_EQ(others.size(), static_cast<size_t>(num_ranks / size - 1));
         EXPECT_EQ(others.count(nodes.own_node), size_t{0});
         for (int32_t to = 0; to < num_ranks; ++to) {
-          int32_t passing = 0;
-          for (int32_t lane = 0; lane < 32; ++lane) {
-            if (!nodes.forwards(lane, 1u << to)) continue;
-            EXPECT_EQ(lane, nodes.rail_peer_in(to / size));
+          int32_t passing = 0;  // ranks to which a row for `to` is sent
+          for (int32_t other = 0; other < num_ranks; ++other) {
+            if (!nodes.is_rail_peer(other) || other / size != to / size) continue;
+            EXPECT_EQ(other, nodes.rail_peer_in(to / size));
             ++passing;
           }
           EXPECT_EQ(passing, nodes.is_in_own_node(to) ? 0 : 1);
