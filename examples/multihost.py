@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep as ep
@@ -16,7 +16,7 @@ import jax_ep as ep
 T, H, E, K = 16, 512, 32, 4  # tokens per device, channels, experts, experts per token
 
 jax.distributed.initialize()  # Slurm, Open MPI or jax-ep launch describes the processes
-mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+mesh = Mesh(jax.devices(), ("ep",))  # jax.make_mesh refuses the GPUs of several hosts
 sharding = NamedSharding(mesh, P("ep"))
 
 with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T) as group:

@@ -40,7 +40,7 @@ def ep_tp(x, topk_idx, topk_weights, w13, w2, *, group, tp):
     `tp`. So a token crosses the EP axis once per rank of its experts, not once per rank of `tp` as well.
     """
     w13 = w13.reshape(*w13.shape[:2], -1)  # [E_local, H, 2, I / tp]
-    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged", zero_pad=True)
+    recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
     rows, group_sizes = (lax.all_gather(a, tp) for a in (recv.x, recv.group_sizes))
     parts = [swiglu.experts(*one, w13, w2) for one in zip(rows, group_sizes, strict=True)]
     y = lax.psum_scatter(jnp.stack(parts), tp, scatter_dimension=0)  # the sum over inner channels, of its own rows

@@ -32,7 +32,7 @@ from helpers import (
 from shapes import SMALL, make_inputs
 
 needs_emulated = pytest.mark.skipif(not HAS_EMULATED, reason="there are no emulated GPUs")
-MOST_TOKENS_BY_RANK = 32  # rows of more tokens go by node: are_few in ffi/plan.h
+MOST_TOKENS_BY_RANK = 32  # rows of more tokens go by node: has_few_tokens in ffi/plan.h
 
 
 @pytest.fixture(params=[(2, 1), (4, 2), (4, 1), (8, 4), (8, 2)], ids=lambda sizes: "ep{}-nodes_of_{}".format(*sizes))

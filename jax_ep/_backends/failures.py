@@ -29,7 +29,7 @@ def error_of(reason: str, op: str, rank: int, peer: int, expected: int, seen: in
             f"{op}: rank {rank} has no room for another operation while older split-phase calls are in flight: "
             f"operation {expected} of the group (counted from 1) was started, its done has not run, and it keeps the "
             f"memory that {op} needs. Call its done before this {op}: a group has memory for two operations, or for "
-            "four if their rows fit in 64 MiB"
+            "four if the rows of four take at most 64 MiB (docs/overlap.md)"
         )
     if reason == FailureReason.ELSEWHERE.words:
         why = "Group.check of its process says why"

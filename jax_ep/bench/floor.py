@@ -16,7 +16,7 @@ from jax_ep.bench.cases import Case
 _UNIT = 16  # bytes; the size of a row is a multiple of it
 _HEADER_BYTES = 16  # bytes per k in the header of a dispatched row
 _HEADER_ROOM = 128  # bytes; the arena's room for a header is a multiple of it (ArenaLayout in ffi/arena.h)
-_FEW_TOKENS = 32  # with at most this many tokens per rank, rows go directly to remote ranks (are_few() in ffi/plan.h)
+_FEW_TOKENS = 32  # with at most this many tokens per rank, rows go directly to remote ranks (has_few_tokens in plan.h)
 
 
 class Floor(NamedTuple):

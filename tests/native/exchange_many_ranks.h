@@ -30,7 +30,7 @@ std::string run_many_ranks(uint64_t seed, int32_t num_ranks = 0) {
   experts_per_rank = 1 + static_cast<int32_t>(random() % 2);
   // With more than 32 tokens, rows go through rail peers.
   const bool has_rails = num_ranks == 0 && random() % 8 == 0;
-  num_tokens = has_rails ? 33 : 1 + static_cast<int32_t>(random() % 4);
+  num_tokens = has_rails ? 33 : num_ranks == 256 ? 1 : 1 + static_cast<int32_t>(random() % 4);
   top_k = has_rails ? 1 : 1 + static_cast<int32_t>(random() % 8);
   const PlanOverrides blocks = pick<PlanOverrides>(random, {{0, Variant::kLowLatency},
                                                             {0, Variant::kLowLatency, true, true},
