@@ -32,8 +32,7 @@ class Group(GroupSettings):
             them, open an equal group on devices (`open`).
         axis_name: the mesh axis along which experts are spread, or a tuple of axes. With a tuple, a rank is the index
             along the flattened axes, the first axis major. `jax.shard_map` must make these axes manual; it may leave
-            the other axes automatic. With the backend "cuda", a group has at most 32
-            ranks; over a network, it has at most 256.
+            the other axes automatic. With the backend "cuda", a group has at most 32 ranks, or 256 over a network.
         num_experts: the number of experts on all ranks, a multiple of the number of ranks.
         top_k: experts per token, 1 to 32, and at most num_experts.
         hidden: channels of a token; hidden * itemsize must be a multiple of 16 bytes.

@@ -24,7 +24,8 @@ class GroupStats:
 
     The rank that holds the experts counts the rows in both directions. This process cannot read the counters of a rank
     on another host. So the rows sent to experts there are missing, and so are the rows that came back from them.
-    `jax_ep.replicate` counts as an operation, but the bytes of its copies are in no counter.
+    `jax_ep.replicate` counts as an operation, but the bytes of its copies are in no counter. With more than 32 ranks,
+    `jax_ep.balance` is not counted.
 
     Attributes:
         ranks: R_local numbers: the ranks of this process in their expert-parallel group.

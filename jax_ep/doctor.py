@@ -31,7 +31,7 @@ import numpy as np
 import jax_ep as ep
 from jax_ep import _backends, _checks, _hardware, _native, _network, _processes
 from jax_ep._backends import native_group
-from jax_ep._constants import MAX_RANKS, MAX_TOP_K
+from jax_ep._constants import MAX_LOCAL_RANKS, MAX_RANKS, MAX_TOP_K
 from jax_ep._errors import Error
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
@@ -350,6 +350,8 @@ def _links_lines(links: dict[str, Any]) -> list[str]:
 def _memory_line(memory: dict[str, Any]) -> str:
     num_bytes = memory["bytes_per_device"]
     amount = f"not known: {memory['reason']}" if num_bytes is None else f"{num_bytes / 2**20:.1f} MiB per device"
+    if num_bytes is not None and memory["ranks"] > MAX_LOCAL_RANKS:
+        amount += ", and over a network at least twice as much"
     sizes = ", ".join(f"{name} {memory[name]}" for name in Sizes._fields)
     return f"{amount} ({sizes})"
 

@@ -43,7 +43,9 @@ def test_layouts_and_wires_are_numbered():
     assert casts == list(_constants.Cast)
 
 
-@pytest.mark.parametrize("name", ["kMaxRanks", "kMaxTopK", "kChannelsPerScale", "enum class Layout", "enum class Cast"])
+@pytest.mark.parametrize(
+    "name", ["kMaxRanks", "kMaxLocalRanks", "kMaxTopK", "kChannelsPerScale", "enum class Layout", "enum class Cast"]
+)
 def test_no_other_file_defines_them(name):
     definition = f"{name} =" if name.startswith("k") else f"{name} "
     sources = [path for path in (ROOT / "ffi").rglob("*") if path.suffix in (".h", ".cuh", ".cc", ".cu")]

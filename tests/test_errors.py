@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jax_ep as ep
-from helpers import make_mesh, spmd
+from conftest import HAS_EMULATED
+from helpers import make_mesh, open_group, spmd
 from jax_ep import _backends, _processes
 from shapes import SMALL, make_inputs
 
@@ -84,6 +85,12 @@ def test_cuda_backend_needs_an_axis_of_at_most_256():
     assert_names(raised.value, "backend", "'cuda'", "'ep'", 257, "at most 256", "('data', 'ep')")
     with pytest.warns(UserWarning, match="uses XLA's collectives on GPUs, not its kernels: axis_name is 'ep'"):
         assert _backends.choose("auto", mesh, "ep") == "collectives"
+
+
+@pytest.mark.skipif(not HAS_EMULATED, reason="there are no emulated GPUs")
+def test_too_many_tokens_for_the_ranks():
+    with pytest.raises(ep.Error, match="max_tokens_per_rank is 67108864; with 8 ranks, it must be at most 67108863"):
+        open_group(make_mesh((8,)), SMALL, max_tokens_per_rank=2**26, backend="emulated")
 
 
 def test_a_cuda_group_without_a_network_needs_an_axis_of_at_most_32(monkeypatch):

@@ -419,6 +419,23 @@ def test_backend_without_devices(platform, num_ranks, expected):
     assert open_group(mesh, SHAPE, num_experts=512).backend == expected
 
 
+@pytest.mark.parametrize(("num_ranks", "rows_per_token"), [(32, 1), (40, 2)])
+def test_many_ranks_without_devices_have_a_network(monkeypatch, num_ranks, rows_per_token):
+    """More than 32 ranks need one, even if JAX_EP_NODE_SIZE is not set. The route then has two rows per token."""
+    monkeypatch.delenv("JAX_EP_NODE_SIZE", raising=False)
+    mesh = AbstractMesh((num_ranks,), ("ep",))
+    group = open_group(mesh, SHAPE, num_experts=num_ranks, backend="cuda")
+    route_of = jax.shard_map(
+        lambda x, topk_idx: ep.dispatch(x, topk_idx, group=group).route.arrays.send_index,
+        mesh=mesh,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
+    x = jax.ShapeDtypeStruct((num_ranks * 4, SHAPE.hidden), SHAPE.dtype)
+    topk_idx = jax.ShapeDtypeStruct((num_ranks * 4, SHAPE.top_k), jnp.int32)
+    assert jax.eval_shape(route_of, x, topk_idx).shape == (num_ranks * 4 * rows_per_token, num_ranks)
+
+
 def test_backend_without_devices_whose_kind_is_not_known():
     mesh = AbstractMesh((4,), ("ep",))
     with pytest.raises(ValueError, match=r"backend is 'auto', and the mesh is an AbstractMesh .* backend='cuda'"):

@@ -66,10 +66,10 @@ struct Operation : Epoch {
   __device__ __forceinline__ bool wait_notified() const {
     const Operation& op = *this;
     Counters& counters = op.own_control().counters;
-    uint64_t start_ns = 0;
-    for_rank_of_lane(op.peers, [&](int w, int32_t peer) {
+    // The time for a rank of a later word begins when all ranks of the words before have come.
+    for_rank_of_lane(op.peers, [&](int, int32_t peer) {
       const unsigned long long* const notification = &op.own_control().notified[op.state.slot][peer];
-      if (w == 0) start_ns = globaltimer_ns();
+      const uint64_t start_ns = globaltimer_ns();
       uint64_t looked = start_ns;  // when this lane polled last; after the loop, the clock shows the last lane's time
       unsigned long long seen = 0;
       const bool came = op.wait_for(peer, op.state.epoch, [&] {

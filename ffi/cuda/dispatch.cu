@@ -137,8 +137,9 @@ cudaError_t load_dispatch() {
         for (Variant variant : kVariants) {
           for (bool has_scales : {false, true}) {
             if (status != cudaSuccess) return status;
-            status = load_kernel(kernel_of(type, casts, delivery, has_scales, variant),
-                                 kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(delivery, variant, casts));
+            status = load_kernel(
+                kernel_of(type, casts, delivery, has_scales, variant),
+                max_dispatch_scratch(kHasNetwork) + kMaxBlockWarps * prefetched_y_bytes(delivery, variant, casts));
           }
         }
       }

@@ -75,7 +75,8 @@ struct DispatchArgs : Call {
 
 // Dynamic shared memory of a block. It holds the destinations of rows, per source and expert, or a sender's counts. So
 // it limits the number of experts. A multiple of 16 bytes.
-inline constexpr int64_t kMaxScratch = 90 * 1024;
+// Over a network, DispatchShared takes more of the block's memory.
+constexpr int64_t max_dispatch_scratch(bool has_network) { return (has_network ? 90 : 96) * 1024; }
 constexpr int64_t dispatch_scratch_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   const int64_t num_experts = int64_t{num_ranks} * experts_per_rank;
   return align_up(4 * std::max(num_experts + num_ranks, num_experts + 3 * experts_per_rank), 16);

@@ -24,9 +24,9 @@ struct DispatchShared {
   int32_t experts[2][kMaxBlockWarps * kMaxTopK];
   RankSet ranks[2][kMaxBlockWarps];
   int32_t dropped;
-  int32_t num_rows_from[kMostRanks];  // the number of rows that each source sends here
-  int32_t gives_up;                   // a warp has seen the failure before kDestinationsBarrier
-  uint32_t claimed[kMaxBlockWarps];   // the newest item that each warp group has claimed
+  int32_t num_rows_from[kMaxRanksOfKernels];  // the number of rows that each source sends here
+  int32_t gives_up;                           // a warp has seen the failure before kDestinationsBarrier
+  uint32_t claimed[kMaxBlockWarps];           // the newest item that each warp group has claimed
 };
 
 // What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all
@@ -71,7 +71,8 @@ constexpr int prefetched_y_bytes(Delivery delivery, Variant variant, bool casts)
 }
 
 constexpr bool prefetched_y_fits(bool casts) {
-  return kMaxScratch + kMaxBlockWarps * prefetched_y_bytes(Delivery::kCombineBack, Variant::kThroughput, casts) +
+  return max_dispatch_scratch(kHasNetwork) +
+             kMaxBlockWarps * prefetched_y_bytes(Delivery::kCombineBack, Variant::kThroughput, casts) +
              sizeof(DispatchShared) <=
          kMaxBlockSharedBytes;
 }

@@ -70,13 +70,21 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
   const int32_t num_ranks = this->num_ranks();
   const int32_t most_ranks = config_.network ? kMaxRanks : kMaxLocalRanks;
   if (num_ranks > most_ranks) {
+    const std::string fix = config_.network ? "" : "; set JAX_EP_NODE_SIZE below the number of ranks to use a network";
     throw std::runtime_error(std::string("a group ") + (config_.network ? "over" : "without") +
                              " a network has at most " + std::to_string(most_ranks) + " ranks, not " +
-                             std::to_string(num_ranks));
+                             std::to_string(num_ranks) + fix);
   }
-  if (dispatch_scratch_bytes(num_ranks, config_.num_experts / num_ranks) > kMaxScratch) {
+  // Kernels divide numbers of rows from all ranks by the number of ranks (Divisor).
+  const uint64_t most_tokens = ((uint64_t{1} << 32) - 1) / num_ranks / num_ranks;
+  if (static_cast<uint64_t>(config_.max_tokens) > most_tokens) {
+    throw std::runtime_error("max_tokens_per_rank is " + std::to_string(config_.max_tokens) + "; with " +
+                             std::to_string(num_ranks) + " ranks, it must be at most " + std::to_string(most_tokens));
+  }
+  const int64_t most_scratch = max_dispatch_scratch(config_.network != nullptr);
+  if (dispatch_scratch_bytes(num_ranks, config_.num_experts / num_ranks) > most_scratch) {
     throw std::runtime_error(std::to_string(config_.num_experts) + " experts on " + std::to_string(num_ranks) +
-                             " ranks do not fit in a thread block's " + std::to_string(kMaxScratch) +
+                             " ranks do not fit in a thread block's " + std::to_string(most_scratch) +
                              " bytes of shared memory; spread them over more ranks");
   }
   const int32_t num_home_experts = config_.num_experts - num_ranks * config_.replicas;

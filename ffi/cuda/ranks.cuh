@@ -7,8 +7,8 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kMostRanks = kHasNetwork ? kMaxRanks : kMaxLocalRanks;  // of a group that these kernels serve
-inline constexpr int kRankWords = kMostRanks / 32;
+inline constexpr int32_t kMaxRanksOfKernels = kHasNetwork ? kMaxRanks : kMaxLocalRanks;  // the most ranks of a group
+inline constexpr int kRankWords = kMaxRanksOfKernels / 32;
 
 // This lane's rank of a word. It may be behind the last rank.
 __device__ __forceinline__ int32_t rank_of_lane(int word) { return 32 * word + lane_id(); }
@@ -27,7 +27,7 @@ __device__ __forceinline__ void for_rank_of_lane(const Peers& peers, F f) {
     if (rank_of_lane(w) < peers.num_ranks) f(w, rank_of_lane(w));
   });
 }
-// Calls f(rank) for every rank, in one of the first `num_threads` threads of the block.
+// Calls f(rank) for every rank, in one of the first `num_threads` threads of the block, which are at least 32.
 template <typename F>
 __device__ __forceinline__ void for_rank_of_thread(const Peers& peers, int32_t num_threads, F f) {
   if constexpr (kRankWords == 1) {
@@ -132,7 +132,8 @@ struct RankSet {
   }
 };
 
-// Calls f(rank) for all ranks of a set, beginning with the first rank above `rank`.
+// Calls f(rank) for all ranks of a set, beginning with the first rank above `rank`. (kUnroll has no effect over a
+// network.)
 template <int kUnroll, typename F>
 __device__ __forceinline__ void for_each_rank_after(const Peers& peers, int32_t rank, const RankSet& ranks, F f) {
   if constexpr (kRankWords == 1) {

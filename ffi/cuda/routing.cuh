@@ -130,8 +130,8 @@ struct Routing : DispatchOperands<Config> {
   }
 
   // Prepares the data that the block needs to write rows. In the throughput and the balanced variant, all warps call
-  // it: the control warp computes the destinations, and warp 0 loads the number of rows from each source. In the
-  // low-latency variant, only the control warp calls it, and each warp loads the numbers of rows itself.
+  // it: the control warp computes the destinations, and the first warps load the number of rows from each source. In
+  // the low-latency variant, only the control warp calls it, and each warp loads the numbers of rows itself.
   __device__ void learn_destinations() const {
     if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
     if (!kIsLowLatency) {

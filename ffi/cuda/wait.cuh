@@ -27,8 +27,8 @@ struct State {
   const void* result;
   int32_t num_worker_threads;  // threads of the block; an extra control warp does not count
   struct {
-    uint8_t* arena[kMostRanks];
-    Control* control[kMostRanks];
+    uint8_t* arena[kMaxRanksOfKernels];
+    Control* control[kMaxRanksOfKernels];
   } table;  // a copy of Peers::table
   uint32_t epoch;
   int32_t slot;                       // the operation's slot of the arena

@@ -1,4 +1,4 @@
-// A group of 1 to 8 ranks, and launches on all of them. exchange_test.cu runs them on one GPU, or on emulated GPUs.
+// A group of ranks, and launches on all of them. exchange_test.cu runs them on one GPU, or on emulated GPUs.
 #pragma once
 
 #include <algorithm>

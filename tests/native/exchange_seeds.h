@@ -152,6 +152,10 @@ int run_seeds(uint64_t first, uint64_t count, const std::string& settings) {
 
 // Only run_many_ranks().
 int run_many_ranks_of_seeds(int32_t num_ranks, uint64_t first, uint64_t count) {
+  if (num_ranks != 0 && num_ranks != 64 && num_ranks != 72 && num_ranks != 256) {
+    std::cerr << "many_ranks takes 64, 72 or 256 ranks, or 0 for 33 to 66, not " << num_ranks << "\n";
+    return 2;
+  }
   for (uint64_t seed = first; seed < first + count; ++seed) {
     emulator::reset_scheduler();
     emulator::set_adversary(seed, "");
