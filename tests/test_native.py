@@ -33,6 +33,28 @@ def test_cpp_unit_tests(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.parametrize("source", ["balance", "replicate", "start"])
+def test_small_kernels_compile_for_a_network(source, tmp_path):
+    """As in the module _nvshmem, which needs NVSHMEM's wheel.
+
+    It is linked from device code. So a function that is not inlined must not take more registers than a kernel that
+    calls it may have.
+    """
+    options = [
+        "-std=c++17",
+        "-O3",
+        "-arch=sm_90",
+        "-cubin",
+        "-rdc=true",
+        "-DJAX_EP_NETWORK",
+        "--expt-relaxed-constexpr",
+    ]
+    command = ["nvcc", *options, "-I", ROOT, ROOT / "ffi" / "cuda" / f"{source}.cu", "-o", tmp_path / "kernels"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_build_without_compiler(tmp_path):
     """Without a C++ compiler, CMake builds no extension. It fails if one is asked for, or if the compiler is broken."""
     search_path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])

@@ -64,27 +64,36 @@ struct Operation : Epoch {
   // Waits for the notifications of all ranks. One warp calls it. Fails the operation if a rank is in another operation.
   // Adds to the counters: the operation, and the time waited for each rank. Returns false if the operation has failed.
   __device__ __forceinline__ bool wait_notified() const {
-    const Operation& op = *this;
-    Counters& counters = op.own_control().counters;
     // The time for a rank of a later word begins when all ranks of the words before have come.
-    for_rank_of_lane(op.peers, [&](int, int32_t peer) {
-      const unsigned long long* const notification = &op.own_control().notified[op.state.slot][peer];
-      const uint64_t start_ns = globaltimer_ns();
-      uint64_t looked = start_ns;  // when this lane polled last; after the loop, the clock shows the last lane's time
-      unsigned long long seen = 0;
-      const bool came = op.wait_for(peer, op.state.epoch, [&] {
-        looked = globaltimer_ns();
-        seen = load_relaxed(notification);
-        return static_cast<uint32_t>(seen >> 32);
-      });
-      const uint32_t hash = static_cast<uint32_t>(seen);
-      if (came && hash != op.call.hash) fail(state, FailureReason::kOtherOp, peer, op.call.hash, hash);
-      red_add_relaxed_gpu(&counters.peer[peer].waited_ns, looked - start_ns);
+    for_rank_of_lane(peers, [&](int, int32_t peer) {
+      if constexpr (kRankWords == 1) {
+        wait_notified_by(peer);
+      } else {
+        wait_notified_by(state, peer);
+      }
     });
     __syncwarp();
-    if (op.state.failed) return false;
-    if (lane_id() == 0) red_add_relaxed_gpu(&counters.operations[static_cast<uint32_t>(op.call.op)], 1);
+    if (state.failed) return false;
+    if (lane_id() == 0) red_add_relaxed_gpu(&own_control().counters.operations[static_cast<uint32_t>(call.op)], 1);
     return true;
+  }
+  __device__ __forceinline__ void wait_notified_by(int32_t peer) const {
+    const unsigned long long* const notification = &own_control().notified[state.slot][peer];
+    const uint64_t start_ns = globaltimer_ns();
+    uint64_t looked = start_ns;  // when this lane polled last; after the loop, the clock shows the last lane's time
+    unsigned long long seen = 0;
+    const bool came = wait_for(peer, state.epoch, [&] {
+      looked = globaltimer_ns();
+      seen = load_relaxed(notification);
+      return static_cast<uint32_t>(seen >> 32);
+    });
+    const uint32_t hash = static_cast<uint32_t>(seen);
+    if (came && hash != call.hash) fail(state, FailureReason::kOtherOp, peer, call.hash, hash);
+    red_add_relaxed_gpu(&own_control().counters.peer[peer].waited_ns, looked - start_ns);
+  }
+  // Not inlined: in a loop over words, it would take more registers than balance_kernel has.
+  __device__ __noinline__ static void wait_notified_by(State& state, int32_t peer) {
+    operation_of<Operation>(state).wait_notified_by(peer);
   }
   __device__ __noinline__ static void wait_peers(State& state) { operation_of<Operation>(state).wait_notified(); }
   // Calls wait_notified(). Also adds to the counters the rows that come from each rank, or go back to it. Their number
