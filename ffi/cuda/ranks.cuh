@@ -1,6 +1,7 @@
-// The ranks of a group, spread over the lanes of a warp: lane l has the ranks l, l + 32, l + 64, and so on. The 32
-// ranks from 32 w on, one per lane, are word w. Without a network, a group has at most 32 ranks, so there is one word.
-// Over a network, loops over words are not unrolled: code of eight words would be too large.
+// The ranks of a group, spread over the lanes of a warp: lane l has the ranks l, l + 32, l + 64, and so on. Word w is
+// the set of the ranks 32 * w to 32 * w + 31, one per lane. Without a network, a group has at most 32 ranks, so there
+// is one word. In the build with a network, the compiler does not unroll loops over words: code for eight words would
+// be too large.
 #pragma once
 
 #include "ffi/cuda/network.cuh"
@@ -132,8 +133,8 @@ struct RankSet {
   }
 };
 
-// Calls f(rank) for all ranks of a set, beginning with the first rank above `rank`. (kUnroll has no effect over a
-// network.)
+// Calls f once for each rank of the set `ranks`, in cyclic order: first the ranks above `rank`, then the ranks from 0
+// to `rank`. kUnroll has an effect only in the build without a network.
 template <int kUnroll, typename F>
 __device__ __forceinline__ void for_each_rank_after(const Peers& peers, int32_t rank, const RankSet& ranks, F f) {
   if constexpr (kRankWords == 1) {
