@@ -407,14 +407,18 @@ inline constexpr Shape kLongRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{1
 // (measured).
 inline constexpr Shape kMostTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
                                                 Receive{WarpsPerRow::of(2)}, ReceiverSixteenths{11}};
-// The backward pass of combine with more than 32 tokens. Few blocks send, because receivers do most of the work: for
-// each expert of a token, they read y and write a row.
+// The backward pass of combine with more than 32 tokens, in all cases that kCombineBackOnTwoRanks does not cover. Few
+// blocks send, because receivers do most of the work: for each expert of a token, they read y and write a row.
 inline constexpr Shape kCombineBack = {Variant::kThroughput,
                                        BlockWarps{16},
                                        Send{WarpsPerRow::at_most(4, 2)},
                                        Receive{WarpsPerRow::at_most(8, 2).more_for_few_rows(kAny, 1)},
                                        ReceiverSixteenths{14},
                                        Fewest::kSenders};
+// The same with 1024 tokens or more on two ranks. There, four warps per received row are faster than eight (measured).
+inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWarps{16},
+                                                 kCombineBack.send,      Receive{WarpsPerRow::at_most(4, 2)},
+                                                 ReceiverSixteenths{12}, Fewest::kSenders};
 // Any number of tokens, if the user limits the SMs, or in a split-phase call.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
                                   Send{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)},
@@ -429,7 +433,9 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   const int64_t num_rows = num_tokens * num_ranks;
   const auto choose_shape = [=]() -> const Shape& {
     if (num_sms > 0) return kFewSms;
-    if (is_combine_back && !has_few_tokens(num_tokens)) return kCombineBack;
+    if (is_combine_back && !has_few_tokens(num_tokens)) {
+      return num_ranks == 2 && num_tokens >= 1024 ? kCombineBackOnTwoRanks : kCombineBack;
+    }
     switch (variant_for(num_tokens, num_sms)) {
       case Variant::kLowLatency:
         if (num_tokens <= 2 && num_ranks <= 2) return kSmallestDecodeOnTwoRanks;
@@ -463,8 +469,8 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
 // combine has "much to read" if a rank's tokens name 12 MiB of rows or more (kMuch in plan_combine).
 namespace combine_shapes {
 
-// Decode of 1 to 32 tokens, on any number of ranks. Each chunk of a sent row has its own warp, if there are warps for
-// all rows at once.
+// Decode of 1 to 32 tokens, except for is_large_decode_on_two_ranks(). Each chunk of a sent row has its own warp, if
+// there are warps for all rows at once.
 inline constexpr Shape kDecode = {Variant::kLowLatency, BlockWarps{8},
                                   Send{WarpsPerRow::at_most(16, 2).more_for_few_rows(32, 1)},
                                   Receive{WarpsPerRow::at_most(32, 1)}, kAsNeeded};
@@ -477,7 +483,7 @@ inline constexpr Shape kFewExperts = {Variant::kBalanced, BlockWarps{16}, Send{W
 inline constexpr Shape kReceiversRead = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                          Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{12}};
 // 33 to 256 tokens, no cast, and three or more experts per token, in all cases that neither kReceiversRead nor
-// kManyTokensOnTwoRanks covers. Also all_to_all_back of at most 256 tokens.
+// kManyTokensOnTwoRanks covers. Also all_to_all_back of at most 256 tokens, and is_large_decode_on_two_ranks().
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
@@ -503,13 +509,21 @@ inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}
 // A combine that casts has no kBalanced kernel: kThroughput was faster, except for short rows (hidden 2048).
 constexpr bool combine_has(Variant variant, bool casts) { return !casts || variant != Variant::kBalanced; }
 
-// The variant of a combine: variant_for(), with two exceptions. all_to_all_back is kBalanced in place of kLowLatency:
+// True for 17 to 32 tokens on two ranks, with rows of y longer than 4 KB and three or more experts per token.
+// kLowLatency has one small block per SM, and these rows need more warps than that.
+constexpr bool is_large_decode_on_two_ranks(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks) {
+  return num_ranks == 2 && num_tokens > 16 && has_few_tokens(num_tokens) && top_k > 2 && num_chunks > 8;
+}
+
+// The variant of a combine: variant_for(), with three exceptions. all_to_all_back is kBalanced in place of kLowLatency:
 // its senders wait for a word from role 0 of each peer, so the block that enters first must get role 0 (roles by
-// ticket). A combine that casts, or should prefetch y, is kThroughput in place of kBalanced.
-constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool is_all_to_all, bool should_prefetch,
-                                      bool casts) {
+// ticket). `is_large_decode` without a cast is kBalanced in place of kLowLatency, too. A combine that casts, or should
+// prefetch y, is kThroughput in place of kBalanced.
+constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool is_all_to_all, bool is_large_decode,
+                                      bool should_prefetch, bool casts) {
   const Variant any = variant_for(num_tokens, num_sms);
-  const Variant variant = is_all_to_all && is_low_latency(any) ? Variant::kBalanced : any;
+  const bool is_balanced = is_all_to_all || (is_large_decode && !casts);
+  const Variant variant = is_balanced && is_low_latency(any) ? Variant::kBalanced : any;
   const bool prefetches = variant == Variant::kBalanced && (should_prefetch || !combine_has(variant, casts));
   return prefetches ? Variant::kThroughput : variant;
 }
@@ -518,9 +532,9 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool 
 // than one means that sums are cast.
 //
 // "Own rows" are the rows of this rank's own tokens. Usually, receivers sum own rows (LaunchPlan::sums_own). In two
-// cases without a cast, senders sum them, and their sums go through the arena: in kLowLatency, and in kBalanced with
-// three or more experts per token and less than kMuch to read. An all_to_all_back (top_k == 0) sums nothing, and sends
-// own rows like a peer's.
+// cases without a cast, senders sum them, and their sums go through the arena: in kLowLatency, and in kBalanced with 33
+// tokens or more, three or more experts per token and less than kMuch to read. An all_to_all_back (top_k == 0) sums
+// nothing, and sends own rows like a peer's.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                   int32_t units_read, int32_t num_sms, int32_t device_sms) {
   using namespace combine_shapes;
@@ -529,10 +543,12 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   constexpr int64_t kMuch = 24 * 1024;  // chunks of y: 12 MiB
   const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
   // With more than two ranks, the link sets the pace, and prefetching does not help (measured).
-  const Variant variant = combine_variant_for(num_tokens, num_sms, top_k == 0, reads_much && num_ranks <= 2, casts);
+  const bool is_large_decode = is_large_decode_on_two_ranks(num_tokens, num_ranks, top_k, num_chunks);
+  const Variant variant =
+      combine_variant_for(num_tokens, num_sms, top_k == 0, is_large_decode, reads_much && num_ranks <= 2, casts);
   const bool sums_own =
-      top_k > 0 &&
-      (casts || (variant == Variant::kBalanced ? has_few_experts || reads_much : variant == Variant::kThroughput));
+      top_k > 0 && (casts || (variant == Variant::kBalanced ? has_few_experts || reads_much || is_large_decode
+                                                            : variant == Variant::kThroughput));
   const int64_t num_rows = num_tokens * (num_ranks - sums_own);
   const auto choose_shape = [=]() -> const Shape& {
     switch (variant) {
