@@ -44,7 +44,7 @@ def all_to_all(
         TypeError: a call that returns fp8 rows is differentiated.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)  # each rank sends its rows to expert 0
         >>> def rows_received(x, splits):
         ...     return jnp.sum(ep.all_to_all(x, splits, group=group).splits)[None]
@@ -81,7 +81,7 @@ def all_to_all_back(
             the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)
         >>> def there_and_back(x, splits):
         ...     recv = ep.all_to_all(x, splits, group=group)

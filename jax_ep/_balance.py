@@ -35,7 +35,7 @@ class Plan:
         group: the `Group`.
         tolerance_units: the tolerance in units of 1/4096, rounded.
 
-    Example:
+    Examples:
         >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:
         ...     def copies(topk_idx):
         ...         return ep.balance(topk_idx, group=balanced).slot_expert
@@ -56,7 +56,7 @@ class Plan:
 def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tolerance: float = 0.0) -> Plan:
     """Plans which rank computes which rows, so that ranks compute equally many. Call it inside `shard_map`.
 
-    A rank's share is ceil(N / R) rows, where N is the number of valid pairs (token, k) of all ranks. With
+    A rank's share is ceil(P / R) rows, where P is the number of valid pairs (token, k) of all ranks. With
     group.replicas = E_local, each rank gets at most (1 + tolerance) times its share, for any routing. Each rank takes
     rows of one other rank only. These rows need copies of that rank's experts: see `replicate`. The plan is the same on
     every run and every backend. docs/balance.md explains the algorithm.
@@ -69,8 +69,8 @@ def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tol
         topk_idx: [T, K] int32, as for `dispatch`.
         group: the `Group`. Give it replicas=B, the slots per rank for copies. With B = 0, the plan moves no row.
         tolerance: how much more than its share a rank may compute, as a fraction of its share. A larger tolerance
-            copies fewer experts, and reserves more room in the ragged layout. From R - 1 on, it copies no expert, and
-            still reserves more room.
+            copies fewer experts, and reserves more room in the ragged layout. A tolerance of R - 1 or more copies no
+            expert, and a larger one still reserves more room.
 
     Returns:
         A `Plan` for `dispatch` and `replicate`.
@@ -80,7 +80,7 @@ def balance(topk_idx: Annotated[jax.Array, "int32 [T, K]"], *, group: Group, tol
             the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:
         ...     def num_rows(topk_idx):
         ...         return ep.balance(topk_idx, group=balanced).num_rows[None]
@@ -132,7 +132,7 @@ def replicate(w: Any, plan: Plan) -> Any:
             the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> with ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T, replicas=E // R) as balanced:
         ...     def balanced_layer(x, topk_idx, topk_weights, w):
         ...         plan = ep.balance(topk_idx, group=balanced)

@@ -56,7 +56,7 @@ def combine(
             the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> def identity(x, topk_idx, topk_weights):
         ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
         ...     return ep.combine(recv.x, recv, out_dtype="float32")
@@ -89,7 +89,7 @@ def combine_start(
         jax_ep.SplitCallError: the call is outside of `jax.jit`; or it is under `jax.vmap`, and the group's backend is
             "cuda". (Under vmap, the other backends run it.) Replace vmap by `jax.lax.map`, or call `combine`.
 
-    Example:
+    Examples:
         >>> def layer(x, topk_idx, topk_weights):
         ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="ragged")
         ...     pending = ep.combine_start(recv.x, recv)
@@ -121,7 +121,7 @@ def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, an earlier
             `combine_done` took it, or XLA copied it, for example in the carry of a loop.
 
-    Example:
+    Examples:
         >>> def layer(x, topk_idx):
         ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
         ...     return ep.combine_done(ep.combine_start(recv.x, recv))

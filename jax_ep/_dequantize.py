@@ -20,7 +20,7 @@ def dequantize(recv: Dispatched | AllToAll | Expanded) -> Annotated[jax.Array, "
     Raises:
         TypeError: recv is something else.
 
-    Example:
+    Examples:
         >>> def rows(x, topk_idx):
         ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged", wire="fp8")
         ...     return ep.dequantize(recv)

@@ -65,18 +65,18 @@ def dispatch(
             - "expert": recv.x [E_local, capacity, H], a block of rows for each local expert.
             - "token": recv.x [capacity, H], one row for all experts of a token on the rank: see `expand`.
         capacity: the number of rows per rank ("ragged", "token") or per local expert ("expert"). It must be a multiple
-            of alignment, in all layouts. The default is R * T ("expert", "token") or R * T * min(K, E_local) plus the
-            padding of alignment ("ragged"). It is enough for any routing that names no expert twice for a token
-            ("token": for any routing). If rows do not fit, the experts share the room fairly, and so do the source
-            ranks in each expert (docs/concepts.md). recv.num_dropped counts the dropped rows, and combine treats them
-            as zero.
+            of alignment, in all layouts. The default is R * T ("expert", "token", whatever the alignment), or
+            R * T * min(K, E_local) plus the padding of alignment ("ragged"). It is enough for any routing that names no
+            expert twice for a token ("token": for any routing). If rows do not fit, the experts share the room
+            fairly, and so do the source ranks in each expert (docs/concepts.md). recv.num_dropped counts the dropped
+            rows, and combine treats them as zero.
         capacity_factor: use it in place of capacity. The capacity is then capacity_factor times the rows that a
             balanced router sends: T * K rows per rank ("ragged") or T * K / E_local rows per local expert ("expert"),
-            rounded up to a multiple of alignment. With "token", it is that of "ragged", but at most R * T, because a
-            rank never gets more rows.
+            rounded up to a multiple of alignment. With "token", it is that of "ragged", but at most R * T (not
+            rounded), because a rank never gets more rows.
         alignment: in the ragged layout, each expert's group is padded with zero rows to a multiple of this number. The
-            other layouts pad no group: there, alignment only rounds the capacity. With "token", give alignment to
-            `expand`.
+            other layouts pad no group: a capacity from capacity_factor is rounded up to a multiple of alignment, a
+            given capacity must be a multiple, and the default is not rounded. With "token", give alignment to `expand`.
         wire: the format in which rows travel. All fp8 formats need group.hidden to be a multiple of 16.
 
             - None: x's dtype.
@@ -119,7 +119,7 @@ def dispatch(
         TypeError: a call that returns fp8 rows is differentiated, or a call is differentiated in a quantised x.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> def rows_of_experts(x, topk_idx, topk_weights):
         ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="expert", capacity=8)
         ...     return recv.x  # [E_local, 8, H] on each rank
@@ -163,7 +163,7 @@ def dispatch_start(
         jax_ep.SplitCallError: the call is outside of `jax.jit`; or it is under `jax.vmap`, and the group's backend is
             "cuda". (Under vmap, the other backends run it.) Replace vmap by `jax.lax.map`, or call `dispatch`.
 
-    Example:
+    Examples:
         >>> def layer(x, topk_idx, topk_weights):
         ...     pending = ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout="ragged")
         ...     shared = jnp.tanh(x)  # may run while the rows travel
@@ -195,7 +195,7 @@ def dispatch_done(pending: Pending) -> Dispatched:
         jax.errors.JaxRuntimeError: on GPUs, when the program runs: `pending` comes from another program, an earlier
             `dispatch_done` took it, or XLA copied it, for example in the carry of a loop.
 
-    Example:
+    Examples:
         >>> def rows(x, topk_idx):
         ...     return ep.dispatch_done(ep.dispatch_start(x, topk_idx, group=group, layout="expert", capacity=8)).x
         >>> on_each_rank(rows)(x, topk_idx).shape == (E, 8, H)
@@ -228,7 +228,7 @@ def dispatch_like(
             the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> def token_of_each_row(x, topk_idx):
         ...     recv = ep.dispatch(x, topk_idx, group=group, layout="expert", capacity=8)
         ...     return ep.dispatch_like(jnp.arange(T, dtype=jnp.int32)[:, None], recv)

@@ -15,7 +15,7 @@ from jax_ep import _checks, _compat, _native
 class DispatchLayout(NamedTuple):
     """The numbers of tokens that a routing sends to each rank and node, and of pairs (token, k) to each expert.
 
-    Example:
+    Examples:
         >>> ep.dispatch_layout(topk_idx, num_experts=E, num_ranks=R).is_token_in_rank.shape == (R * T, R)
         True
     """
@@ -23,7 +23,7 @@ class DispatchLayout(NamedTuple):
     num_tokens_per_rank: jax.Array
     """[R] int32: tokens with at least one expert on the rank."""
     num_tokens_per_node: jax.Array
-    """[N] int32: tokens with at least one expert on the node."""
+    """[num_nodes] int32: tokens with at least one expert on the node."""
     num_tokens_per_expert: jax.Array
     """[E] int32: (token, k) pairs that name the expert."""
     is_token_in_rank: jax.Array
@@ -54,7 +54,7 @@ def dispatch_layout(
         TypeError: topk_idx is not an int32 array, or a number is not an int.
         ValueError: topk_idx is not [T, K], or one number does not divide the other.
 
-    Example:
+    Examples:
         >>> counts = ep.dispatch_layout(jnp.array([[0, 1], [0, 3]], jnp.int32), num_experts=4, num_ranks=2)
         >>> counts.num_tokens_per_rank.tolist(), counts.num_tokens_per_expert.tolist()
         ([2, 1], [2, 1, 0, 1])

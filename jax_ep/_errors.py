@@ -9,7 +9,7 @@ class Error(Exception):
     After an operation has failed on a device, all operations of its group fail. Close the group, make a new one, and
     restore the state from before the failure (docs/failures.md).
 
-    Example:
+    Examples:
         >>> try:
         ...     group.check()
         ... except ep.Error as error:
@@ -24,8 +24,8 @@ class PeerTimeoutError(Error):
 
     **What to do.** Look at the rank `missing_rank`. If its process has died, start the whole program again. If it runs
     other operations than the rank `waiting_rank`, or runs them in another order, correct the program. If it is only
-    late (it compiles, loads data or saves a checkpoint), make the new group with a longer `timeout`. `Error` says how
-    to go on.
+    late (it compiles, loads data or saves a checkpoint), make the new group with a longer `timeout`. The
+    documentation of the class `Error` tells how to go on.
 
     Attributes:
         op: the operation that waited, e.g. "dispatch".
@@ -35,7 +35,7 @@ class PeerTimeoutError(Error):
             counted from 1.
         seen: the number that the waiting rank read last.
 
-    Example:
+    Examples:
         >>> try:
         ...     group.check()
         ... except ep.PeerTimeoutError as error:
@@ -66,7 +66,7 @@ class SplitCallError(Error):
     `jax.vmap`, with the backend "cuda". `SplitCallError` is raised while JAX traces, or by an eager call. If tracing
     does not show the fault, the compiled program raises `jax.errors.JaxRuntimeError` when it runs on GPUs.
 
-    Example:
+    Examples:
         >>> def twice(x, topk_idx):
         ...     pending = ep.dispatch_start(x, topk_idx, group=group, layout="ragged")
         ...     return ep.dispatch_done(pending).x + ep.dispatch_done(pending).x

@@ -15,7 +15,7 @@ def export_checks() -> list[DisabledSafetyCheck]:
     own calls compatible between processes that run the same version of jax_ep. The backends "reference" and
     "collectives" make no FFI calls.
 
-    Example:
+    Examples:
         >>> layer = on_each_rank(lambda x, topk_idx: ep.dispatch(x, topk_idx, group=group, layout="ragged").x)
         >>> exported = jax.export.export(layer, disabled_checks=ep.export_checks())(x, topk_idx)
         >>> exported.nr_devices == R

@@ -66,7 +66,7 @@ class Group(GroupSettings):
         jax_ep.Error: the group's memory does not fit on a device, or another process makes no group or a different
             group.
 
-    Example:
+    Examples:
         >>> with ep.Group(mesh, num_experts=2 * R, top_k=2, hidden=64, max_tokens_per_rank=8) as small:
         ...     (small.num_ranks, small.experts_per_rank) == (R, 2)
         True
@@ -137,7 +137,7 @@ class Group(GroupSettings):
         Raises:
             ValueError, TypeError: the mesh has other axes or no devices, or the backend cannot be used on it.
 
-        Example:
+        Examples:
             >>> abstract = ep.Group(mesh.abstract_mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T)
             >>> with abstract.open(mesh) as opened:
             ...     (abstract.has_devices, opened.has_devices)
@@ -154,7 +154,7 @@ class Group(GroupSettings):
         poison or raise an error. Later, an operation of the group raises `ValueError` when JAX traces it. `check` and
         `stats` still work. In several processes, each process closes its groups.
 
-        Example:
+        Examples:
             >>> small = ep.Group(mesh, num_experts=E, top_k=K, hidden=H, max_tokens_per_rank=T)
             >>> small.close()
             >>> small.closed
@@ -173,7 +173,7 @@ class Group(GroupSettings):
             jax_ep.Error: any other failure, for example: ranks ran different calls, operations of one group overlapped
                 on a device, or a program placed ranks on other devices than the mesh.
 
-        Example:
+        Examples:
             >>> recv = on_each_rank(lambda x, topk_idx: ep.dispatch(x, topk_idx, group=group).x)(x, topk_idx)
             >>> recv = jax.block_until_ready(recv)
             >>> group.check()  # raises nothing: no operation has failed
@@ -190,7 +190,7 @@ class Group(GroupSettings):
         Raises:
             ValueError: the group is on an AbstractMesh.
 
-        Example:
+        Examples:
             >>> before = group.stats()
             >>> recv = on_each_rank(lambda x, topk_idx: ep.dispatch(x, topk_idx, group=group).x)(x, topk_idx)
             >>> recv = jax.block_until_ready(recv)

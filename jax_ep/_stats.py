@@ -16,8 +16,10 @@ import numpy as np
 class GroupStats:
     """Counters of this process's ranks since their group was made. R_local ranks in this process, R ranks in the group.
 
-    A row is one token on its way to, or back from, one rank, however many of its experts are on that rank. Its bytes
-    are those of payload, scales and headers as they travel, without notifications. Entry [i, r] of an array
+    A row that was sent or received is one token on its way to, or back from, one rank, however many of its experts are
+    on that rank. Its bytes are those of payload, scales and headers as they travel, without notifications.
+    `rows_dropped`, `home_rows` and `planned_rows` count differently: a row for each pair (token, k). (In the layout
+    "token", `rows_dropped` counts tokens.) Entry [i, r] of an array
     [R_local, R] is about `ranks[i]` and rank r. If both are the same rank, the rows stay on the device. The backends
     "reference" and "collectives" count nothing: all fields except `ranks` and `devices` are None. `str(stats)` is a
     table of the counters, without `home_rows`, `planned_rows` and `copies`.
@@ -30,20 +32,22 @@ class GroupStats:
     Attributes:
         ranks: R_local numbers: the ranks of this process in their expert-parallel group.
         devices: R_local names: the devices of these ranks.
-        operations: for each kind of operation, [R_local] int64: the number of operations that have begun on all ranks.
-            A split-phase call counts as one. The keys are "dispatch", "dispatch_like", "dispatch (backward)",
+        operations: for each kind of operation, [R_local] int64: how many the rank and all other ranks have entered. A
+            split-phase call counts as one. The keys are "dispatch", "dispatch_like", "dispatch (backward)",
             "combine", "combine (backward)", "all_to_all", "all_to_all_back", "balance", "replicate" and
             "replicate (backward)".
         rows_dropped: [R_local] int64, the sum of `num_dropped`.
-        home_rows, planned_rows: [R_local] int64, the sums of `home_rows` and `num_rows` of the plans of `balance`: the
-            loads without and with the plans.
+        home_rows: [R_local] int64, the sum of `home_rows` of the plans of `balance`: the load without the plans.
+        planned_rows: [R_local] int64, the sum of `num_rows` of these plans: the load with the plans.
         copies: [R_local] int64, the copies of experts that these plans gave to the ranks.
-        rows_sent, rows_received: [R_local, R] int64, the rows from ranks[i] to rank r, and from rank r to ranks[i].
-        bytes_sent, bytes_received: [R_local, R] int64, the bytes of these rows.
+        rows_sent: [R_local, R] int64, the rows from ranks[i] to rank r.
+        rows_received: [R_local, R] int64, the rows from rank r to ranks[i].
+        bytes_sent: [R_local, R] int64, the bytes of the rows sent.
+        bytes_received: [R_local, R] int64, the bytes of the rows received.
         seconds_waited: [R_local, R] float64, the time from when ranks[i] entered an operation until rank r entered it,
             summed over all operations.
 
-    Example:
+    Examples:
         >>> stats = group.stats()
         >>> stats.ranks == tuple(range(R))  # in one process
         True
@@ -71,7 +75,7 @@ class GroupStats:
             {"ranks": [a dict of "rank", "device" and the counters, for each rank], "total": the sums of the counters}.
             In each dict, a counter [R_local, R] is a list of R numbers, and a counter [R_local] is a number.
 
-        Example:
+        Examples:
             >>> import json
             >>> sorted(json.loads(json.dumps(group.stats().to_dict())))
             ['ranks', 'total']

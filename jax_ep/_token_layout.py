@@ -142,7 +142,7 @@ def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1)
             the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> def layer(x, topk_idx, topk_weights, w):
         ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="token")
         ...     rows = ep.expand(recv)
@@ -308,7 +308,7 @@ def reduce(
             the group's mesh.
         jax_ep.Error: an earlier operation of the group failed on a device.
 
-    Example:
+    Examples:
         >>> def identity(x, topk_idx, topk_weights):
         ...     recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout="token")
         ...     rows = ep.expand(recv)

@@ -240,7 +240,7 @@ class Dispatched:
             `expand` returns, and `scales` is float32.
         channels_per_scale: 32 with wire="mxfp8", else 128 (static).
 
-    Example:
+    Examples:
         >>> def rows_per_rank(x, topk_idx):
         ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
         ...     return jnp.sum(recv.counts)[None]
@@ -276,7 +276,7 @@ class Dispatched:
         Raises:
             ValueError: recv has the layout "token", in which a row has several experts.
 
-        Example:
+        Examples:
             >>> def biased(x, topk_idx, w, bias):  # bias [E_local, H]
             ...     recv = ep.dispatch(x, topk_idx, group=group, layout="ragged")
             ...     y = jax.lax.ragged_dot(recv.x, w, recv.group_sizes) + bias[recv.row_expert]
@@ -315,7 +315,7 @@ class Expanded:
         scales_format: the form of `scales` (static): the argument of the dispatch.
         channels_per_scale: as in recv (static).
 
-    Example:
+    Examples:
         >>> def is_within_the_room(x, topk_idx):
         ...     rows = ep.expand(ep.dispatch(x, topk_idx, group=group, layout="token"), alignment=8)
         ...     return (jnp.sum(rows.group_sizes) <= len(rows.x))[None]
@@ -339,7 +339,7 @@ class Expanded:
     def row_expert(self) -> jax.Array:
         """[capacity] int32, the local expert of each row, and -1 in rows outside of all groups.
 
-        Example:
+        Examples:
             >>> def experts_of_rows(x, topk_idx):
             ...     return ep.expand(ep.dispatch(x, topk_idx, group=group, layout="token")).row_expert
             >>> int(jnp.max(on_each_rank(experts_of_rows)(x, topk_idx))) < E // R
@@ -390,12 +390,13 @@ class AllToAll:
 
     Attributes:
         x: [R, M, H]. Block r contains the rows from rank r, sorted by local expert, starting at row 0. Rows beyond the
-            sum of splits[r] are unspecified. In the group's dtype, or float8_e4m3fn when `scales` is set.
+            sum of splits[r] are unspecified, in training, too: set them to zero before you multiply them by weights
+            that you train. In the group's dtype, or float8_e4m3fn when `scales` is set.
         splits: [R, E_local] int32, rows from each rank for each local expert.
         scales: float32 [R, M, ceil(H/128)] with an fp8 wire and dequantize=False; else None.
         group: the `Group`.
 
-    Example:
+    Examples:
         >>> splits = jnp.zeros((R, E), jnp.int32).at[:, 0].set(T).reshape(-1)  # each rank sends its rows to expert 0
         >>> recv = on_each_rank(lambda x, splits: ep.all_to_all(x, splits, group=group))(x, splits)
         >>> recv.x.shape == (R * R, T, H) and recv.splits.shape == (R * R, E // R)

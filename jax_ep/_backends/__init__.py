@@ -24,7 +24,7 @@ from jax_ep._types import Backend
 class BackendStatus(NamedTuple):
     """Whether a backend can run on this machine, and if not, the reason ("" if it can).
 
-    Example:
+    Examples:
         >>> ep.backends()["reference"].available
         True
     """
@@ -36,7 +36,7 @@ class BackendStatus(NamedTuple):
 def backends() -> dict[str, BackendStatus]:
     """Returns the backends by their names for `Group(backend=...)`: whether each is available, and if not, the reason.
 
-    Example:
+    Examples:
         >>> sorted(ep.backends())
         ['collectives', 'cuda', 'reference']
     """

@@ -78,7 +78,7 @@ def grouped_matmul(
 
     Differentiable in rows, w and copies, in reverse mode.
 
-    Example:
+    Examples:
         >>> rows, w = jnp.ones((8, 4)), jnp.ones((2, 4, 3))
         >>> grouped_matmul(rows, w, jnp.array([5, 1], jnp.int32), implementation="ragged_dot")[:6].shape
         (6, 3)

@@ -116,7 +116,8 @@ def mlp(
 
     **Dropped rows.** If `capacity` is too small, dropped rows count as zero. The result does not contain the number of
     dropped rows. With the CUDA backend, `group.stats().rows_dropped` counts them. To get the number inside the program,
-    call `dispatch` and `combine` yourself, and read `recv.num_dropped`.
+    call `dispatch` and `combine` yourself, and read `recv.num_dropped`. With layout="token", `expand` may drop rows,
+    too, which `stats` does not count: call `expand` yourself, and add its `num_dropped`.
 
     **Rematerialisation.** `jax.checkpoint` policies can name the values of this table. A policy such as
     `jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch", "jax_ep_moe_gate_up")` saves the named values, and
@@ -130,7 +131,7 @@ def mlp(
     | `jax_ep_moe_down` | the experts' outputs, [rows, H] | the second matmul |
     | `jax_ep_moe_output` | the result, [T, H] | the combine |
 
-    Example:
+    Examples:
         >>> w_gate_up = jax.random.normal(jax.random.key(4), (E, H, 2 * 64), group.dtype)
         >>> w_down = jax.random.normal(jax.random.key(5), (E, 64, H), group.dtype)
         >>> layer = on_each_rank(lambda *arrays: ep.moe.mlp(*arrays, group=group, wire="fp8"))

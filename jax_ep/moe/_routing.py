@@ -18,7 +18,7 @@ SCORES: tuple[Score, ...] = get_args(Score)
 class Routing(NamedTuple):
     """A router's choice for this rank's tokens. E experts, K = top_k; `...` are the leading dimensions of the logits.
 
-    Example:
+    Examples:
         >>> routing = ep.moe.route(jnp.array([[1.0, 3.0, 2.0, 0.0]]), top_k=2)
         >>> routing.topk_idx.tolist(), routing.load.tolist()
         ([[1, 2]], [0.0, 0.5, 0.5, 0.0])
@@ -101,7 +101,7 @@ def route(
     aux_loss, ST-MoE (https://arxiv.org/abs/2202.08906) for z_loss, DeepSeek-V3 (https://arxiv.org/abs/2412.19437,
     section 2.1.2) for sigmoid scores, the bias and the expert groups.
 
-    Example:
+    Examples:
         >>> logits = jnp.array([[0.0, 2.0, 1.0, -1.0]])
         >>> routing = ep.moe.route(logits, top_k=2)
         >>> routing.topk_idx.tolist()
