@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep import _checks, _compat
 from jax_ep._constants import TOLERANCE_UNITS_PER_ONE
 from jax_ep._group import Group, check_usable
+
+Weights = TypeVar("Weights")  # a pytree of arrays
 
 
 @partial(
@@ -108,7 +110,7 @@ def home_slots(group: Group, topk_idx: jax.Array) -> jax.Array:
 
 
 @_compat.named
-def replicate(w: Any, plan: Plan) -> Any:
+def replicate(w: Weights, plan: Plan) -> Weights:
     """Copies the experts that a plan names: for each array [E_local, ...] of a pytree, an array [E_local + B, ...].
 
     The home experts come first, then the copies in the replica slots. Empty slots are zero. Differentiable in w: the

@@ -58,7 +58,7 @@ run_process() {
 }
 export -f run_seeds run_process
 
-seq "$first" $num_seeds "$last" | xargs -P "$jobs" -I{} bash -c 'run_process {}'
+seq "$first" $num_seeds "$last" | xargs --max-procs="$jobs" -I{} bash -c 'run_process {}'
 passed=0 all=$((last - first + 1))
 for file in "$results"/*.passed; do
   [ ! -e "$file" ] || passed=$((passed + $(<"$file")))

@@ -103,6 +103,14 @@ def test_order_of_sums_in_other_kernels(kernel_backend, mesh, tokens, num_sms):
         check_order_of_sums(group, mesh, shape)
 
 
+def test_order_of_sums_of_long_rows_on_two_ranks(kernel_backend):
+    """With 17 to 32 tokens and rows longer than 4 KB, the CUDA backend has a plan for two ranks."""
+    shape = dataclasses.replace(ORDERED, hidden=2304)
+    mesh = make_mesh((min(2, jax.device_count()),))
+    with open_group(mesh, shape, backend=kernel_backend) as group:
+        check_order_of_sums(group, mesh, shape)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("num_ranks", [1, 4, 8])
 def test_oracle_order_shows_in_order_sensitive_inputs(num_ranks, dtype):

@@ -334,8 +334,9 @@ void test_senders_enter_first() {
 }
 
 // Receivers sum the rows of own tokens if a combine casts, prefetches y, or (kBalanced) has one or two experts per
-// token or much to read.
+// token, much to read, or 17 to 32 tokens.
 void test_who_sums_own_rows() {
+  EXPECT_EQ(plan_combine(32, 2, 8, 28, 0).sums_own, true);
   EXPECT_EQ(plan_combine(32, 4, 8, 28, 0).sums_own, false);
   EXPECT_EQ(plan_combine(128, 4, 8, 28, 0).sums_own, true);
   EXPECT_EQ(plan_combine(128, 4, 8, 16, 0).sums_own, false);
@@ -377,8 +378,18 @@ void test_few_blocks_send_long_rows() {
   EXPECT_EQ(plan_dispatch(128, 2, 8, 14, 0, false).log_send_warps, 3);
 }
 
-// A combine is balanced with at most 256 tokens if it does not cast, and has more than two ranks or reads little.
+// A combine is balanced with 33 to 256 tokens if it does not cast, and has more than two ranks or reads little. With 17
+// to 32 tokens, it is balanced on two ranks, if it does not cast, and if rows are long and of three or more experts.
 void test_balanced_combines() {
+  const auto is_balanced = [](const LaunchPlan& plan) { return plan.variant == Variant::kBalanced; };
+  EXPECT_EQ(is_balanced(plan_combine(32, 2, 8, 28, 0)), true);
+  EXPECT_EQ(is_balanced(plan_combine(17, 2, 3, 9, 0)), true);
+  EXPECT_EQ(is_balanced(plan_combine(16, 2, 8, 28, 0)), false);
+  EXPECT_EQ(is_balanced(plan_combine(32, 1, 8, 28, 0)), false);
+  EXPECT_EQ(is_balanced(plan_combine(32, 4, 8, 28, 0)), false);
+  EXPECT_EQ(is_balanced(plan_combine(32, 2, 2, 28, 0)), false);
+  EXPECT_EQ(is_balanced(plan_combine(32, 2, 8, 8, 0)), false);
+  EXPECT_EQ(is_balanced(plan_combine(32, 2, 8, 28, 0, 2)), false);
   for (int32_t ranks : {1, 2, 4}) {
     EXPECT_EQ(plan_combine(128, ranks, 8, 28, 0).variant == Variant::kThroughput, ranks <= 2);
     EXPECT_EQ(plan_combine(128, ranks, 8, 16, 0).variant == Variant::kBalanced, true);       // short rows
@@ -396,6 +407,13 @@ void test_one_rank_only_receives() {
 
 // With two ranks, a token goes to one other rank at most. So with many rows, most blocks receive.
 void test_two_ranks_send_little() {
+  const auto receive_warps_back = [](int64_t tokens, int32_t ranks) {  // of combine's backward pass
+    return 1 << plan_dispatch(tokens, ranks, 8, 28, 0, true).log_receive_warps;
+  };
+  EXPECT_EQ(receive_warps_back(1024, 2), 4);
+  EXPECT_EQ(receive_warps_back(1023, 2), 8);
+  EXPECT_EQ(receive_warps_back(1024, 1), 8);
+  EXPECT_EQ(receive_warps_back(1024, 4), 8);
   const LaunchPlan dispatch = plan_dispatch(4096, 2, 8, 28, 0, false);
   EXPECT_EQ(dispatch.num_senders, 45);
   EXPECT_EQ(dispatch.log_receive_warps, 1);  // at least 2048 tokens, rows longer than 8 KB
