@@ -76,7 +76,7 @@ HARDWARE: dict[str, Hardware] = {
         "its GPU",
     ),
     "many_ranks": Hardware(
-        f"more than {MAX_RANKS} GPUs along `axis_name`",
+        f"more than {MAX_LOCAL_RANKS} GPUs of one host, or more than {MAX_RANKS} GPUs, along `axis_name`",
         "collectives",
         "untried",
         f"a group on the kernels has at most {MAX_RANKS} ranks, or {MAX_LOCAL_RANKS} without a network. Each index "

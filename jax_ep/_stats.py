@@ -32,10 +32,10 @@ class GroupStats:
     Attributes:
         ranks: R_local numbers: the ranks of this process in their expert-parallel group.
         devices: R_local names: the devices of these ranks.
-        operations: for each kind of operation, [R_local] int64: how many the rank and all other ranks have entered. A
-            split-phase call counts as one. The keys are "dispatch", "dispatch_like", "dispatch (backward)",
-            "combine", "combine (backward)", "all_to_all", "all_to_all_back", "balance", "replicate" and
-            "replicate (backward)".
+        operations: for each kind of operation, [R_local] int64: the number of operations that all ranks have
+            entered. An operation counts once, not once per rank, and a split-phase call is one. The keys are
+            "dispatch", "dispatch_like", "dispatch (backward)", "combine", "combine (backward)", "all_to_all",
+            "all_to_all_back", "balance", "replicate" and "replicate (backward)".
         rows_dropped: [R_local] int64, the sum of `num_dropped`.
         home_rows: [R_local] int64, the sum of `home_rows` of the plans of `balance`: the load without the plans.
         planned_rows: [R_local] int64, the sum of `num_rows` of these plans: the load with the plans.
