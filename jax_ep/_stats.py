@@ -33,7 +33,7 @@ class GroupStats:
         ranks: R_local numbers: the ranks of this process in their expert-parallel group.
         devices: R_local names: the devices of these ranks.
         operations: for each kind of operation, [R_local] int64: the number of operations that all ranks have
-            entered. An operation counts once, not once per rank, and a split-phase call is one. The keys are
+            entered. Each entry counts an operation once, and a split-phase call as one. The keys are
             "dispatch", "dispatch_like", "dispatch (backward)", "combine", "combine (backward)", "all_to_all",
             "all_to_all_back", "balance", "replicate" and "replicate (backward)".
         rows_dropped: [R_local] int64, the sum of `num_dropped`.

@@ -36,9 +36,9 @@ def test_cpp_unit_tests(tmp_path):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize("source", ["balance", "replicate", "start"])
 def test_small_kernels_compile_for_a_network(source, tmp_path):
-    """As in the module _nvshmem, which needs NVSHMEM's wheel.
+    """They compile with the flags of _nvshmem, without NVSHMEM's wheel.
 
-    It is linked from device code. So a function that is not inlined must not take more registers than a kernel that
+    Device code is linked there. So a function that is not inlined must not take more registers than a kernel that
     calls it may have.
     """
     options = [

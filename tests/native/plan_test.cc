@@ -379,7 +379,7 @@ void test_few_blocks_send_long_rows() {
 }
 
 // A combine is balanced with 33 to 256 tokens if it does not cast, and has more than two ranks or reads little. With 17
-// to 32 tokens, it is balanced on two ranks, if it does not cast, and if rows are long and of three or more experts.
+// to 32 tokens, it is balanced on two ranks, if it does not cast, if rows are long, and if top_k is 3 or more.
 void test_balanced_combines() {
   const auto is_balanced = [](const LaunchPlan& plan) { return plan.variant == Variant::kBalanced; };
   EXPECT_EQ(is_balanced(plan_combine(32, 2, 8, 28, 0)), true);
