@@ -60,6 +60,13 @@ class Dims {
     result.append(size);
     return result;
   }
+  // [..., N] -> [..., size, N]
+  Dims with_columns(int64_t size) const {
+    Dims result = *this;
+    result.append(sizes_[count_ - 1]);
+    result.sizes_[count_ - 1] = size;
+    return result;
+  }
 
   const int64_t* begin() const { return sizes_; }
   const int64_t* end() const { return sizes_ + count_; }
@@ -131,6 +138,8 @@ inline std::string name_of(ffi::DataType type) {
       return "float64";
     case ffi::F8E4M3FN:
       return "float8_e4m3fn";
+    case ffi::F8E8M0FNU:
+      return "float8_e8m0fnu";
     default:
       return "XLA's type " + std::to_string(static_cast<int>(type));
   }

@@ -47,6 +47,14 @@ enum class Cast : int32_t {
   kE5m2 = 3,
 };
 
+// The form in which a kernel writes the scales of fp8 rows. jax_ep/_scales.py describes the forms.
+enum class ScalesFormat : int32_t {
+  kFloat32 = 0,
+  kFloat32Columns = 1,
+  kUe8m0 = 2,
+  kUe8m0Columns = 3,
+};
+
 // Why a device gave up an operation. The native modules give the name in words, such as "other op".
 enum class FailureReason : uint32_t {
   kTimeout = 0,

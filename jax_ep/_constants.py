@@ -30,6 +30,15 @@ class Cast(enum.IntEnum):
     E5M2 = 3  # to float8_e5m2: the largest value of a block becomes 57344
 
 
+class ScalesFormat(enum.IntEnum):
+    """The form in which a kernel writes the scales of fp8 rows. jax_ep/_scales.py describes the forms."""
+
+    FLOAT32 = 0
+    FLOAT32_COLUMNS = 1
+    UE8M0 = 2
+    UE8M0_COLUMNS = 3
+
+
 class FailureReason(enum.IntEnum):
     """Why a device gave up an operation. The native modules give the name in words, such as "other op"."""
 

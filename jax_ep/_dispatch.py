@@ -295,14 +295,11 @@ def _check_plan(op: str, plan: Any, group: Group, topk_idx: Any) -> None:
 
 
 def _visible(call: DispatchCall, recv: Dispatched) -> Dispatched:
-    """What the user sees of the backend's `recv`: no empty slots, and scales in the form that the call asks for."""
-    recv = _without_empty_slots(recv)
-    scales_format = call.options.scales_format
-    scales = recv.scales
-    if scales is not None and recv.route.layout != "token":  # `expand` arranges the scales of the layout "token"
-        scales = _scales.arrange(scales, scales_format)
+    """What the user sees of the backend's `recv`: no empty slots, and the facts that `dequantize` and `expand` need."""
     return dataclasses.replace(
-        recv, scales=scales, scales_format=scales_format, channels_per_scale=call.channels_per_scale
+        _without_empty_slots(recv),
+        scales_format=call.options.scales_format,
+        channels_per_scale=call.channels_per_scale,
     )
 
 

@@ -1,8 +1,8 @@
 """The forms in which `dispatch` and `expand` return the scales of fp8 rows: those that GEMMs of experts read.
 
-Backends return scales as float32, one row of scales per row of x. These functions arrange them. The forms with columns
-are those of DeepGEMM (https://github.com/deepseek-ai/DeepGEMM), whose kernels read scales with the tensor memory
-accelerator (TMA): a column must begin at a multiple of 16 bytes.
+CUDA kernels write scales in these forms, with the bits that `arrange` gives. The forms with columns are those of
+DeepGEMM (https://github.com/deepseek-ai/DeepGEMM), whose kernels read scales with the tensor memory accelerator (TMA):
+a column must begin at a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax_ep import _checks, _wires
 ScalesFormat: TypeAlias = Literal["float32", "float32_columns", "ue8m0", "ue8m0_columns"]
 FORMATS = get_args(ScalesFormat)
 UE8M0 = jnp.float8_e8m0fnu  # the exponent of a power of two, as float32 stores it; 255 is NaN
-_WORDS_PER_TMA_UNIT = 4  # a word has 4 bytes
+WORDS_PER_TMA_UNIT = 4  # a word has 4 bytes
 _EXPONENTS_PER_WORD = 4
 
 
@@ -64,6 +64,12 @@ def restore(arranged: jax.Array, scales_format: ScalesFormat, num_rows: int, num
     return from_words(_to_rows(arranged, num_rows), num_scales)
 
 
+def arranged_type(scales_format: ScalesFormat, rows_shape: tuple[int, ...], num_scales: int) -> jax.ShapeDtypeStruct:
+    """The shape and the dtype of what `arrange` returns."""
+    plain = jax.ShapeDtypeStruct((*rows_shape, num_scales), jnp.float32)
+    return jax.eval_shape(lambda scales: arrange(scales, scales_format), plain)
+
+
 def to_words(scales: jax.Array) -> jax.Array:
     """Packs float32 scales [..., S] that are 0, a power of two, or NaN into int32 [..., ceil(S/4)].
 
@@ -99,7 +105,7 @@ def _padded(array: jax.Array, multiple: int) -> jax.Array:
 
 def _to_columns(rows: jax.Array) -> jax.Array:
     """Returns rows [..., N, C] as columns [..., C, N'], padded with zeros to a multiple of four."""
-    return _padded(jnp.swapaxes(rows, -1, -2), _WORDS_PER_TMA_UNIT)
+    return _padded(jnp.swapaxes(rows, -1, -2), WORDS_PER_TMA_UNIT)
 
 
 def _to_rows(columns: jax.Array, num_rows: int) -> jax.Array:

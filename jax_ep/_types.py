@@ -377,6 +377,11 @@ class DispatchCall:
     def channels_per_scale(self) -> int:
         return _wires.channels_per_scale(self.options.wire)
 
+    @property
+    def scales_format(self) -> ScalesFormat:
+        """The form in which the backend returns scales. In the layout "token", `expand` makes the form of the call."""
+        return "float32" if self.options.layout == "token" else self.options.scales_format
+
     def route(self, arrays: Any) -> Route:
         options = self.options
         facts = options.layout, options.capacity, options.alignment, self.num_tokens, self.tolerance_units

@@ -30,6 +30,7 @@ ATTRIBUTES = {
     "cast": 0,
     "dequantize": False,
     "zero_pad": False,
+    "scales_format": 0,
     "tolerance": 0,
     "clears_slots": True,
 }
@@ -69,6 +70,7 @@ def buffers(group, declared, layout):
         "N": (CAPACITY,),
         "*rows": (CAPACITY,),
         "*pairs": (CAPACITY, group.top_k) if is_token else (CAPACITY,),
+        "*scales": (CAPACITY, _wires.num_scales(group.hidden)),
         "2": (2,),
     }
     return {
@@ -196,4 +198,10 @@ def test_combine_back_refuses_to_cast_float32(group):
 @pytest.mark.parametrize("wrong", [{"layout": 7}, {"alignment": 0}, {"capacity": -1}], ids=str)
 def test_attributes_that_no_layout_has(group, wrong):
     with pytest.raises(jax.errors.JaxRuntimeError, match="dispatch: layout is .* capacity is .* and alignment is"):
+        jax.block_until_ready(call(group, targets.DISPATCH, **wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"scales_format": 4}, {"scales_format": 1, "capacity": CAPACITY - 1}], ids=str)
+def test_a_format_that_no_scales_have(group, wrong):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="dispatch: scales_format is .* and capacity is .*multiple of"):
         jax.block_until_ready(call(group, targets.DISPATCH, **wrong))

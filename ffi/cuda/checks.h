@@ -67,10 +67,33 @@ inline ffi::Error check_cast(const char* op, int64_t cast, int64_t channels) {
                                      std::to_string(kUnitBytes));
 }
 
+inline Expected expected_scales(ScalesFormat format, const Dims& rows, int64_t num_scales, const Operand& scales) {
+  switch (format) {
+    case ScalesFormat::kFloat32Columns:
+      return {"out_scales", scales, ffi::F32, rows.with_columns(num_scales)};
+    case ScalesFormat::kUe8m0:
+      return {"out_scales", scales, ffi::F8E8M0FNU, rows.then(num_scales)};
+    case ScalesFormat::kUe8m0Columns:
+      return {"out_scales", scales, ffi::S32, rows.with_columns(divide_up(num_scales, 4))};
+    default:
+      return {"out_scales", scales, ffi::F32, rows.then(num_scales)};
+  }
+}
+
+inline ffi::Error check_scales_format(const char* op, int64_t format, int64_t capacity) {
+  const bool is_format = format >= 0 && format <= static_cast<int64_t>(ScalesFormat::kUe8m0Columns);
+  const bool is_plain = format == static_cast<int64_t>(ScalesFormat::kFloat32);
+  if (is_format && (is_plain || capacity % 4 == 0)) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(op) + ": scales_format is " + std::to_string(format) +
+                                     " and capacity is " + std::to_string(capacity) +
+                                     "; they must be a number of ScalesFormat, and a multiple of 4 unless it is 0");
+}
+
 // Checks the rows that are sent, and the rows that arrive in `rows` of the result. The kernels cast rows of bfloat16
 // only, to fp8 and back. Rows that are fp8 already have scales.
 inline ffi::Error check_wire(const char* op, int64_t cast, bool dequantize, const Operand& x, const Operand& x_scales,
-                             const Dims& rows, const Operand& out, const Operand& out_scales) {
+                             const Dims& rows, const Operand& out, const Operand& out_scales,
+                             ScalesFormat scales_format = ScalesFormat::kFloat32) {
   const int64_t num_tokens = size(x, 0), channels = last_size(x), num_scales = divide_up(channels, kChannelsPerScale);
   const bool is_quantized = x.element_type() == ffi::F8E4M3FN, is_cast = cast != 0, is_fp8 = is_quantized || is_cast;
   if (const ffi::Error error = check_cast(op, is_fp8, channels); error.failure()) return error;
@@ -81,7 +104,7 @@ inline ffi::Error check_wire(const char* op, int64_t cast, bool dequantize, cons
                             is_quantized ? Expected{"x_scales", x_scales, ffi::F32, {num_tokens, num_scales}}
                                          : none("x_scales", x_scales),
                             {"out", out, out_types, rows.then(channels)},
-                            returns_fp8 ? Expected{"out_scales", out_scales, ffi::F32, rows.then(num_scales)}
+                            returns_fp8 ? expected_scales(scales_format, rows, num_scales, out_scales)
                                         : none("out_scales", out_scales)});
 }
 
@@ -107,7 +130,9 @@ ffi::Error check_dispatch(const char* op, const Member& member, const Attrs& att
   const Dims pairs = is_token ? rows.then(sizes.top_k) : rows;
   return first_error(
       {check_axis_index(op, axis_index), check_layout(op, attrs.layout, attrs.capacity, attrs.alignment),
-       check_wire(op, attrs.cast, attrs.dequantize, x, x_scales, rows, out, out_scales),
+       check_scales_format(op, attrs.scales_format, attrs.capacity),
+       check_wire(op, attrs.cast, attrs.dequantize, x, x_scales, rows, out, out_scales,
+                  static_cast<ScalesFormat>(attrs.scales_format)),
        check_buffers(op, {{"topk_idx", topk_idx, ffi::S32, sizes.topk(num_tokens)},
                           is_token ? Expected{"named_slot", named_slot, ffi::S32, sizes.topk(num_tokens)}
                                    : none("named_slot", named_slot),

@@ -49,7 +49,11 @@ struct DispatchArgs : Call {
   int64_t num_rows, capacity, alignment;
   void* out;  // [num_rows, out_row_bytes]
   int64_t out_row_bytes;
-  float* out_scales;  // [num_rows, num_scales] or null
+  // The scales of the rows of the result, or null. The forms with rows are [num_rows, num_scales]. Those with columns
+  // are [columns, capacity], one such array per expert if the layout has a buffer per expert. The columns are the
+  // scales, or words of four exponents. All forms but kFloat32 need a capacity that is a multiple of four.
+  void* out_scales;
+  ScalesFormat scales_format;
   // Results of a new route:
   float* weights;                               // [num_rows]; in the layout "token", [num_rows, K]
   int32_t *counts, *group_sizes, *num_dropped;  // for all_to_all: counts [R, E_local], the others null
@@ -68,6 +72,10 @@ struct DispatchArgs : Call {
   // The payload bytes of a row in transit, without its scales. A cast halves the payload. `casts`: whether `cast` is
   // not 0; a kernel knows it at compile time.
   constexpr int64_t payload_bytes(bool casts) const { return casts ? row_bytes / 2 : row_bytes; }
+  constexpr int64_t out_scales_bytes() const {
+    if (scales_format == ScalesFormat::kUe8m0) return num_rows * num_scales;
+    return num_rows * 4 * (scales_format == ScalesFormat::kUe8m0Columns ? divide_up(num_scales, 4) : num_scales);
+  }
   // True for a new route in the layout "token".
   constexpr bool has_token_rows() const { return recv_topk_idx != nullptr; }
   constexpr int64_t weights_per_row() const { return has_token_rows() ? top_k : 1; }

@@ -200,7 +200,7 @@ struct DispatchOperands {
 
   __device__ void poison() const {
     fill_bytes(args.out, args.num_rows * args.out_row_bytes, 0xff);
-    fill_bytes(args.out_scales, args.num_rows * args.num_scales * 4, 0xff);
+    fill_bytes(args.out_scales, args.out_scales_bytes(), 0xff);
     fill_bytes(args.weights, args.num_rows * args.weights_per_row() * 4, 0xff);
     fill_bytes(args.recv_topk_idx, args.num_rows * args.weights_per_row() * 4, 0xff);
     fill_bytes(args.num_rows_per_rank, int64_t{4} * peers.num_ranks, 0);

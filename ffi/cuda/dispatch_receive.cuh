@@ -307,21 +307,8 @@ struct DispatchReceiver : CombineBackward<Config> {
         if (has_unit(chunk)) out[chunk * kChunkUnits] = batch.units[i];
       }
       if constexpr (kMayHaveScales) {
-        if (writes_scales) write_scales(batch.units[kReceiveBatch], chunk_of_scales, row_of_k);
+        if (writes_scales) ScalesWriter{args}.write(batch.units[kReceiveBatch], chunk_of_scales, row_of_k);
       }
-    }
-  }
-
-  __device__ void write_scales(const uint4& unit, int32_t chunk, int32_t row) const {
-    float* const out = args.out_scales + int64_t{row} * args.num_scales;
-    const uint32_t scales[] = {unit.x, unit.y, unit.z, unit.w};
-    if (args.num_scales % 4 == 0) {  // each row of scales begins at a whole unit
-      reinterpret_cast<uint4*>(out)[chunk] = unit;
-      return;
-    }
-#pragma unroll
-    for (int32_t i = 0; i < 4; ++i) {
-      if (chunk * 4 + i < args.num_scales) out[chunk * 4 + i] = __uint_as_float(scales[i]);
     }
   }
 

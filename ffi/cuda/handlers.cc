@@ -16,6 +16,7 @@ namespace jax_ep {
 struct DispatchAttrs {
   int64_t group, hash, layout, capacity, alignment, cast;
   bool dequantize, zero_pad;
+  int64_t scales_format;
 };
 
 struct RouteAttrs {
@@ -87,7 +88,8 @@ void set_results(DispatchArgs& args, const DispatchAttrs& attrs, Operand out, Op
   args.delivery = attrs.dequantize ? Delivery::kDequantize : Delivery::kCopy;
   args.zero_pad = attrs.zero_pad;
   set_out(args, out);
-  args.out_scales = data<float>(out_scales);
+  args.out_scales = data<void>(out_scales);
+  args.scales_format = static_cast<ScalesFormat>(attrs.scales_format);
   args.weights = data<float>(weights);
   args.counts = data<int32_t>(counts);
   args.group_sizes = data<int32_t>(group_sizes);
@@ -251,7 +253,7 @@ ffi::Error all_to_all(CallStream stream, int32_t ordinal, AllToAllAttrs attrs, O
   args.is_all_to_all = true;
   args.zero_pad = attrs.zero_pad;
   set_out(args, *out);
-  args.out_scales = data<float>(out_scales);
+  args.out_scales = data<void>(out_scales);
   args.counts = data<int32_t>(out_splits);
   return enqueue_dispatch("all_to_all", stream, **member, attrs.group, element_type(x), args);
 }
@@ -429,7 +431,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::DispatchAttrs, StructMember<int64_
                                       StructMember<int64_t>("hash"), StructMember<int64_t>("layout"),
                                       StructMember<int64_t>("capacity"), StructMember<int64_t>("alignment"),
                                       StructMember<int64_t>("cast"), StructMember<bool>("dequantize"),
-                                      StructMember<bool>("zero_pad"));
+                                      StructMember<bool>("zero_pad"), StructMember<int64_t>("scales_format"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RouteAttrs, StructMember<int64_t>("group"), StructMember<int64_t>("hash"),
                                       StructMember<int64_t>("layout"), StructMember<int64_t>("capacity"),
                                       StructMember<int64_t>("alignment"));

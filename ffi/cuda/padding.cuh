@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ffi/cuda/dispatch_send.cuh"
+#include "ffi/cuda/scales.cuh"
 
 namespace jax_ep {
 
@@ -87,9 +88,9 @@ struct Padding : DispatchSender<Config> {
   __device__ void zero_row(int32_t row) const {
 #pragma unroll 1
     for (int32_t i = lane_id(); i < args.out_row_bytes / kUnitBytes; i += 32) out_row(row)[i] = uint4{};
-    if (!args.out_scales) return;
-#pragma unroll 1
-    for (int32_t i = lane_id(); i < args.num_scales; i += 32) args.out_scales[int64_t{row} * args.num_scales + i] = 0;
+    if constexpr (Base::kMayHaveScales && Base::kDelivery == Delivery::kCopy) {
+      if (args.out_scales) ScalesWriter{args}.zero(row);
+    }
   }
 };
 

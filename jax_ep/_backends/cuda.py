@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import _compat, _layouts, _placement, _scales, _wires
+from jax_ep import _compat, _constants, _layouts, _placement, _scales, _wires
 from jax_ep._backends import plain_replicate, targets
 from jax_ep._backends.native_group import AbstractGroup, NativeGroup
 from jax_ep._backends.targets import NONE, Result, Target
 from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, MAX_LOCAL_RANKS, Layout
 from jax_ep._ordered_calls import ordered_call
+from jax_ep._scales import ScalesFormat
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route, TokenSlots
 from jax_ep._wires import GradWire, Wire
@@ -97,7 +98,7 @@ class _CudaOperations(Backend):
             got = self._done(targets.DISPATCH, operands, started)
         out, scales = got["out"], got["out_scales"] if self._kernel_returns_fp8(call) else None
         if scales is not None:
-            scales = self._unpack_scales(scales, call)
+            scales = self._arranged(scales, call)
             if call.options.dequantize:
                 out, scales = _wires.dequantize(out, scales, self.group.dtype, call.channels_per_scale), None
         is_token = call.options.layout == "token"
@@ -296,12 +297,27 @@ class _CudaOperations(Backend):
             scales = lax.bitcast_convert_type(_scales.to_words(scales), jnp.float32)
         return rows, scales
 
-    def _unpack_scales(self, scales: jax.Array, call: DispatchCall) -> jax.Array:
-        """The scales of rows that kernels moved: the inverse of what `_cast_for_wire` does to scales."""
+    def _kernel_scales_format(self, call: DispatchCall) -> ScalesFormat:
+        """The form in which the kernel writes the scales. `_arranged` makes the form of the call of it."""
+        num_rows = call.route(None).rows_shape[-1]
+        if num_rows % _scales.WORDS_PER_TMA_UNIT:
+            return "float32"  # the kernel does not pad columns
         if call.channels_per_scale == CHANNELS_PER_SCALE:
+            return call.scales_format
+        # The kernel does not know that its words have four exponents each (`_cast_for_wire`).
+        return "float32_columns" if call.scales_format == "ue8m0_columns" else "float32"
+
+    def _arranged(self, scales: jax.Array, call: DispatchCall) -> jax.Array:
+        """Returns the scales that a kernel wrote, in the form of the call."""
+        written = self._kernel_scales_format(call)
+        if call.channels_per_scale != CHANNELS_PER_SCALE:
+            words = lax.bitcast_convert_type(scales, jnp.int32)
+            if written == "float32_columns":
+                return words
+            scales = _scales.from_words(words, _wires.num_scales(self.group.hidden, call.channels_per_scale))
+        elif written == call.scales_format:
             return scales
-        num_scales = _wires.num_scales(self.group.hidden, call.channels_per_scale)
-        return _scales.from_words(lax.bitcast_convert_type(scales, jnp.int32), num_scales)
+        return _scales.arrange(scales, call.scales_format)
 
     def _rows_to_send(self, call: DispatchCall, x: Any) -> _SentRows:
         return x if call.quantized else self._cast_for_wire(x, call.options.wire)
@@ -332,6 +348,9 @@ class _CudaOperations(Backend):
         absent = [] if returns_fp8 else ["out_scales"]
         if named is None:
             absent += ["recv_topk_idx", "num_rows_per_rank"]
+        scales_format = self._kernel_scales_format(call)
+        num_scales = _wires.num_scales(group.hidden)
+        out_scales = _scales.arranged_type(scales_format, route.rows_shape, num_scales)
         results = targets.DISPATCH.result_types(
             operands,
             {
@@ -340,9 +359,10 @@ class _CudaOperations(Backend):
                 "C": group.slots_per_rank,
                 "P": call.num_tokens * (2 if self._has_network else 1),
                 "R": group.num_ranks,
-                "S": _wires.num_scales(group.hidden),
+                "S": num_scales,
+                "*scales": out_scales.shape,
             },
-            {"out": _wires.FP8 if returns_fp8 else group.dtype},
+            {"out": _wires.FP8 if returns_fp8 else group.dtype, "out_scales": out_scales.dtype},
             absent=absent,
         )
         settings = {
@@ -350,6 +370,7 @@ class _CudaOperations(Backend):
             "cast": _wires.cast_of(options.wire if scales is None else None),
             "dequantize": call.arrives_fp8 and not returns_fp8,
             "zero_pad": zero_pad,
+            "scales_format": _constants.ScalesFormat[scales_format.upper()],
             **_route_attributes(route),
         }
         return operands, results, settings

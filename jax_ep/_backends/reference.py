@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _compat, _layouts, _placement, _wires
+from jax_ep import _compat, _layouts, _placement, _scales, _wires
 from jax_ep._backends import plain_replicate
 from jax_ep._layouts import take
 from jax_ep._settings import GroupSettings
@@ -99,7 +99,7 @@ class ReferenceBackend(Backend):
             counts=placement.counts,
             group_sizes=placement.group_sizes,
             weights=self._row_weights(route, topk_weights),
-            scales=scales,
+            scales=None if scales is None else _scales.arrange(scales, call.scales_format),
             num_dropped=placement.num_dropped,
             route=route,
         )

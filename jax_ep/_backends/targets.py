@@ -48,9 +48,9 @@ class Target:
 
     The letters of dimensions: R ranks, T tokens, K = top_k, H channels of a row, S scales of a row. P is T, or 2 T over
     a network. `*rows` are the leading dimensions of received rows, and N is their product. `*pairs` are the dimensions
-    of their weights: `*rows` or, in the layout "token", N K. M rows of all_to_all. L home experts of a rank (E_local in
-    docstrings), B replica slots of a rank, C = L + B slots of a rank. D elements of an expert's weights, W words of
-    `work`. RC is R * C.
+    of their weights: `*rows` or, in the layout "token", N K. `*scales` are the dimensions of their scales, which depend
+    on the scales_format. M rows of all_to_all. L home experts of a rank (E_local in docstrings), B replica slots of a
+    rank, C = L + B slots of a rank. D elements of an expert's weights, W words of `work`. RC is R * C.
     """
 
     name: str
@@ -156,7 +156,7 @@ DISPATCH = Target(
     ),
     (
         Array("out", "*rows H"),
-        Array("out_scales", "*rows S", _FLOAT),
+        Array("out_scales", "*scales"),
         Array("weights", "*pairs", _FLOAT),
         *_COUNTS,
         Array("num_dropped", "", _INT),
@@ -164,7 +164,7 @@ DISPATCH = Target(
         Array("num_rows_per_rank", "R", _INT),
         *_ROUTE,
     ),
-    (*_LAYOUT, "cast", "dequantize", "zero_pad"),
+    (*_LAYOUT, "cast", "dequantize", "zero_pad", "scales_format"),
 )
 DISPATCH_LIKE = Target(
     "dispatch_like", (_AXIS_INDEX, Array("x", "T H"), *_ROUTE, *_COUNTS), (Array("out", "*rows H"),), _LAYOUT
