@@ -48,10 +48,11 @@ class Machine:
     def caption(self, rows: Iterable[Row], command: str, text: str) -> str:
         """Returns the caption of a table: machine, sources, date and command, then the meaning of the numbers."""
         runs = sorted({row["run"] for row in rows})
-        when = ", ".join(
+        whens = [
             f"commit {run['commit']} ({run['date'][:10]}, jax {run['versions']['jax']})"
             for run in map(self.runs.__getitem__, runs)
-        )
+        ]
+        when = ", ".join(dict.fromkeys(whens))  # several runs may be of one commit
         notes = {self.runs[run]["note"] for run in runs if "note" in self.runs[run]}
         return f"*{self.device}, {when}, `{command}`. {' '.join([text, *sorted(notes)])}*"
 
