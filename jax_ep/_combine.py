@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_ep import _checks, _compat
 from jax_ep._group import check_usable
-from jax_ep._split_calls import Pending, check_compiled, check_pending
+from jax_ep._split_calls import BackwardCall, Pending, check_compiled, check_pending
 from jax_ep._types import Dispatched, Route, route_of
 from jax_ep._wires import GRAD_WIRES, GradWire, Wire
 
@@ -100,11 +99,13 @@ def combine_start(
     """
     check_compiled("combine_start")
     options, *operands = _prepare("combine_start", y, recv, out_dtype, wire, grad_wire)
-    operands = _compat.in_one_place(operands)
-    # The gradient flows through the operands of the done, which are the same arrays.
-    y, weights, route = jax.tree.map(lax.stop_gradient, operands)
-    started = route.backend.combine_start(route, y, weights, options.out_dtype, options.wire)
-    return Pending((*operands, started), "combine", recv.group, options)
+    y, weights, route = _compat.in_one_place(operands)
+    if route.backend.splits_calls:
+        options = dataclasses.replace(options, backward=BackwardCall())
+        y, weights, started = _start(options, y, weights, route)  # the cotangents from the done go to the start
+    else:
+        started = route.backend.combine_start(route, y, weights, options.out_dtype, options.wire)
+    return Pending((y, weights, route, started), "combine", recv.group, options)
 
 
 @_compat.named
@@ -130,7 +131,7 @@ def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """
     check_pending("combine", pending)
     check_usable("combine_done", pending.group)
-    return _combine(pending.static, *pending.take())
+    return _combine(pending.static_here, *pending.take())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +141,7 @@ class CombineOptions:
     out_dtype: Any
     wire: Wire | None
     grad_wire: GradWire | None
+    backward: BackwardCall | None = None  # of a split-phase call
 
 
 def _prepare(
@@ -165,20 +167,46 @@ def _prepare(
     return CombineOptions(out_dtype, wire, grad_wire), *_compat.vary((y, weights, route), group.axis_names)
 
 
+def _start_sums(options: CombineOptions, y: jax.Array, weights: jax.Array, route: Route) -> Any:
+    return y, weights, route.backend.combine_start(route, y, weights, options.out_dtype, options.wire)
+
+
+def _start_fwd(options: CombineOptions, y: Any, weights: Any, route: Any) -> tuple[Any, None]:
+    options.backward.needs_y = weights.perturbed
+    return _start_sums(options, *_compat.values((y, weights, route))), None
+
+
+def _start_bwd(options: CombineOptions, saved: None, g: Any) -> tuple[Any, Any, None]:
+    y_cotangent, weights_cotangent, started = _compat.without_zeros(g)
+    if end := options.backward.take():
+        y_cotangent, weights_cotangent = end(started)
+    return y_cotangent, weights_cotangent, None
+
+
+_start = _compat.differentiable(_start_sums, _start_fwd, _start_bwd)
+
+
 def _combine_rows(options: CombineOptions, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:
     return route.backend.combine(route, y, weights, started, options.out_dtype, options.wire)
 
 
 def _combine_fwd(options: CombineOptions, y: Any, weights: Any, route: Any, started: Any) -> tuple[jax.Array, Any]:
-    needs_y = weights.perturbed
+    # JAX takes every result of a start for differentiated if one of its operands is.
+    needs_y = weights.perturbed if options.backward is None else options.backward.needs_y
     y, weights, route, started = _compat.values((y, weights, route, started))
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
     return _combine_rows(options, y, weights, route, started), (y if needs_y else None, weights, route)
 
 
-def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
+def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, Any]:
     y, weights, route = saved
     g = g.astype(route.group.dtype)
+    if options.backward is not None:
+        begun = route.backend.start_combine_back(route, g, y, weights, options.grad_wire)
+        if begun is not None:
+            started, end = begun
+            options.backward.leave(end)
+            return None, None, None, started
     y_cotangent, weights_cotangent = route.backend.combine_back(route, g, y, weights, options.grad_wire)
     return y_cotangent, weights_cotangent, None, None
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax._src import core, distributed
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import partial_eval
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex_core
 from jax.sharding import AxisType
 
@@ -200,6 +201,12 @@ def refuse_second_derivative(primals: Any, tangents: Any, **_: Any) -> NoReturn:
         "jax_ep: dispatch, combine and their like have first derivatives only, in reverse mode; use no jvp, hessian or "
         "second grad through them"
     )
+
+
+def without_zeros(cotangents: Any) -> Any:
+    """Returns the cotangents of a backward rule with None in place of symbolic zeros."""
+    is_zero = lambda leaf: isinstance(leaf, SymbolicZero)  # noqa: E731
+    return jax.tree.map(lambda leaf: None if is_zero(leaf) else leaf, cotangents, is_leaf=is_zero)
 
 
 def values(operands: Any) -> Any:

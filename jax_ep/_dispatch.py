@@ -21,7 +21,7 @@ from jax_ep._dispatch_options import DispatchOptions
 from jax_ep._group import Group, check_usable
 from jax_ep._layouts import LayoutName
 from jax_ep._scales import ScalesFormat
-from jax_ep._split_calls import Pending, check_compiled, check_pending
+from jax_ep._split_calls import BackwardCall, Pending, check_compiled, check_pending
 from jax_ep._types import DispatchCall, Dispatched, Route, route_of
 from jax_ep._wires import DispatchWire, GradWire
 
@@ -177,8 +177,13 @@ def dispatch_start(
     )
     check_compiled("dispatch_start")
     call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights, plan)
-    operands = _compat.in_one_place(operands)
-    return Pending((*operands, _start(call, *operands)), "dispatch", group, call)
+    if call.backend.splits_calls and not call.quantized:
+        call = dataclasses.replace(call, backward=BackwardCall())
+    x, topk_idx, topk_weights = _compat.in_one_place(operands)
+    *differentiated, started = _start(call, x, topk_idx, topk_weights)
+    if call.backward is not None:
+        x, topk_weights = differentiated  # the cotangents from the done go to the start
+    return Pending((x, topk_idx, topk_weights, started), "dispatch", group, call)
 
 
 @_compat.named
@@ -203,7 +208,7 @@ def dispatch_done(pending: Pending) -> Dispatched:
     """
     check_pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
-    return _visible(pending.static, _dispatch(pending.static, *pending.take()))
+    return _visible(pending.static, _dispatch(pending.static_here, *pending.take()))
 
 
 @_compat.named
@@ -346,16 +351,22 @@ def _start_move(call: DispatchCall, x: Any, topk_idx: Any, topk_weights: jax.Arr
     return start(call, x, topk_idx, topk_weights, zero_pad=zero_pad)
 
 
-def _start_rows(call: DispatchCall, *operands: Any) -> Any:
-    return _start_move(call, *operands, zero_pad=bool(call.options.zero_pad))
+def _start_rows(call: DispatchCall, x: Any, topk_idx: Any, topk_weights: jax.Array | None) -> Any:
+    started = _start_move(call, x, topk_idx, topk_weights, zero_pad=bool(call.options.zero_pad))
+    return x, topk_weights, started
 
 
 def _start_fwd(call: DispatchCall, *operands: Any) -> tuple[Any, None]:
-    return _start_move(call, *_compat.values(operands), zero_pad=call.options.zero_pad is not False), None
+    x, topk_idx, topk_weights = _compat.values(operands)
+    started = _start_move(call, x, topk_idx, topk_weights, zero_pad=call.options.zero_pad is not False)
+    return (x, topk_weights, started), None
 
 
-def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[None, None, None]:
-    return None, None, None  # the gradient flows through the operands of the done, which are the same arrays
+def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[Any, None, Any]:
+    x, topk_weights, started = _compat.without_zeros(g)
+    if call.backward is not None and (end := call.backward.take()):
+        x, topk_weights = end(started)
+    return x, None, topk_weights
 
 
 _start = _compat.differentiable(_start_rows, _start_fwd, _start_bwd)
@@ -388,13 +399,19 @@ def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatche
 
 def _dispatch_bwd(
     call: DispatchCall, saved: tuple[Route, jax.Array | None], g: Dispatched
-) -> tuple[Any, None, jax.Array | None, None]:
+) -> tuple[Any, None, jax.Array | None, Any]:
     route, topk_idx = saved
     rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
     if call.quantized:
         rows = None  # x and its scales are constants: otherwise, the forward rule raises an error
     if rows is None and weights is None:
         return None, None, None, None
+    if call.backward is not None:
+        if topk_idx is not None:
+            weights = _token_layout.without_absent_pairs(topk_idx, weights)
+        started, end = call.backend.start_dispatch_back(route, rows, weights, call.options.grad_wire)
+        call.backward.leave(end)
+        return None, None, None, started
     if topk_idx is None:
         x, topk_weights = call.backend.dispatch_back(route, rows, weights, call.options.grad_wire)
     else:

@@ -1,16 +1,60 @@
-"""`Pending`: a split-phase call between its start and its done."""
+"""`Pending`: a split-phase call between its start and its done. `BackwardCall`: the same in the backward pass.
+
+The backward pass of a split-phase call is one, too. JAX transposes the done first, and the start last. So the gradient
+of the done starts the backward operation, and the gradient of the start ends it. What is computed between the start and
+the done has its gradient between these two, because what is pending in the backward pass is the cotangent of what is
+pending in the forward pass, and barriers hold it in place.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from jax_ep import _checks, _compat
 from jax_ep._errors import SplitCallError
 from jax_ep._settings import GroupSettings
+
+EndBack: TypeAlias = Callable[[Any], tuple[jax.Array | None, jax.Array | None]]
+
+
+class BackwardCall:
+    """The backward operation of one split-phase call, from the gradient of the done to the gradient of the start.
+
+    JAX traces both gradients in one backward pass, so this object may hold arrays of that trace. It is static in the
+    forward pass. All objects are equal, so that a loop in plain JAX may carry a pending call: then `belongs_here` is
+    False for its done.
+    """
+
+    needs_y = False  # of a combine: whether the gradient of its weights is wanted
+
+    def __init__(self) -> None:
+        self._trace = _compat.current_trace()
+        self._end: EndBack | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BackwardCall)
+
+    def __hash__(self) -> int:
+        return hash(BackwardCall)
+
+    @property
+    def belongs_here(self) -> bool:
+        """Whether the start of the call is in the function that JAX traces now."""
+        return self._trace == _compat.current_trace()
+
+    def leave(self, end: EndBack) -> None:
+        """`end` ends the operation and returns the gradients. The gradient of the done calls this."""
+        self._end = end
+
+    def take(self) -> EndBack | None:
+        """What the gradient of the done has left; None if it has run the operation as a whole, or did not run."""
+        end, self._end = self._end, None
+        return end
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["op", "group", "static"])
@@ -24,6 +68,13 @@ class Pending:
     static: Any
     _trace: Any = dataclasses.field(default_factory=_compat.current_trace, init=False, repr=False)
     _done: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
+
+    @property
+    def static_here(self) -> Any:
+        """The static part, whose `backward` is None if the start of this call may be in another function."""
+        if self.static.backward is None or self.static.backward.belongs_here:
+            return self.static
+        return dataclasses.replace(self.static, backward=None)
 
     def take(self) -> Any:
         """Returns the operands. Raises an error if the trace shows that the program may end one start more than once.

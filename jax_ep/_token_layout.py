@@ -96,9 +96,7 @@ def dispatch_back(
 
     `topk_idx` [capacity, K] is the one that `dispatch` returned.
     """
-    if weights is not None:
-        # Each pair (token, k) is on at most one rank. The other ranks add zero.
-        weights = jnp.where(topk_idx >= 0, weights, 0)
+    weights = without_absent_pairs(topk_idx, weights)
     if route.backend.sends_pairs:
         return route.backend.dispatch_back(route, rows, weights, wire)
     x = topk_weights = None
@@ -107,6 +105,11 @@ def dispatch_back(
     if weights is not None:
         topk_weights, _ = route.backend.dispatch_back(route, weights, None, None)
     return x, topk_weights
+
+
+def without_absent_pairs(topk_idx: jax.Array, weights: jax.Array | None) -> jax.Array | None:
+    """Cotangents of recv.weights, with zeros for pairs (token, k) of other ranks: each is on at most one rank."""
+    return None if weights is None else jnp.where(topk_idx >= 0, weights, 0)
 
 
 def _count(values: jax.Array, num: int) -> jax.Array:

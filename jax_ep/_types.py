@@ -19,6 +19,7 @@ from jax_ep._layouts import LayoutName
 from jax_ep._placement import PlanArrays
 from jax_ep._scales import ScalesFormat
 from jax_ep._settings import GroupSettings
+from jax_ep._split_calls import BackwardCall, EndBack
 from jax_ep._wires import GradWire, Wire
 
 
@@ -40,6 +41,7 @@ class Backend(Protocol):
     memory_bytes: int  # device memory held per rank, outside XLA's
     closed: bool
     has_grouped_gemm: bool = False  # all devices of the group can run it, and all processes have its extension
+    splits_calls: bool = False  # a start and its done are two calls: it has start_dispatch_back and start_combine_back
     sends_pairs: bool = False  # in the layout "token", slots and weights travel with the rows: see dispatch
 
     def close(self) -> None: ...
@@ -94,6 +96,15 @@ class Backend(Protocol):
         In the layout "token", weights are [rows, K], and the backend has `sends_pairs`.
         """
 
+    def start_dispatch_back(
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
+    ) -> tuple[Any, EndBack]:
+        """Begins a `dispatch_back`. Returns the cotangent of what `dispatch_start` returned, and a function of it.
+
+        The function ends the operation, and returns what `dispatch_back` returns.
+        """
+        ...
+
     def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, wire: Wire | None) -> Any:
         """As dispatch_start, for `combine`."""
 
@@ -113,6 +124,11 @@ class Backend(Protocol):
         With a wire, every row of g is cast, also the rows that stay on their rank.
         """
         ...
+
+    def start_combine_back(
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
+    ) -> tuple[Any, EndBack] | None:
+        """Begins a `combine_back`, as start_dispatch_back does. Returns None if `combine_back` must run instead."""
 
     def all_to_all(
         self, x: jax.Array, splits: jax.Array, wire: str | None, *, dequantize: bool, zero_pad: bool
@@ -364,6 +380,7 @@ class DispatchCall:
     num_tokens: int
     quantized: bool  # x comes as a pair (float8_e4m3fn, scales)
     tolerance_units: int | None = None  # of the plan of `balance` whose slots topk_idx holds; None for no plan
+    backward: BackwardCall | None = None  # of a split-phase call
 
     @property
     def arrives_fp8(self) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_ep as ep
-from helpers import PURE_JAX, assert_same_bits, assert_trees_same_bits, run_spmd, spmd, to_numpy
+from helpers import PURE_JAX, assert_same_bits, assert_trees_same_bits, open_group, run_spmd, spmd, to_numpy
 from shapes import SMALL, make_inputs
 
 SHAPE = dataclasses.replace(SMALL, hidden=128, dtype="float32")
@@ -89,23 +89,128 @@ def test_two_in_flight_and_done_out_of_order(make_group, mesh, layout):
     assert_trees_same_bits(run_spmd(interleaved, mesh, *batches), run_spmd(whole, mesh, *batches))
 
 
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["dequantized"]], ids=["plain", "dequantized"])
-def test_split_phase_calls_are_differentiable(make_group, mesh, layout, options):
-    group = make_group(mesh, SHAPE)
+def loss(group, split_phase, settings, wires, experts, x, topk_idx, topk_weights):
+    if split_phase:
+        recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, **settings))
+        out = ep.combine_done(ep.combine_start(experts(recv), recv, **wires))
+    else:
+        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, **settings)
+        out = ep.combine(experts(recv), recv, **wires)
+    return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    def whole(x, topk_idx, topk_weights):
-        recv = ep.dispatch(x, topk_idx, topk_weights, group=group, layout=layout, **options)
-        return jnp.sum(ep.combine(jnp.tanh(recv.x), recv) ** 2)
 
-    def split_phase(x, topk_idx, topk_weights):
-        recv = ep.dispatch_done(ep.dispatch_start(x, topk_idx, topk_weights, group=group, layout=layout, **options))
-        return jnp.sum(ep.combine_done(ep.combine_start(jnp.tanh(recv.x), recv)) ** 2)
+def names_of_calls(program, mesh, inputs):
+    return set(re.findall(r"@jax_ep_(\w+)", jax.jit(spmd(program, mesh)).lower(*inputs).as_text()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "wires", "is_split"),
+    [
+        ("bfloat16", {}, {}, True),
+        ("bfloat16", {"wire": "fp8", "grad_wire": "fp8"}, {"wire": "fp8", "grad_wire": "fp8_e5m2"}, True),
+        ("float32", {"capacity": 16, "alignment": 8}, {}, True),
+        ("float32", {"wire": "fp8_pow2"}, {"grad_wire": "fp8"}, False),  # XLA casts g, and dispatch_like sends it
+        ("float32", {}, {"out_dtype": "bfloat16"}, True),
+    ],
+    ids=["plain", "fp8", "float32", "cast by XLA", "another out_dtype"],
+)
+@pytest.mark.parametrize("layout", ["ragged", "expert", "token"])
+def test_the_backward_pass_is_split_phase(make_group, mesh, layout, dtype, settings, wires, is_split):
+    """The gradients have the same bits as those of whole operations."""
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    group, settings = make_group(mesh, shape), {"layout": layout, **settings}
+    if layout == "token":
+        settings.pop("alignment", None)
+    inputs = make_inputs(shape, mesh.size, "uneven")
+
+    def experts(recv):
+        y = jnp.tanh(recv.x)
+        return y if layout != "token" else y * jnp.sum(recv.weights, axis=-1, keepdims=True).astype(y.dtype)
+
+    def gradient(split_phase):
+        return jax.grad(partial(loss, group, split_phase, settings, wires, experts), argnums=(0, 2))
 
     def gradients(*inputs):
-        return [jax.grad(loss, argnums=(0, 2))(*inputs) for loss in (whole, split_phase)]
+        return [gradient(split_phase)(*inputs) for split_phase in (False, True)]
 
-    of_whole, of_split_phase = run_spmd(gradients, mesh, *make_inputs(SHAPE, mesh.size, "uneven"))
-    assert_trees_same_bits(of_split_phase, of_whole)
+    whole, split_phase = run_spmd(gradients, mesh, *inputs)
+    assert_trees_same_bits(split_phase, whole)
+    if group.backend not in PURE_JAX:
+        found = names_of_calls(gradient(True), mesh, inputs)
+        assert {"dispatch_back_start", "dispatch_back_done"} <= found
+        assert ({"combine_back_start", "combine_back_done"} <= found) == is_split
+        assert not {"dispatch_back", "combine_back"} & found
+
+
+@pytest.mark.parametrize("wanted", ["x", "topk_weights", "y"])
+def test_gradients_of_one_operand(make_group, mesh, layout, wanted):
+    """The backward operations run, and end, also if only one operand of a start is differentiated."""
+    group = make_group(mesh, SHAPE)
+    inputs = make_inputs(SHAPE, mesh.size, "uneven")
+    shift = jnp.zeros((), jnp.float32)
+
+    def gradient(split_phase):
+        def of(x, topk_idx, topk_weights):
+            def value(operand):
+                given = {"x": x, "topk_weights": topk_weights, "y": shift} | {wanted: operand}
+                experts = lambda recv: jnp.tanh(recv.x) + given["y"]  # noqa: E731
+                operands = given["x"], topk_idx, given["topk_weights"]
+                return loss(group, split_phase, {"layout": layout}, {}, experts, *operands)
+
+            return jax.grad(value)({"x": x, "topk_weights": topk_weights, "y": shift}[wanted])[None]
+
+        return of
+
+    whole, split_phase = (run_spmd(gradient(split), mesh, *inputs) for split in (False, True))
+    assert_same_bits(split_phase, whole)
+
+
+# Before jax 0.11.1, jax.checkpoint runs split-phase calls again in the backward pass.
+@pytest.mark.parametrize("form", ["scan", "checkpoint"] if jax.__version_info__ >= (0, 11, 1) else ["scan"])
+def test_gradients_of_layers(make_group, mesh, layout, form):
+    """What is computed between a start and its done has a gradient between those of the done and of the start."""
+    group = make_group(mesh, SHAPE)
+    inputs = make_inputs(SHAPE, mesh.size, "uneven")
+
+    def gradient(split_phase):
+        def total(x, topk_idx, topk_weights):
+            def step(x):
+                return layer(group, layout, split_phase, x, topk_idx, topk_weights)
+
+            if form == "scan":
+                out = jax.lax.scan(lambda x, _: (step(x), None), x, length=3)[0]
+            else:
+                out = jax.checkpoint(step)(jax.checkpoint(step)(x))
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.grad(total, argnums=(0, 2))
+
+    whole, split_phase = (run_spmd(gradient(split), mesh, *inputs) for split in (False, True))
+    assert_trees_same_bits(split_phase, whole)
+
+
+def test_the_backward_pass_keeps_the_order(kernel_backend, mesh):
+    """In the recipe of docs/overlap.md, the computation's gradient is between the halves of the backward operation.
+
+    Barriers hold it there: what is pending, and the cotangent of the computation, go through the same ones.
+    """
+
+    def total(group, x, topk_idx, topk_weights):
+        pending = ep.dispatch_start(x, topk_idx, topk_weights, group=group)
+        pending, y = jax.lax.optimization_barrier((pending, x))
+        pending, y = jax.lax.optimization_barrier((pending, jax.lax.rev(y, (0,))))
+        return jnp.sum(ep.dispatch_done(pending).x ** 2) + jnp.sum(y**2)
+
+    with open_group(mesh, SHAPE, backend=kernel_backend) as group:
+        program = spmd(jax.grad(partial(total, group)), mesh)
+        text = jax.jit(program).lower(*make_inputs(SHAPE, mesh.size, "uneven")).as_text()
+    parts = r"@jax_ep_dispatch_back_(start|done)|stablehlo\.(reverse|optimization_barrier)"
+    order = ["".join(found) for found in re.findall(parts, text[text.index("@jax_ep_dispatch_done") :])]
+    start, done = order.index("start"), order.index("done")
+    assert [part for part in order[start:done] if part != "optimization_barrier"] == ["start", "reverse"]
+    between = order[start:done]
+    reverse = between.index("reverse")
+    assert "optimization_barrier" in between[:reverse] and "optimization_barrier" in between[reverse:]
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])

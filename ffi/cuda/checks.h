@@ -100,12 +100,12 @@ inline ffi::Error check_wire(const char* op, int64_t cast, bool dequantize, cons
   const bool returns_fp8 = is_fp8 && !dequantize;
   const Types x_types = is_cast ? Types(ffi::BF16) : is_quantized ? Types(ffi::F8E4M3FN) : Types::floats();
   const Types out_types = returns_fp8 ? Types(ffi::F8E4M3FN) : is_fp8 ? Types(ffi::BF16) : Types(x.element_type());
-  return check_buffers(op, {{"x", x, x_types, {num_tokens, channels}},
-                            is_quantized ? Expected{"x_scales", x_scales, ffi::F32, {num_tokens, num_scales}}
-                                         : none("x_scales", x_scales),
-                            {"out", out, out_types, rows.then(channels)},
-                            returns_fp8 ? expected_scales(scales_format, rows, num_scales, out_scales)
-                                        : none("out_scales", out_scales)});
+  return check_buffers(
+      op,
+      {{"x", x, x_types, {num_tokens, channels}},
+       is_quantized ? Expected{"x_scales", x_scales, ffi::F32, {num_tokens, num_scales}} : none("x_scales", x_scales),
+       {"out", out, out_types, rows.then(channels)},
+       returns_fp8 ? expected_scales(scales_format, rows, num_scales, out_scales) : none("out_scales", out_scales)});
 }
 
 // The first error of several checks.
@@ -149,7 +149,7 @@ ffi::Error check_dispatch(const char* op, const Member& member, const Attrs& att
 
 inline ffi::Error check_pending(const char* op, const Operand& pending) {
   static_assert(sizeof(PendingCall) == 2 * sizeof(int32_t));
-  return check_buffers(op, {{"pending", pending, ffi::S32, {2}}});
+  return check_buffers(op, {{"pending", pending, ffi::F32, {2}}});
 }
 
 inline ffi::Error check_combine(const char* op, const Member& member, int64_t cast, const Operand& axis_index,
@@ -162,6 +162,52 @@ inline ffi::Error check_combine(const char* op, const Member& member, int64_t ca
                                          {"row_weights", row_weights, ffi::F32, rows}}),
                       check_route(op, Sizes(member), num_tokens, send_index, recv_row, num_recv_per_rank),
                       check_buffers(op, {{"out", out, Types::floats(), {num_tokens, channels}}})});
+}
+
+template <typename Attrs>
+ffi::Error check_combine_back(const char* op, const Member& member, const Attrs& attrs, const Operand& axis_index,
+                              const Operand& g, const Operand& send_index, const Operand& recv_row,
+                              const Operand& num_recv_per_rank, const Operand& counts, const Operand& group_sizes,
+                              const Operand& y, const Operand& row_weights, const Operand& y_cotangent,
+                              const Operand& weights_cotangent) {
+  const Sizes sizes(member);
+  const int64_t num_tokens = size(g, 0), channels = last_size(g);
+  const Dims rows = sizes.rows(attrs.layout, attrs.capacity);
+  const bool lacks_y = !has_elements(y);
+  return first_error(
+      {check_axis_index(op, axis_index), check_layout(op, attrs.layout, attrs.capacity, attrs.alignment),
+       check_cast(op, attrs.cast, channels),
+       check_buffers(op, {{"g", g, attrs.cast ? Types(ffi::BF16) : Types::floats(), {num_tokens, channels}},
+                          {"y", y, g.element_type(), rows.then(channels), true},
+                          {"row_weights", row_weights, ffi::F32, rows},
+                          {"y_cotangent", y_cotangent, g.element_type(), rows.then(channels)},
+                          lacks_y ? none("weights_cotangent", weights_cotangent)
+                                  : Expected{"weights_cotangent", weights_cotangent, ffi::F32, rows}}),
+       check_route(op, sizes, num_tokens, send_index, recv_row, num_recv_per_rank),
+       check_counts(op, sizes, counts, group_sizes)});
+}
+
+template <typename Attrs>
+ffi::Error check_dispatch_back(const char* op, const Member& member, const Attrs& attrs, const Operand& axis_index,
+                               const Operand& y, const Operand& weights, const Operand& send_index,
+                               const Operand& recv_row, const Operand& num_recv_per_rank, const Operand& out,
+                               const Operand& topk_weights) {
+  const Sizes sizes(member);
+  const int64_t num_tokens = size(recv_row, 1), channels = last_size(y);
+  const bool lacks_y = !has_elements(y), lacks_weights = !has_elements(weights);
+  const bool has_token_weights = !lacks_weights && static_cast<Layout>(attrs.layout) == Layout::kToken;
+  const int64_t num_rows = lacks_weights       ? size(y, 0)
+                           : has_token_weights ? size(weights, 0)
+                                               : static_cast<int64_t>(weights.element_count());
+  return first_error(
+      {check_axis_index(op, axis_index), check_route(op, sizes, num_tokens, send_index, recv_row, num_recv_per_rank),
+       check_cast(op, attrs.cast, channels),
+       check_buffers(op,
+                     {{"y", y, Types::floats(), {num_rows, channels}, true},
+                      {"weights", weights, ffi::F32, has_token_weights ? sizes.topk(num_rows) : Dims(weights), true},
+                      lacks_y ? none("out", out) : Expected{"out", out, Types::floats(), {num_tokens, channels}},
+                      lacks_weights ? none("topk_weights", topk_weights)
+                                    : Expected{"topk_weights", topk_weights, ffi::F32, sizes.topk(num_tokens)}})});
 }
 
 }  // namespace jax_ep

@@ -149,7 +149,7 @@ ffi::Error dispatch_done(CallStream stream, int32_t ordinal, int64_t group, ffi:
 
 DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis_index, const Operand& x,
                          const Operand& send_index, const Operand& recv_row, const Operand& num_recv_per_rank,
-                         const Operand& counts, const Operand& group_sizes, Result out, int64_t cast = 0) {
+                         const Operand& counts, const Operand& group_sizes, const Operand& out, int64_t cast = 0) {
   DispatchArgs args = {};
   args.op = op;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -165,7 +165,7 @@ DispatchArgs along_route(OpKind op, const RouteAttrs& attrs, const Operand& axis
   args.known_group_sizes = data<int32_t>(group_sizes);
   args.zero_pad = true;
   set_route(args, attrs.layout, attrs.capacity, attrs.alignment);
-  set_out(args, *out);
+  set_out(args, out);
   return args;
 }
 
@@ -186,9 +186,21 @@ ffi::Error dispatch_like(CallStream stream, int32_t ordinal, RouteAttrs attrs, O
        check_counts("dispatch_like", sizes, counts, group_sizes)});
   if (error.failure()) return error;
   DispatchArgs args = along_route(OpKind::kDispatchLike, attrs, axis_index, x, send_index, recv_row, num_recv_per_rank,
-                                  counts, group_sizes, out);
+                                  counts, group_sizes, *out);
   args.delivery = Delivery::kCopy;
   return enqueue_dispatch("dispatch_like", stream, **member, attrs.group, element_type(x), args);
+}
+
+DispatchArgs weighted_rows(const CombineBackAttrs& attrs, Operand axis_index, Operand g, Operand send_index,
+                           Operand recv_row, Operand num_recv_per_rank, Operand counts, Operand group_sizes, Operand y,
+                           Operand row_weights, Operand y_cotangent, Operand weights_cotangent) {
+  DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, send_index, recv_row, num_recv_per_rank,
+                                  counts, group_sizes, y_cotangent, attrs.cast);
+  args.delivery = Delivery::kCombineBack;
+  args.row_weights = data<float>(row_weights);
+  args.y = data<void>(y);
+  args.weights_cotangent = data<float>(weights_cotangent);
+  return args;
 }
 
 ffi::Error combine_back(CallStream stream, int32_t ordinal, CombineBackAttrs attrs, Operand axis_index, Operand g,
@@ -198,29 +210,38 @@ ffi::Error combine_back(CallStream stream, int32_t ordinal, CombineBackAttrs att
   const char* const op = name_of(OpKind::kCombineBack);
   const auto member = member_for(op, attrs.group, ordinal);
   if (member.has_error()) return member.error();
-  const Sizes sizes(**member);
-  const int64_t num_tokens = size(g, 0), channels = last_size(g);
-  const Dims rows = sizes.rows(attrs.layout, attrs.capacity);
-  const bool lacks_y = !has_elements(y);
   const ffi::Error error =
-      first_error({check_axis_index(op, axis_index), check_layout(op, attrs.layout, attrs.capacity, attrs.alignment),
-                   check_cast(op, attrs.cast, channels),
-                   check_buffers(op, {{"g", g, attrs.cast ? Types(ffi::BF16) : Types::floats(), {num_tokens, channels}},
-                                      {"y", y, g.element_type(), rows.then(channels), true},
-                                      {"row_weights", row_weights, ffi::F32, rows},
-                                      {"y_cotangent", *y_cotangent, g.element_type(), rows.then(channels)},
-                                      lacks_y ? none("weights_cotangent", *weights_cotangent)
-                                              : Expected{"weights_cotangent", *weights_cotangent, ffi::F32, rows}}),
-                   check_route(op, sizes, num_tokens, send_index, recv_row, num_recv_per_rank),
-                   check_counts(op, sizes, counts, group_sizes)});
+      check_combine_back(op, **member, attrs, axis_index, g, send_index, recv_row, num_recv_per_rank, counts,
+                         group_sizes, y, row_weights, *y_cotangent, *weights_cotangent);
   if (error.failure()) return error;
-  DispatchArgs args = along_route(OpKind::kCombineBack, attrs, axis_index, g, send_index, recv_row, num_recv_per_rank,
-                                  counts, group_sizes, y_cotangent, attrs.cast);
-  args.delivery = Delivery::kCombineBack;
-  args.row_weights = data<float>(row_weights);
-  args.y = data<void>(y);
-  args.weights_cotangent = data<float>(weights_cotangent);
-  return enqueue_dispatch(op, stream, **member, attrs.group, element_type(g), args);
+  return enqueue_dispatch(op, stream, **member, attrs.group, element_type(g),
+                          weighted_rows(attrs, axis_index, g, send_index, recv_row, num_recv_per_rank, counts,
+                                        group_sizes, y, row_weights, *y_cotangent, *weights_cotangent));
+}
+
+ffi::Error combine_back_start(CallStream stream, int32_t ordinal, CombineBackAttrs attrs, Operand axis_index, Operand g,
+                              Operand send_index, Operand recv_row, Operand num_recv_per_rank, Operand counts,
+                              Operand group_sizes, Operand y, Operand row_weights, Operand y_cotangent,
+                              Operand weights_cotangent, Result pending) {
+  const auto member = member_for("combine_back_start", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const ffi::Error error = first_error(
+      {check_combine_back("combine_back_start", **member, attrs, axis_index, g, send_index, recv_row, num_recv_per_rank,
+                          counts, group_sizes, y, row_weights, y_cotangent, weights_cotangent),
+       check_pending("combine_back_start", *pending)});
+  if (error.failure()) return error;
+  DispatchArgs args = weighted_rows(attrs, axis_index, g, send_index, recv_row, num_recv_per_rank, counts, group_sizes,
+                                    y, row_weights, y_cotangent, weights_cotangent);
+  args.phase = Phase::kDone;
+  args.pending = data<PendingCall>(pending);
+  return enqueue_dispatch("combine_back_start", stream, **member, attrs.group, element_type(g), args,
+                          addresses(g, send_index, recv_row, num_recv_per_rank, counts, group_sizes, y, row_weights,
+                                    y_cotangent, weights_cotangent, pending));
+}
+
+ffi::Error combine_back_done(CallStream stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
+                             ffi::RemainingRets) {
+  return done("combine_back_done", OpKind::kCombineBack, stream, ordinal, group, operands);
 }
 
 ffi::Error all_to_all(CallStream stream, int32_t ordinal, AllToAllAttrs attrs, Operand axis_index, Operand x,
@@ -311,29 +332,8 @@ ffi::Error combine_done(CallStream stream, int32_t ordinal, int64_t group, ffi::
   return done("combine_done", OpKind::kCombine, stream, ordinal, group, operands);
 }
 
-ffi::Error dispatch_back(CallStream stream, int32_t ordinal, DispatchBackAttrs attrs, Operand axis_index, Operand y,
-                         Operand weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank, Result out,
-                         Result topk_weights) {
-  const char* const op = name_of(OpKind::kDispatchBack);
-  const auto member = member_for(op, attrs.group, ordinal);
-  if (member.has_error()) return member.error();
-  const Sizes sizes(**member);
-  const int64_t num_tokens = size(recv_row, 1), channels = last_size(y);
-  const bool lacks_y = !has_elements(y), lacks_weights = !has_elements(weights);
-  const bool has_token_weights = !lacks_weights && static_cast<Layout>(attrs.layout) == Layout::kToken;
-  const int64_t num_rows = lacks_weights       ? size(y, 0)
-                           : has_token_weights ? size(weights, 0)
-                                               : static_cast<int64_t>(weights.element_count());
-  const ffi::Error error = first_error(
-      {check_axis_index(op, axis_index), check_route(op, sizes, num_tokens, send_index, recv_row, num_recv_per_rank),
-       check_cast(op, attrs.cast, channels),
-       check_buffers(op,
-                     {{"y", y, Types::floats(), {num_rows, channels}, true},
-                      {"weights", weights, ffi::F32, has_token_weights ? sizes.topk(num_rows) : Dims(weights), true},
-                      lacks_y ? none("out", *out) : Expected{"out", *out, Types::floats(), {num_tokens, channels}},
-                      lacks_weights ? none("topk_weights", *topk_weights)
-                                    : Expected{"topk_weights", *topk_weights, ffi::F32, sizes.topk(num_tokens)}})});
-  if (error.failure()) return error;
+CombineArgs sum_back(const DispatchBackAttrs& attrs, Operand axis_index, Operand y, Operand weights, Operand send_index,
+                     Operand recv_row, Operand num_recv_per_rank, Operand out, Operand topk_weights) {
   CombineArgs args = {};
   args.op = OpKind::kDispatchBack;
   args.hash = static_cast<uint32_t>(attrs.hash);
@@ -343,15 +343,52 @@ ffi::Error dispatch_back(CallStream stream, int32_t ordinal, DispatchBackAttrs a
   args.y = data<void>(y);
   args.row_bytes = args.y ? row_bytes(y) : 0;
   args.weights_cotangent = data<float>(weights);
-  args.has_token_weights = has_token_weights;
+  args.has_token_weights = has_elements(weights) && static_cast<Layout>(attrs.layout) == Layout::kToken;
   args.cast = static_cast<int32_t>(attrs.cast);
   args.recv_row = data<int32_t>(recv_row);
   args.num_recv_per_rank = data<int32_t>(num_recv_per_rank);
   args.send_index = data<int32_t>(send_index);
   args.out = data<void>(out);
-  args.out_type = element_type(*out);
+  args.out_type = element_type(out);
   args.topk_weights_cotangent = data<float>(topk_weights);
-  return enqueue_combine(op, stream, **member, attrs.group, element_type(y), args);
+  return args;
+}
+
+ffi::Error dispatch_back(CallStream stream, int32_t ordinal, DispatchBackAttrs attrs, Operand axis_index, Operand y,
+                         Operand weights, Operand send_index, Operand recv_row, Operand num_recv_per_rank, Result out,
+                         Result topk_weights) {
+  const char* const op = name_of(OpKind::kDispatchBack);
+  const auto member = member_for(op, attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const ffi::Error error = check_dispatch_back(op, **member, attrs, axis_index, y, weights, send_index, recv_row,
+                                               num_recv_per_rank, *out, *topk_weights);
+  if (error.failure()) return error;
+  return enqueue_combine(
+      op, stream, **member, attrs.group, element_type(y),
+      sum_back(attrs, axis_index, y, weights, send_index, recv_row, num_recv_per_rank, *out, *topk_weights));
+}
+
+ffi::Error dispatch_back_start(CallStream stream, int32_t ordinal, DispatchBackAttrs attrs, Operand axis_index,
+                               Operand y, Operand weights, Operand send_index, Operand recv_row,
+                               Operand num_recv_per_rank, Operand out, Operand topk_weights, Result pending) {
+  const auto member = member_for("dispatch_back_start", attrs.group, ordinal);
+  if (member.has_error()) return member.error();
+  const ffi::Error error =
+      first_error({check_dispatch_back("dispatch_back_start", **member, attrs, axis_index, y, weights, send_index,
+                                       recv_row, num_recv_per_rank, out, topk_weights),
+                   check_pending("dispatch_back_start", *pending)});
+  if (error.failure()) return error;
+  CombineArgs args =
+      sum_back(attrs, axis_index, y, weights, send_index, recv_row, num_recv_per_rank, out, topk_weights);
+  args.phase = Phase::kDone;
+  args.pending = data<PendingCall>(pending);
+  return enqueue_combine("dispatch_back_start", stream, **member, attrs.group, element_type(y), args,
+                         addresses(y, weights, send_index, recv_row, num_recv_per_rank, out, topk_weights, pending));
+}
+
+ffi::Error dispatch_back_done(CallStream stream, int32_t ordinal, int64_t group, ffi::RemainingArgs operands,
+                              ffi::RemainingRets) {
+  return done("dispatch_back_done", OpKind::kDispatchBack, stream, ordinal, group, operands);
 }
 
 ffi::Error all_to_all_back(CallStream stream, int32_t ordinal, CallAttrs attrs, Operand axis_index, Operand y,
@@ -405,6 +442,12 @@ JAX_EP_DEFINE_HANDLER(kDispatchDone, with_order_token(dispatch_done, "dispatch_d
 JAX_EP_DEFINE_HANDLER(kCombineStart, with_order_token(combine_start, "combine_start"),
                       (with_buffers<7, 1>(bind_call<CombineAttrs>())));
 JAX_EP_DEFINE_HANDLER(kCombineDone, with_order_token(combine_done, "combine_done"), bind_done());
+JAX_EP_DEFINE_HANDLER(kDispatchBackStart, with_order_token(dispatch_back_start, "dispatch_back_start"),
+                      (with_buffers<8, 1>(bind_call<DispatchBackAttrs>())));
+JAX_EP_DEFINE_HANDLER(kDispatchBackDone, with_order_token(dispatch_back_done, "dispatch_back_done"), bind_done());
+JAX_EP_DEFINE_HANDLER(kCombineBackStart, with_order_token(combine_back_start, "combine_back_start"),
+                      (with_buffers<11, 1>(bind_call<CombineBackAttrs>())));
+JAX_EP_DEFINE_HANDLER(kCombineBackDone, with_order_token(combine_back_done, "combine_back_done"), bind_done());
 
 }  // namespace
 
@@ -420,6 +463,10 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> backend_targets() {
       {"jax_ep_combine_start", kCombineStart},
       {"jax_ep_combine_done", kCombineDone},
       {"jax_ep_combine_back", kCombineBack},
+      {"jax_ep_dispatch_back_start", kDispatchBackStart},
+      {"jax_ep_dispatch_back_done", kDispatchBackDone},
+      {"jax_ep_combine_back_start", kCombineBackStart},
+      {"jax_ep_combine_back_done", kCombineBackDone},
       {"jax_ep_all_to_all", kAllToAll},
       {"jax_ep_all_to_all_back", kAllToAllBack},
   };

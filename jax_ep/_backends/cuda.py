@@ -25,6 +25,7 @@ from jax_ep._constants import CHANNELS_PER_SCALE, MAX_BALANCE_BLOCKS, MAX_LOCAL_
 from jax_ep._ordered_calls import ordered_call
 from jax_ep._scales import ScalesFormat
 from jax_ep._settings import GroupSettings
+from jax_ep._split_calls import EndBack
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route, TokenSlots
 from jax_ep._wires import GradWire, Wire
 
@@ -33,9 +34,9 @@ _SentRows: TypeAlias = tuple[jax.Array, jax.Array | None]  # x as a kernel gets 
 
 
 class _Started(NamedTuple):
-    """What a start leaves for its done."""
+    """What a start leaves for its done. As a cotangent, it has only `pending`."""
 
-    memory: tuple[jax.Array | None, ...]  # for the results; None for NONE
+    memory: tuple[jax.Array | None, ...] | None  # for the results; None for NONE
     pending: jax.Array  # struct PendingCall in ffi/cuda/call.h
     quantized: _SentRows | None = None  # the rows that the start sends in place of its operand x
 
@@ -60,6 +61,7 @@ class _CudaOperations(Backend):
 
     _id: int  # the group's id, which programs contain
     _has_network: bool
+    splits_calls = True
     sends_pairs = True  # in the headers of the rows
 
     def dispatch_start(
@@ -130,25 +132,22 @@ class _CudaOperations(Backend):
     def dispatch_back(
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        channels, absent, dtypes = 0, [], {}
-        if rows is None:
-            absent.append("out")
-        else:
-            channels, dtypes["out"] = rows.shape[-1], rows.dtype
-            rows = _pad_to_units(rows.reshape(-1, channels))
-        if weights is None:
-            absent.append("topk_weights")
-        operands = {"y": rows, "weights": weights, **_without_counts(route)}
-        results = targets.DISPATCH_BACK.result_types(operands, {}, dtypes, absent)
-        got = self._call(
-            targets.DISPATCH_BACK,
-            operands,
-            results,
-            agreed=(wire,),
-            layout=_layout_number(route),
-            cast=_wires.cast_of(wire),
-        )
+        channels = 0 if rows is None else rows.shape[-1]
+        operands, results, settings = self._dispatch_back_call(route, rows, weights, wire)
+        got = self._call(targets.DISPATCH_BACK, operands, results, **settings)
         return (None if rows is None else got["out"][:, :channels]), (None if weights is None else got["topk_weights"])
+
+    def start_dispatch_back(
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
+    ) -> tuple[_Started, EndBack]:
+        operands, results, settings = self._dispatch_back_call(route, rows, weights, wire)
+        started = self._start(targets.DISPATCH_BACK, operands, results, **settings)
+
+        def end(cotangent: _Started) -> tuple[jax.Array | None, jax.Array | None]:
+            got = self._done(targets.DISPATCH_BACK, operands, started._replace(pending=cotangent.pending))
+            return None if rows is None else got["out"], None if weights is None else got["topk_weights"]
+
+        return _Started(None, started.pending), end
 
     def combine_start(
         self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, wire: Wire | None
@@ -179,16 +178,23 @@ class _CudaOperations(Backend):
             # y is unspecified where no token is. A NaN there must not reach the sum.
             y = jnp.where(holds_token[..., None], y, 0).astype(jnp.float32)
             return y_cotangent, jnp.sum(rows * y, axis=-1)
-        operands = {"g": g, **route.arrays._asdict(), "y": y, "row_weights": weights}
-        results = targets.COMBINE_BACK.result_types(
-            operands,
-            {"*rows": route.rows_shape},
-            {"y_cotangent": g.dtype},
-            absent=["weights_cotangent"] if y is None else [],
-        )
-        cast = _wires.cast_of(wire)
-        got = self._call(targets.COMBINE_BACK, operands, results, agreed=(wire,), cast=cast, **_route_attributes(route))
+        operands, results, settings = self._combine_back_call(route, g, y, weights, wire)
+        got = self._call(targets.COMBINE_BACK, operands, results, **settings)
         return got["y_cotangent"], None if y is None else got["weights_cotangent"]
+
+    def start_combine_back(
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
+    ) -> tuple[_Started, EndBack] | None:
+        if wire is not None and not self._kernels_cast(wire):
+            return None
+        operands, results, settings = self._combine_back_call(route, g, y, weights, wire)
+        started = self._start(targets.COMBINE_BACK, operands, results, **settings)
+
+        def end(cotangent: _Started) -> tuple[jax.Array | None, jax.Array | None]:
+            got = self._done(targets.COMBINE_BACK, operands, started._replace(pending=cotangent.pending))
+            return got["y_cotangent"], None if y is None else got["weights_cotangent"]
+
+        return _Started(None, started.pending), end
 
     def _holds_token(self, route: Route) -> jax.Array:
         """Which rows hold a token: bool [*rows]."""
@@ -374,6 +380,33 @@ class _CudaOperations(Backend):
             **_route_attributes(route),
         }
         return operands, results, settings
+
+    def _dispatch_back_call(
+        self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
+    ) -> tuple[dict[str, Any], dict[str, Result], dict[str, Any]]:
+        absent, dtypes = [], {}
+        if rows is None:
+            absent.append("out")
+        else:
+            dtypes["out"] = rows.dtype
+            rows = _pad_to_units(rows.reshape(-1, rows.shape[-1]))
+        if weights is None:
+            absent.append("topk_weights")
+        operands = {"y": rows, "weights": weights, **_without_counts(route)}
+        settings = {"agreed": (wire,), "layout": _layout_number(route), "cast": _wires.cast_of(wire)}
+        return operands, targets.DISPATCH_BACK.result_types(operands, {}, dtypes, absent), settings
+
+    def _combine_back_call(
+        self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
+    ) -> tuple[dict[str, Any], dict[str, Result], dict[str, Any]]:
+        operands = {"g": g, **route.arrays._asdict(), "y": y, "row_weights": weights}
+        results = targets.COMBINE_BACK.result_types(
+            operands,
+            {"*rows": route.rows_shape},
+            {"y_cotangent": g.dtype},
+            absent=["weights_cotangent"] if y is None else [],
+        )
+        return operands, results, {"agreed": (wire,), "cast": _wires.cast_of(wire), **_route_attributes(route)}
 
     def _combine_call(
         self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any

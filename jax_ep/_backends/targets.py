@@ -39,7 +39,8 @@ class Result(NamedTuple):
 NONE = Result((0,), jnp.float32)
 _INT, _FLOAT = jnp.int32, jnp.float32
 _AXIS_INDEX = Array("axis_index", "", _INT)  # the rank that XLA runs; kernels compare it with the group's mesh
-_PENDING = Array("pending", "2", _INT)  # struct PendingCall in ffi/cuda/call.h
+# struct PendingCall in ffi/cuda/call.h. Its dtype is one that has cotangents: see jax_ep/_split_calls.py.
+_PENDING = Array("pending", "2", _FLOAT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,4 +255,4 @@ TARGETS = (
     COPY_EXPERTS,
     REPLICATE_BACK,
 )
-SPLIT = (DISPATCH, COMBINE)  # the targets that have a start and a done
+SPLIT = (DISPATCH, COMBINE, DISPATCH_BACK, COMBINE_BACK)  # the targets that have a start and a done
