@@ -2,20 +2,21 @@
 
     python benchmarks/overlap.py --json overlap.json          # all GPUs of this machine, else 8 virtual CPU devices
 
-The program measures two forms, with the recipes of docs/overlap.md:
+The program measures two forms, with the recipes of docs/overlap.md, and their backward passes:
 
     shared expert   GEMMs that do not depend on the experts run beside the dispatch, and more GEMMs beside the combine
     two halves      the experts of one half of the batch run beside the dispatch and the combine of the other half.
                     Nothing runs beside the first dispatch and the last combine, so at most half of the communication
                     can be hidden
 
-Each form is a chain of STEPS steps in one executable. GEMMs take the place of the experts, and the rows that arrive go
-back unchanged, so only the communication and the GEMMs count. The number of GEMMs beside each operation is chosen so
-that they take as long as the operation alone. The program runs each chain sequentially, and overlapped by the recipe,
-for each number of streaming multiprocessors (SMs) that an operation may use. It runs them with GEMMs of cuBLAS and of
-Triton, because XLA by itself chooses the one that is faster alone, and its choice varies between runs. All tokens must
-come back unchanged, bit for bit. Times are from a profiler trace of the GPUs. In the JSON file, they are per step, and
-medians over executions and GPUs:
+Each form is a chain of STEPS steps in one executable. In the forms with "backward", the first step is the forward pass,
+and each of the others is the backward pass, with the cotangents of the one before. GEMMs take the place of the experts,
+and the rows that arrive go back unchanged, so only the communication and the GEMMs count. The number of GEMMs beside
+each operation is chosen so that they take as long as the operation alone. The program runs each chain sequentially, and
+overlapped by the recipe, for each number of streaming multiprocessors (SMs) that an operation may use. It runs them
+with GEMMs of cuBLAS and of Triton, because XLA by itself chooses the one that is faster alone, and its choice varies
+between runs. All tokens must come back unchanged, bit for bit. Times are from a profiler trace of the GPUs. In the JSON
+file, they are per step, and medians over executions and GPUs:
 
     alone_us            the communication without GEMMs
     gemms_us            the GEMMs without communication
@@ -122,9 +123,21 @@ def two_halves(order: Callable, group: ep.Group, work: Work, weights: jax.Array,
 class Form(NamedTuple):
     step: Callable
     parts: int  # the number of dispatches in a step, and of combines
+    backward: bool = False  # all steps but the first are backward passes of the first
+
+    def work(self, gemms_of: Callable[[str], int]) -> Work:
+        """`gemms_of` returns the number of GEMMs that take as long as a kernel of this kind."""
+        dispatch, combine = map(gemms_of, KINDS)
+        # combine's backward pass is a dispatch kernel, and runs beside the gradient of combine's GEMMs.
+        return Work(combine, dispatch) if self.backward else Work(dispatch, combine)
 
 
-FORMS = {"shared expert": Form(shared_expert, 1), "two halves": Form(two_halves, 2)}
+FORMS = {
+    "shared expert": Form(shared_expert, 1),
+    "two halves": Form(two_halves, 2),
+    "shared expert, backward": Form(shared_expert, 1, backward=True),
+    "two halves, backward": Form(two_halves, 2, backward=True),
+}
 
 
 class Bench(NamedTuple):
@@ -150,11 +163,17 @@ def compile_chain(bench: Bench, form: Form, order: Callable, work: Work) -> Call
     """Compiles a chain of STEPS steps. Each step uses the results of the step before."""
 
     def chain(inputs: Inputs, weights: jax.Array, rows: jax.Array) -> Any:
-        for _ in range(STEPS):
-            x, rows = form.step(order, bench.group, work, weights, inputs, rows)
-            x, rows = lax.optimization_barrier((x, rows))  # without it, two steps would overlap
-            inputs = inputs._replace(x=x)
-        return inputs.x, rows
+        def step(x: jax.Array, rows: jax.Array) -> Any:
+            return form.step(order, bench.group, work, weights, inputs._replace(x=x), rows)
+
+        state, steps = (inputs.x, rows), [step] * STEPS
+        if form.backward:
+            state, gradient = jax.vjp(step, *state)
+            steps = [lambda *cotangents: gradient(cotangents)] * (STEPS - 1)
+        for step in steps:
+            state = lax.optimization_barrier(state)  # without it, two steps would overlap
+            state = step(*state)
+        return state
 
     return compile_on_ranks(chain, bench)
 
@@ -246,7 +265,7 @@ def measure(bench: Bench, form: Form) -> dict[str, Any]:
     gemms = events_of(compile_gemms(bench))
     if alone:
         gemm = compute_us(gemms) / GEMMS_TIMED
-        work = Work(*(max(1, round(kind_us(alone, kind) / form.parts / gemm)) for kind in KINDS))
+        work = form.work(lambda kind: max(1, round(kind_us(alone, kind) / form.parts / gemm)))
         kernels = sorted({event.name for events in gemms for event in events})
         row = {"alone_us": step_us(alone), "gemms_us": gemm * sum(work), "gemm_kernels": kernels}
     chains = [compile_chain(bench, form, order, work) for order in (sequential, overlapped)]
@@ -308,7 +327,7 @@ def show(result: dict[str, Any]) -> None:
         cells += [f"{row[name]:.0%}" if name in row else "-" for name in shares]
         cells += [f"{row['gemms_slowed']:.2f}" if "gemms_slowed" in row else "-"]
         table.add_row(row["form"], str(row["num_sms"] or "auto"), row["gemms_by"], *cells)
-    console = Console()
+    console = Console(width=max(100, Console().width))  # for the longest rows
     console.print(table)
     console.print(f"{'all' if result['checked'] else 'WRONG: not all'} tokens came back as they were")
 

@@ -98,8 +98,8 @@ def combine_start(
         True
     """
     check_compiled("combine_start")
-    options, *operands = _prepare("combine_start", y, recv, out_dtype, wire, grad_wire)
-    y, weights, route = _compat.in_one_place(operands)
+    options, y, weights, route = _prepare("combine_start", y, recv, out_dtype, wire, grad_wire)
+    y, weights, route = _compat.in_one_place((y, weights, route))
     if route.backend.splits_calls:
         options = dataclasses.replace(options, backward=BackwardCall())
         y, weights, started = _start(options, y, weights, route)  # the cotangents from the done go to the start
@@ -172,11 +172,13 @@ def _start_sums(options: CombineOptions, y: jax.Array, weights: jax.Array, route
 
 
 def _start_fwd(options: CombineOptions, y: Any, weights: Any, route: Any) -> tuple[Any, None]:
+    assert options.backward is not None
     options.backward.needs_y = weights.perturbed
     return _start_sums(options, *_compat.values((y, weights, route))), None
 
 
 def _start_bwd(options: CombineOptions, saved: None, g: Any) -> tuple[Any, Any, None]:
+    assert options.backward is not None
     y_cotangent, weights_cotangent, started = _compat.without_zeros(g)
     if end := options.backward.take():
         y_cotangent, weights_cotangent = end(started)
@@ -198,7 +200,7 @@ def _combine_fwd(options: CombineOptions, y: Any, weights: Any, route: Any, star
     return _combine_rows(options, y, weights, route, started), (y if needs_y else None, weights, route)
 
 
-def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, Any]:
+def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[Any, Any, None, Any]:
     y, weights, route = saved
     g = g.astype(route.group.dtype)
     if options.backward is not None:

@@ -103,7 +103,7 @@ class Backend(Protocol):
 
         The function ends the operation, and returns what `dispatch_back` returns.
         """
-        ...
+        raise NotImplementedError
 
     def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, wire: Wire | None) -> Any:
         """As dispatch_start, for `combine`."""
@@ -129,6 +129,7 @@ class Backend(Protocol):
         self, route: Route, g: jax.Array, y: jax.Array | None, weights: jax.Array, wire: GradWire | None
     ) -> tuple[Any, EndBack] | None:
         """Begins a `combine_back`, as start_dispatch_back does. Returns None if `combine_back` must run instead."""
+        return None
 
     def all_to_all(
         self, x: jax.Array, splits: jax.Array, wire: str | None, *, dequantize: bool, zero_pad: bool

@@ -481,6 +481,7 @@ class _CudaOperations(Backend):
 
         XLA keeps the operands, and the memory of the results, until the done.
         """
+        assert started.memory is not None
         given = {result.name: array for result, array in zip(target.results, started.memory, strict=True)}
         results = {name: NONE if array is None else Result(array.shape, array.dtype) for name, array in given.items()}
         aliases = {len(operands) + i: i for i in range(len(results))}
