@@ -463,7 +463,7 @@ void test_short_rows_have_few_warps() {
 }
 
 void test_arena() {
-  const ArenaLayout small = ArenaLayout::fitting(8, 8, 128, 14336), large = ArenaLayout::fitting(8, 8, 4096, 14336);
+  const ArenaLayout small = fitting(128), large = fitting(4096);
   EXPECT_EQ(small.num_slots, 4);
   EXPECT_EQ(small.bytes <= kSmallArena, true);
   EXPECT_EQ(large.num_slots, 2);
