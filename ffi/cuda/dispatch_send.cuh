@@ -9,7 +9,7 @@ template <typename Config>
 struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
   using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::count_earlier,
-      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::is_own,
+      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::in_rounds, Base::is_own,
       Base::end_token, Base::first_token, Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk,
       Base::send_counts, Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers,
       Base::place_of, Base::row_here, Base::plan, Base::shared;
@@ -43,14 +43,14 @@ struct DispatchSender : Routing<Config> {
     Ids ids;  // the first ids of the tokens that the block counts before it sends this one
   };
 
-  // Loads what a sender needs of its first token, or the ids that the notifying block counts first. A sender block also
-  // zeroes its counts.
+  // Loads what a sender needs of its first token, or the ids that the notifying block counts first. (In rounds,
+  // count_all_tokens() loads these ids.) A sender block also zeroes its counts.
   __device__ Outgoing prepare(int32_t role) const {
     if (plan.is_sender(role)) clear(this->send_counts());
     const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id(), true);
     const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups;
     Outgoing outgoing = sends ? load_token(first_token() + warp_group.index, 0, warp_group) : Outgoing{};
-    if (role == 0 && new_route()) outgoing.ids = ids_to_count(0, args.num_tokens);
+    if (role == 0 && new_route() && !in_rounds()) outgoing.ids = ids_to_count(0, args.num_tokens);
     return outgoing;
   }
 

@@ -45,15 +45,15 @@ class Session {
  public:
   Session(int32_t num_ranks, int32_t cast, PlanOverrides blocks, double timeout_seconds = 60.0,
           uint32_t newest_epoch = 0, int32_t max_tokens = num_tokens, Rows shape = {}, int32_t node_size = 0,
-          int32_t replicas = 0, int64_t max_arena_bytes = 0)
+          int32_t replicas = 0, int32_t round_tokens = 0)
       : num_ranks_(num_ranks),
         cast_(cast),
         blocks_(blocks),
         config_{num_ranks * experts_per_rank, top_k, max_tokens, kRowBytes, blocks.number, timeout_seconds,
                 {devices(num_ranks)}} {
     config_.replicas = replicas;
-    config_.max_arena_bytes = max_arena_bytes;
     if (node_size > 0) span_nodes(node_size);
+    if (round_tokens > 0) limit_arena(round_tokens);
     open_group();
     for (const Member& member : group().members()) {
       Control control = initial_control(member.peers.layout.num_slots, newest_epoch);
@@ -204,6 +204,14 @@ class Session {
     if (!group_) return;
     group_->close();
     group_->free_arenas();
+  }
+
+  // Limits the arena to the rows of `round_tokens` tokens.
+  void limit_arena(int32_t round_tokens) {
+    const bool has_nodes = config_.network && has_levels(config_.node_size, num_ranks_);
+    const int32_t num_sources = num_ranks_ + (has_nodes ? num_ranks_ / config_.node_size : 0);
+    const ArenaLayout layout(num_sources, top_k, round_tokens, kRowBytes, kSlotsWithRounds);
+    config_.max_arena_bytes = config_.network ? NetworkLayout(layout, num_ranks_).bytes : layout.bytes;
   }
 
   // Has the group use a network: each rank is a processing element, which has its device's number.
