@@ -274,6 +274,5 @@ void run_failure(Session& session, std::mt19937& random, PlanOverrides blocks, u
   }
 }
 constexpr uint32_t kFailures = 6;
-bool failure_is_split_phase(uint32_t scenario) { return scenario == 3; }
 
 }  // namespace

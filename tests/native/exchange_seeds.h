@@ -15,6 +15,7 @@
 #include "exchange_layouts.h"
 #include "exchange_many_ranks.h"
 #include "exchange_rare_orders.h"
+#include "exchange_rounds.h"
 #include "exchange_successes.h"
 #include "exchange_two_groups.h"
 
@@ -61,26 +62,20 @@ std::string run_exchange(uint64_t seed) {
   std::mt19937 of_network(static_cast<uint32_t>(~seed));
   const int32_t node_size = pick_node_size(of_network, num_ranks);
   std::mt19937 of_casts(static_cast<uint32_t>(seed + 7919));  // the same for the casts of operations after a dispatch
-  // In one of three seeds, the arena is so small that operations have rounds.
-  std::mt19937 of_rounds(static_cast<uint32_t>(seed + 104729));
-  const int32_t round_tokens = of_rounds() % 3 == 0 && num_tokens > 1 ? 1 + of_rounds() % (num_tokens - 1) : 0;
   // With so many tokens, the arena has two slots.
   const bool has_two_slots = num_ranks <= 3 && random() % 3 == 0;
-  const int32_t max_tokens = has_two_slots && round_tokens == 0 ? 4000 / num_ranks : num_tokens;
+  const int32_t max_tokens = has_two_slots ? 4000 / num_ranks : num_tokens;
   const auto num_sms = pick<int32_t>(random, {1, 2, 3, 4, 6});
   emulator::set_num_sms(num_sms);
-  Session session(num_ranks, cast, blocks, kTimeout, newest_epoch, max_tokens, {}, node_size, 0,
-                  round_tokens);
-  EXPECT_EQ(session.num_slots(), has_two_slots || round_tokens > 0 ? 2 : 4);
-  EXPECT_EQ(session.round_tokens() < num_tokens, round_tokens > 0);
+  Session session(num_ranks, cast, blocks, kTimeout, newest_epoch, max_tokens, {}, node_size);
+  EXPECT_EQ(session.num_slots(), has_two_slots ? 2 : 4);
   EXPECT_EQ(session.group().members()[0].num_sms, num_sms);
   session.set_cast_after_dispatch(pick<int32_t>(of_casts, {0, 0, 1, 2, 3}));
   session.randomize(random);
   session.run_whole();
   std::string scenarios;
   for (auto left = has_wrapping_epochs ? 0 : random() % 3; left > 0 && check::failures == 0; --left) {
-    uint32_t scenario = random() % kSuccesses;
-    if (round_tokens > 0 && success_is_split_phase(scenario)) scenario = 6;
+    const uint32_t scenario = random() % kSuccesses;
     scenarios += " " + std::to_string(scenario);
     run_success(session, random, scenario);
   }
@@ -89,14 +84,12 @@ std::string run_exchange(uint64_t seed) {
     session.run_whole();
     session.run_whole();
   } else if (random() % 3 == 0 && check::failures == 0) {
-    uint32_t scenario = random() % kFailures;
-    if (round_tokens > 0 && failure_is_split_phase(scenario)) scenario = 0;
+    const uint32_t scenario = random() % kFailures;
     scenarios += ", failure " + std::to_string(scenario);
     run_failure(session, random, blocks, scenario);
   }
-  const std::string rounds = round_tokens > 0 ? ", rounds of " + std::to_string(session.round_tokens()) : "";
   const std::string nodes = node_size > 0 ? " in nodes of " + std::to_string(node_size) : "";
-  return std::to_string(num_ranks) + " ranks" + nodes + ", " + std::to_string(num_tokens) + " tokens" + rounds + ", top_k " +
+  return std::to_string(num_ranks) + " ranks" + nodes + ", " + std::to_string(num_tokens) + " tokens, top_k " +
          std::to_string(top_k) + ", cast " + std::to_string(cast) + ", later casts " +
          std::to_string(session.ranks()[0]->cast_after_dispatch) + ", " + std::to_string(experts_per_rank) +
          " experts per rank, variant " + std::to_string(static_cast<int>(blocks.variant)) + " on " +
@@ -125,6 +118,7 @@ std::string run_seed(uint64_t seed) {
   if (check::failures == 0) what += run_balance(seed);
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
   if (check::failures == 0 && seed % 16 == 13) what += run_many_ranks(seed);
+  if (check::failures == 0 && seed % 2 == 1) what += run_rounds(seed);
   if (check::failures == 0 && seed % 4 == 1) {
     what += ", then a wrong rank";
     run_wrong_rank_of_few_tokens(seed);

@@ -216,6 +216,5 @@ void run_success(Session& session, std::mt19937& random, uint32_t scenario) {
   }
 }
 constexpr uint32_t kSuccesses = 16;
-bool success_is_split_phase(uint32_t scenario) { return scenario == 0 || scenario == 5 || (scenario > 8 && scenario < 15); }
 
 }  // namespace
