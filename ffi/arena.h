@@ -75,7 +75,8 @@ struct ArenaLayout {
   int64_t bytes = 0;
 
   constexpr ArenaLayout() = default;
-  constexpr ArenaLayout(int32_t num_sources, int32_t top_k, int32_t round_tokens, int32_t max_payload, int32_t num_slots)
+  constexpr ArenaLayout(int32_t num_sources, int32_t top_k, int32_t round_tokens, int32_t max_payload,
+                        int32_t num_slots)
       : num_sources(num_sources),
         top_k(top_k),
         round_tokens(round_tokens),

@@ -355,7 +355,7 @@ constexpr bool let_senders_enter_first(int64_t num_tokens, int32_t num_ranks, in
 
 constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
   if (num_sms > 0) return Variant::kThroughput;
-  return has_few_tokens(num_tokens) ? Variant::kLowLatency
+  return has_few_tokens(num_tokens)                ? Variant::kLowLatency
          : num_tokens < kFewestTokensForThroughput ? Variant::kBalanced
                                                    : Variant::kThroughput;
 }

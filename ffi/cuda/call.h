@@ -18,18 +18,18 @@ struct PendingCall {
   uint32_t num_entered;  // the blocks of the done's kernel that have entered
 };
 
-// The tokens of each rank whose rows a launch moves. Usually, a launch moves the rows of all tokens. If the arena has too
-// little room for them, an operation runs as several launches on one stream, its rounds. Each round is a whole operation
-// with an epoch of its own, so the words by which ranks free the slots of the arena also order the rounds. A round moves
-// the rows of `round_tokens` tokens. The last round may have fewer.
+// The tokens of each rank whose rows a launch moves. Usually, a launch moves the rows of all tokens. If the arena has
+// too little room for them, an operation runs as several launches on one stream, its rounds. Each round is a whole
+// operation with an epoch of its own, so the words by which ranks free the slots of the arena also order the rounds. A
+// round moves the rows of `round_tokens` tokens. The last round may have fewer.
 //
 // In each round of a new route, senders count the tokens of all rounds, and the ranks exchange counts of all rounds. So
 // a row has the same index, and the same row of the result, as in a single launch. A rank also tells each rank which
 // indices the rows of the round have (rounds.cuh).
 struct Round {
   int32_t first_token = 0;
-  int32_t num_tokens_after = 0;              // of later rounds
-  Divisor by_tokens = Divisor(1u << 31);     // by the tokens of a round; in a single launch, by more than any index
+  int32_t num_tokens_after = 0;           // of later rounds
+  Divisor by_tokens = Divisor(1u << 31);  // by the tokens of a round; in a single launch, by more than any index
 
   constexpr bool is_only() const { return first_token == 0 && num_tokens_after == 0; }
   constexpr bool is_last() const { return num_tokens_after == 0; }

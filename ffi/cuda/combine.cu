@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
   using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
   using Outgoing = typename Combine::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
-  const Combine combine = {peers, args, plan, {peers, args, result, state, num_worker_threads}, ring, next_piece, ranges};
+  const Combine combine = {peers, args,       plan,  {peers, args, result, state, num_worker_threads},
+                           ring,  next_piece, ranges};
   wait_for_dependencies();
   combine.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return combine.uses_rail_peers() && plan.forwards(role); };

@@ -55,8 +55,8 @@ constexpr int32_t ring_bytes(Variant variant, bool casts) {
   return casts ? PrefetchRingOfY<true>::kBytes : PrefetchRingOfY<false>::kBytes;
 }
 
-static_assert(kMaxBlockWarps * (PrefetchRingOfY<true>::kBytes + sizeof(PrefetchRingOfY<true>::Landed)) +
-                  sizeof(State) + sizeof(RangesOfRanks) <=
+static_assert(kMaxBlockWarps * (PrefetchRingOfY<true>::kBytes + sizeof(PrefetchRingOfY<true>::Landed)) + sizeof(State) +
+                  sizeof(RangesOfRanks) <=
               kMaxBlockSharedBytes);
 
 // The pieces that a lane prefetches: the parts of one row of y that this warp sums.

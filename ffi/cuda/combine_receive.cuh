@@ -9,11 +9,12 @@ namespace jax_ep {
 template <typename Config>
 struct CombineReceiver : CombineSender<Config> {
   using Base = CombineSender<Config>;
-  using Base::args, Base::bytes_in_transit, Base::cast, Base::chunks, Base::end_token, Base::first_token, Base::place_of, Base::issue_row_loads, Base::uses_rail_peers,
-      Base::chunk_of, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kReceiverLoadsAhead, Base::kVariant,
-      Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kChunksAtOnce, Base::op, Base::payload_bytes, Base::peers,
-      Base::plan, Base::complete_row, Base::ring, Base::rounded, Base::row_bytes, Base::row_number, Base::start_sum,
-      Base::step, Base::sums_own, Base::weight_cotangent_to_send, Base::with_out_type;
+  using Base::args, Base::bytes_in_transit, Base::cast, Base::chunks, Base::end_token, Base::first_token,
+      Base::place_of, Base::issue_row_loads, Base::uses_rail_peers, Base::chunk_of, Base::end_of_parts, Base::has_unit,
+      Base::kCasts, Base::kReceiverLoadsAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce, Base::kSize,
+      Base::kChunksAtOnce, Base::op, Base::payload_bytes, Base::peers, Base::plan, Base::complete_row, Base::ring,
+      Base::rounded, Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own,
+      Base::weight_cotangent_to_send, Base::with_out_type;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
   using typename Base::X;

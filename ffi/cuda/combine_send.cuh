@@ -8,10 +8,11 @@ namespace jax_ep {
 template <typename Config>
 struct CombineSender : CombineSums<Config> {
   using Base = CombineSums<Config>;
-  using Base::args, Base::await_ranges, Base::end_token, Base::first_token, Base::in_rounds, Base::issue_row_loads, Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of,
-      Base::bytes_in_transit, Base::chunks, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead,
-      Base::kHasRing, Base::kVariant, Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums,
-      Base::payload_bytes, Base::peers, Base::place_of, Base::plan, Base::ranges, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own,
+  using Base::args, Base::await_ranges, Base::end_token, Base::first_token, Base::in_rounds, Base::issue_row_loads,
+      Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of, Base::bytes_in_transit, Base::chunks,
+      Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead, Base::kHasRing, Base::kVariant,
+      Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums, Base::payload_bytes, Base::peers,
+      Base::place_of, Base::plan, Base::ranges, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own,
       Base::drain_ring, Base::weight_cotangent_to_send;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
@@ -91,8 +92,8 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // The largest number of rows that go to one peer in this round. Items from num_destinations() times this number on have no row;
-  // with many ranks, these are most items.
+  // The largest number of rows that go to one peer in this round. Items from num_destinations() times this number on
+  // have no row; with many ranks, these are most items.
   __device__ int32_t most_rows_of_peer() const {
     int32_t most = 0;
     for_rank_of_lane(peers, [&](int, int32_t peer) {

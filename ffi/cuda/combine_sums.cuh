@@ -8,10 +8,10 @@ namespace jax_ep {
 template <typename Config>
 struct CombineSums : CombineOperands<Config> {
   using Base = CombineOperands<Config>;
-  using Base::add_weighted, Base::args, Base::first_token, Base::in_rounds, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
-      Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize,
-      Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers, Base::ranges, Base::ring, Base::row_bytes,
-      Base::start_sum, Base::sums_own, Base::next_piece;
+  using Base::add_weighted, Base::args, Base::first_token, Base::in_rounds, Base::is_all_to_all, Base::chunk_of,
+      Base::chunks, Base::has_unit, Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce,
+      Base::kRowsAtOnce, Base::kSize, Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers,
+      Base::ranges, Base::ring, Base::row_bytes, Base::start_sum, Base::sums_own, Base::next_piece;
   using typename Base::RowsOfToken;
   using typename Base::X;
 
@@ -81,9 +81,9 @@ struct CombineSums : CombineOperands<Config> {
                                                        : token.num_rows_or_index >= 0;
   }
 
-  // The number of rows that came from `peer`, and so go back; in rounds, of this round and all earlier rounds. (all_to_all_back has no route: it waits for the number,
-  // which the peer sends before any row. One lane waits, so that all lanes get the same number even if the operation
-  // fails.)
+  // The number of rows that came from `peer`, and so go back; in rounds, of this round and all earlier rounds.
+  // (all_to_all_back has no route: it waits for the number, which the peer sends before any row. One lane waits, so
+  // that all lanes get the same number even if the operation fails.)
   __device__ int32_t num_rows_of(int32_t peer) const {
     if (in_rounds()) return ranges[peer].end;
     if (!is_all_to_all()) return __ldg(args.num_recv_per_rank + peer);

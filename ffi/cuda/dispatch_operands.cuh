@@ -27,8 +27,8 @@ struct DispatchShared {
   int32_t dropped;
   // The indices of the rows that each source sends here: they begin with first_index_from, which is 0 without rounds.
   int32_t first_index_from[kMaxRanksOfKernels], end_index_from[kMaxRanksOfKernels];
-  int32_t gives_up;                           // a warp has seen the failure before kDestinationsBarrier
-  uint32_t claimed[kMaxBlockWarps];           // the newest item that each warp group has claimed
+  int32_t gives_up;                  // a warp has seen the failure before kDestinationsBarrier
+  uint32_t claimed[kMaxBlockWarps];  // the newest item that each warp group has claimed
 };
 
 // What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all

@@ -10,12 +10,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit,
-      Base::end_token, Base::first_token, Base::in_rounds, Base::is_last_round, Base::is_own, Base::kDelivery, Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
-      Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
-      Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of, Base::rows_from,
-      Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan,
-      Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
-      Base::write_counts, Base::zero_row;
+      Base::end_token, Base::first_token, Base::in_rounds, Base::is_last_round, Base::is_own, Base::kDelivery,
+      Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
+      Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
+      Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of,
+      Base::rows_from, Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at,
+      Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
+      Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -207,9 +208,9 @@ struct DispatchReceiver : CombineBackward<Config> {
     return arriving;
   }
 
-  // In rounds: the index, of this source, for which no row comes and for which the item has to write that. If the source
-  // sends n rows in all rounds together, these are the indices from n to num_tokens - 1. They go to the tokens without a
-  // row here, in reverse order: the tokens before this round had first_token() - rows.begin of them.
+  // In rounds: the index, of this source, for which no row comes and for which the item has to write that. If the
+  // source sends n rows in all rounds together, these are the indices from n to num_tokens - 1. They go to the tokens
+  // without a row here, in reverse order: the tokens before this round had first_token() - rows.begin of them.
   __device__ int32_t index_not_sent(int32_t index, const IndexRange& rows) const {
     return args.num_tokens - 1 - (first_token() - rows.begin) - (index - rows.end);
   }
@@ -246,7 +247,8 @@ struct DispatchReceiver : CombineBackward<Config> {
       __syncwarp();
     } else {
       if constexpr (kHasNetwork) {
-        if (lane_id() == 0 && !uses_rail_peers()) await_signal(op, arriving.source, arriving.source, place_of(arriving.index));
+        if (lane_id() == 0 && !uses_rail_peers())
+          await_signal(op, arriving.source, arriving.source, place_of(arriving.index));
         __syncwarp();
       }
       take_batch(arriving.source, arriving.address, warp_group.warp, warp_group, arriving.batch, header_arrived);

@@ -9,10 +9,10 @@ template <typename Config>
 struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
   using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::count_earlier,
-      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::in_rounds, Base::is_own,
-      Base::end_token, Base::first_token, Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk,
-      Base::send_counts, Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers,
-      Base::place_of, Base::row_here, Base::plan, Base::shared;
+      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::in_rounds,
+      Base::is_own, Base::end_token, Base::first_token, Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch,
+      Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts, Base::new_route, Base::num_experts,
+      Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_of, Base::row_here, Base::plan, Base::shared;
   using typename Base::Ids;
 
   // The units of x that a warp reads at once.
@@ -61,8 +61,8 @@ struct DispatchSender : Routing<Config> {
 
   __device__ int32_t group_in_block() const { return warp_id() >> plan.log_send_warps; }
 
-  // Sends the tokens of the round. In each step, a block's warp groups send consecutive tokens, one each. A warp group loads its next
-  // token's row while it counts and sends the current one. `now`: what prepare() has returned.
+  // Sends the tokens of the round. In each step, a block's warp groups send consecutive tokens, one each. A warp group
+  // loads its next token's row while it counts and sends the current one. `now`: what prepare() has returned.
   __device__ void send(Outgoing now) const {
     const SendCounts counts = this->send_counts();
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id(), true);
@@ -300,7 +300,8 @@ struct DispatchSender : Routing<Config> {
     });
     if (!uses_rail_peers() || !new_route() || token >= end_token() || warp_group.warp != 0) return;
     for_rank_of_lane(peers, [&](int w, int32_t rank) {
-      if (index.of_word[w] < 0 && nodes_of(peers).is_rail_peer(rank)) put_no_row(op, rank, source_at(rank), place_of(token));
+      if (index.of_word[w] < 0 && nodes_of(peers).is_rail_peer(rank))
+        put_no_row(op, rank, source_at(rank), place_of(token));
     });
   }
 

@@ -183,9 +183,9 @@ inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Memb
   const Kernels kernels = find_group(group)->kernels();
   const LaunchPlan plan = kernels.adapt_dispatch_plan(
       peers, args,
-      plan_dispatch(planned_tokens(args.num_tokens, round_tokens), peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
-                    num_sms(group, args.phase, member.num_sms), member.num_sms,
-                    args.delivery == Delivery::kCombineBack));
+      plan_dispatch(planned_tokens(args.num_tokens, round_tokens), peers.num_ranks, args.top_k,
+                    num_chunks(static_cast<int32_t>(payload)), num_sms(group, args.phase, member.num_sms),
+                    member.num_sms, args.delivery == Delivery::kCombineBack));
   const auto launch = [&peers, args, type, plan, kernels, round_tokens](cudaStream_t on) {
     return launch_rounds(args, round_tokens, [&](const DispatchArgs& round) {
       return kernels.launch_dispatch(peers, round, type, plan, on);

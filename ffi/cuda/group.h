@@ -53,8 +53,8 @@ struct GroupConfig {
   // For groups over a network. Then the processes exchange no handles. `pes` is indexed like `devices`.
   const Network* network = nullptr;
   std::vector<std::vector<int32_t>> pes = {};
-  int32_t node_size = 0;  // consecutive ranks that map each other's memory
-  int32_t replicas = 0;   // the replica slots of a rank
+  int32_t node_size = 0;        // consecutive ranks that map each other's memory
+  int32_t replicas = 0;         // the replica slots of a rank
   int64_t max_arena_bytes = 0;  // of a rank; 0: kDefaultArenaBytes
 };
 

@@ -176,8 +176,9 @@ NB_MODULE(_cuda, m) {
         [](const std::vector<int32_t>& ordinals) { return reason_of([&] { return unsupported_pair(ordinals); }); });
   m.def("group_bytes", [](int64_t id) { return find_group(id)->bytes_per_device(); });
   m.def("group_round_tokens", [](int64_t id) { return find_group(id)->round_tokens(); });
-  m.def("arena_bytes_for", [](int64_t id, int32_t num_tokens) { return find_group(id)->arena_bytes_for(num_tokens); },
-        nb::arg("id"), nb::arg("num_tokens"));
+  m.def(
+      "arena_bytes_for", [](int64_t id, int32_t num_tokens) { return find_group(id)->arena_bytes_for(num_tokens); },
+      nb::arg("id"), nb::arg("num_tokens"));
   m.def("group_failure", group_failure);
   m.def("group_stats", group_stats);
   m.def("group_traffic", [](int64_t id) {

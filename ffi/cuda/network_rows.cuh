@@ -24,8 +24,8 @@ __device__ __forceinline__ unsigned long long* signal_of(const Operation& op, in
   return reinterpret_cast<unsigned long long*>(signals) + layout.row_number(op.state.slot, from, place);
 }
 
-// Puts `bytes` of a staged row, from offset `begin` on, to a remote rank, as the row at `place` of source `from`. Also sets
-// the row's signal there. One warp calls it, when the whole row is staged.
+// Puts `bytes` of a staged row, from offset `begin` on, to a remote rank, as the row at `place` of source `from`. Also
+// sets the row's signal there. One warp calls it, when the whole row is staged.
 __device__ __forceinline__ void put_row(const Operation& op, int32_t peer, int32_t from, int32_t place, int32_t begin,
                                         int32_t bytes) {
   const ArenaLayout& layout = op.peers.layout;
@@ -44,9 +44,9 @@ __device__ __forceinline__ void put_no_row(const Operation& op, int32_t peer, in
   put_word(signal_of(op, from, place), no_row_signal(op.state.epoch), pe_of(op.peers, peer));
 }
 
-// Waits for the signal of the row at `place` of source `from`, which `peer` sends. Returns false if the source sends no such
-// row, or if the operation fails. Returns true at once for a local peer: its units show by themselves that they have
-// arrived.
+// Waits for the signal of the row at `place` of source `from`, which `peer` sends. Returns false if the source sends no
+// such row, or if the operation fails. Returns true at once for a local peer: its units show by themselves that they
+// have arrived.
 __device__ __forceinline__ bool await_signal(const Operation& op, int32_t peer, int32_t from, int32_t place) {
   if (!is_remote(op.peers, peer)) return true;
   unsigned long long* const signal = signal_of(op, from, place);

@@ -1,5 +1,6 @@
-// The rounds of an operation (Round in call.h): which indices the rows of a round have. In each round, a rank with tokens
-// tells every rank with experts. In a dispatch, these are the rows that come; in a combine, the rows that go back.
+// The rounds of an operation (Round in call.h): which indices the rows of a round have. In each round, a rank with
+// tokens tells every rank with experts. In a dispatch, these are the rows that come; in a combine, the rows that go
+// back.
 #pragma once
 
 #include "ffi/cuda/control_words.cuh"

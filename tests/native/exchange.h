@@ -30,7 +30,8 @@ struct PlanOverrides {
     // Only plan.h chooses the low-latency variant: rows of more tokens may need rail peers, and all_to_all_back must
     // not have it.
     if (number == 0 && (!has_one_warp || !has_few_tokens(num_tokens))) return plan;
-    if (!in_rounds && !is_low_latency(variant)) plan.variant = combine_has(variant, casts) ? variant : Variant::kThroughput;
+    if (!in_rounds && !is_low_latency(variant))
+      plan.variant = combine_has(variant, casts) ? variant : Variant::kThroughput;
     // plan.h sets this only for more tokens than the tests have. Here, about half of the cases with a throughput kernel
     // have it.
     plan.senders_enter_first = plan.variant == Variant::kThroughput && num_tokens != 12;
@@ -258,9 +259,9 @@ class Session {
       return is_done ? plan : blocks_.adjust(plan, casts, in_rounds);
     };
     if constexpr (std::is_same_v<Args, DispatchArgs>) {
-      const LaunchPlan best = adjust(plan_dispatch(planned_tokens(call.num_tokens, round_tokens), num_ranks_, call.top_k,
-                                                   num_chunks(call.num_scales ? kHidden : kRowBytes), num_sms,
-                                                   member.num_sms, call.delivery == Delivery::kCombineBack));
+      const LaunchPlan best = adjust(plan_dispatch(planned_tokens(call.num_tokens, round_tokens), num_ranks_,
+                                                   call.top_k, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                                                   num_sms, member.num_sms, call.delivery == Delivery::kCombineBack));
       const LaunchPlan plan = kernels.adapt_dispatch_plan(peers, call, best);
       const auto launch = [&peers, kernels, call, type, plan, round_tokens](cudaStream_t stream) {
         return launch_rounds(call, round_tokens, [&](const DispatchArgs& round) {
@@ -269,10 +270,11 @@ class Session {
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan best = adjust(plan_combine(planned_tokens(call.num_tokens, round_tokens), num_ranks_, call.recv_row ? call.top_k : 0,
-                                                  num_chunks(static_cast<int32_t>(call.row_bytes)),
-                                                  call.units_read(size_of(type)), num_sms, member.num_sms),
-                                     call.cast != 0);
+      const LaunchPlan best =
+          adjust(plan_combine(planned_tokens(call.num_tokens, round_tokens), num_ranks_, call.recv_row ? call.top_k : 0,
+                              num_chunks(static_cast<int32_t>(call.row_bytes)), call.units_read(size_of(type)), num_sms,
+                              member.num_sms),
+                 call.cast != 0);
       const LaunchPlan plan = kernels.adapt_combine_plan(peers, call, best);
       const auto launch = [&peers, kernels, call, type, plan, round_tokens](cudaStream_t stream) {
         return launch_rounds(call, round_tokens, [&](const CombineArgs& round) {

@@ -30,8 +30,8 @@ std::string run_rounds(uint64_t seed) {
   experts_per_rank = pick<int32_t>(random, {1, 3, 3, 20});
   num_tokens = ranks.has_rails ? 33 + static_cast<int32_t>(random() % 8) : pick<int32_t>(random, {2, 7, 12, 13, 20});
   top_k = ranks.has_rails ? 1 + static_cast<int32_t>(random() % 2) : pick<int32_t>(random, {1, 4, 4, 8});
-  const int32_t round_tokens = ranks.has_rails ? 9 + static_cast<int32_t>(random() % 24)
-                                               : 1 + static_cast<int32_t>(random() % (num_tokens - 1));
+  const int32_t round_tokens =
+      ranks.has_rails ? 9 + static_cast<int32_t>(random() % 24) : 1 + static_cast<int32_t>(random() % (num_tokens - 1));
   const auto cast = pick<int32_t>(random, {0, 0, 1, 2});
   // Only plans for many tokens have rounds. They may have any number of blocks.
   const PlanOverrides blocks = pick<PlanOverrides>(random, {{0, Variant::kThroughput},
