@@ -46,7 +46,8 @@ constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLow
 inline constexpr int32_t kLowLatencyBlockWarps = 8;
 inline constexpr int32_t kChunksOfPart = 4;
 inline constexpr int32_t kFewestTokensForThroughput = 257;  // with fewer tokens, other variants are faster
-// True if the kernels of the variant can run a round of an operation (ffi/cuda/call.h).
+// True if the kernels of the variant can run a round of an operation (ffi/cuda/call.h). The variant must give roles by
+// ticket: in a round of a combine, senders wait for words from role 0 of each peer, as in all_to_all_back.
 constexpr bool has_rounds(Variant variant) { return variant == Variant::kThroughput; }
 // The tokens for which a round is planned, so that its variant has rounds. A round may have fewer tokens.
 constexpr int32_t planned_tokens(int32_t num_tokens, int32_t round_tokens) {
