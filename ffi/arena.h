@@ -5,7 +5,9 @@
 //   index               its number among the rows from this source to this destination, in the order of the source's
 //                       tokens. The row of a rank's own token, which stays on the rank, has the number of the token
 //                       as its index (except in all_to_all and all_to_all_back)
-//   arena_row (number)  its number in the destination's arena, computed from slot, source and index
+//   place               its number among the rows that the destination's arena has for this source in a slot: the index
+//                       modulo round_tokens (Round::place_of)
+//   arena_row (number)  its number in the destination's arena, computed from slot, source and place
 //                       (ArenaLayout::row_number)
 //   position_in_source  its number among the rows of one source for one expert
 //   position            its number in the group of an expert
@@ -26,6 +28,12 @@ namespace jax_ep {
 // or a replica slot.
 inline constexpr int kMaxSlots = 4;
 inline constexpr int64_t kSmallArena = int64_t{64} << 20;  // bytes
+
+// The arena of a rank has a bound, in bytes. If a slot for the rows of all tokens would be too large, a slot has room
+// for the rows of `round_tokens` tokens per rank. An operation with more tokens then runs as several launches, its
+// rounds (ffi/cuda/call.h). A group with rounds has two slots.
+inline constexpr int kSlotsWithRounds = 2;
+inline constexpr int64_t kDefaultArenaBytes = int64_t{512} << 20;
 
 // A row travels in units of 16 bytes. A unit arrives whole: the receiver never sees a part of it. A warp moves 32 units
 // at once, which are a chunk.
@@ -55,7 +63,8 @@ constexpr int32_t num_chunks(int32_t row_bytes) {
 }
 
 struct ArenaLayout {
-  int32_t num_sources = 0, top_k = 0, max_tokens = 0;  // sources: the ranks and, over a network, then the nodes
+  int32_t num_sources = 0, top_k = 0;  // sources: the ranks and, over a network, then the nodes
+  int32_t round_tokens = 0;            // the most tokens per rank whose rows are in a slot at the same time
   int32_t max_payload = 0;  // bytes, a multiple of 16; the scales of an fp8 row fit in the bytes that fp8 saves
   int32_t num_slots = 0;    // a power of two, so that epochs may wrap
   int32_t header_bytes = 0, row_stride = 0;
@@ -66,10 +75,11 @@ struct ArenaLayout {
   int64_t bytes = 0;
 
   constexpr ArenaLayout() = default;
-  constexpr ArenaLayout(int32_t num_sources, int32_t top_k, int32_t max_tokens, int32_t max_payload, int32_t num_slots)
+  constexpr ArenaLayout(int32_t num_sources, int32_t top_k, int32_t round_tokens, int32_t max_payload,
+                        int32_t num_slots)
       : num_sources(num_sources),
         top_k(top_k),
-        max_tokens(max_tokens),
+        round_tokens(round_tokens),
         max_payload(max_payload),
         num_slots(num_slots),
         header_bytes(static_cast<int32_t>(align_up(top_k * kUnitBytes, 128))),
@@ -78,16 +88,10 @@ struct ArenaLayout {
         escape_masks_begin(num_rows() * row_stride),
         bytes(align_up(escape_masks_begin + num_rows() * escape_masks_per_row * 8, 256)) {}
 
-  // Chooses kMaxSlots slots if they fit in a small arena, else two.
-  static constexpr ArenaLayout fitting(int32_t num_sources, int32_t top_k, int32_t max_tokens, int32_t max_payload) {
-    const ArenaLayout most(num_sources, top_k, max_tokens, max_payload, kMaxSlots);
-    return most.bytes <= kSmallArena ? most : ArenaLayout(num_sources, top_k, max_tokens, max_payload, 2);
-  }
-
-  constexpr int64_t num_rows() const { return int64_t{num_slots} * num_sources * max_tokens; }
-  // The number of row `index` from `source` in slot `slot`.
-  constexpr int32_t row_number(int32_t slot, int32_t source, int32_t index) const {
-    return (slot * num_sources + source) * max_tokens + index;
+  constexpr int64_t num_rows() const { return int64_t{num_slots} * num_sources * round_tokens; }
+  // The number of the row from `source` at `place` in slot `slot`.
+  constexpr int32_t row_number(int32_t slot, int32_t source, int32_t place) const {
+    return (slot * num_sources + source) * round_tokens + place;
   }
   constexpr int64_t row_offset(int32_t number) const {  // unsigned: one instruction
     return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(number)} * static_cast<uint32_t>(row_stride));
@@ -206,6 +210,9 @@ struct Control {
   // {epoch, number of rows that each rank sends here}. A thousand warps poll it. If all of them polled one word, the
   // peer's store to it would arrive microseconds late. So the peer writes several copies, and each block polls one of
   // them (num_rows_index).
+  //
+  // In a group with rounds, the number includes the rows of earlier rounds. The entries of slot + kSlotsWithRounds,
+  // where the group has no slot, have the number of the rows of earlier rounds.
   unsigned long long num_rows[kMaxSlots][kMaxRanks];
   // For the low-latency variant (ffi/cuda/roles.cuh). role_counts: at index epoch % 2, {number of roles that receivers
   // have given away, number of senders that have entered}. given_away[role]: a receiver sets it to 1 when it gives the
@@ -218,6 +225,7 @@ struct Control {
   Counters counters;
 };
 inline constexpr uint32_t kClosed = 0xffffffffu;
+static_assert(2 * kSlotsWithRounds <= kMaxSlots);
 
 // The index of a copy of the word of `rank` in Control::num_rows. With more than kMaxLocalRanks ranks, there is one
 // copy.

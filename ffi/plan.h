@@ -45,6 +45,14 @@ inline constexpr Variant kVariants[] = {Variant::kLowLatency, Variant::kBalanced
 constexpr bool is_low_latency(Variant variant) { return variant == Variant::kLowLatency; }
 inline constexpr int32_t kLowLatencyBlockWarps = 8;
 inline constexpr int32_t kChunksOfPart = 4;
+inline constexpr int32_t kFewestTokensForThroughput = 257;  // with fewer tokens, other variants are faster
+// True if the kernels of the variant can run a round of an operation (ffi/cuda/call.h). The variant must give roles by
+// ticket: in a round of a combine, senders wait for words from role 0 of each peer, as in all_to_all_back.
+constexpr bool has_rounds(Variant variant) { return variant == Variant::kThroughput; }
+// The tokens for which a round is planned, so that its variant has rounds. A round may have fewer tokens.
+constexpr int32_t planned_tokens(int32_t num_tokens, int32_t round_tokens) {
+  return num_tokens <= round_tokens ? num_tokens : std::max(round_tokens, kFewestTokensForThroughput);
+}
 constexpr bool has_extra_control_warp(Variant variant) { return is_low_latency(variant); }
 constexpr int32_t most_block_warps(Variant variant) {
   return is_low_latency(variant) ? kLowLatencyBlockWarps : kMaxBlockWarps;
@@ -348,9 +356,9 @@ constexpr bool let_senders_enter_first(int64_t num_tokens, int32_t num_ranks, in
 
 constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
   if (num_sms > 0) return Variant::kThroughput;
-  return has_few_tokens(num_tokens) ? Variant::kLowLatency
-         : num_tokens <= 256        ? Variant::kBalanced
-                                    : Variant::kThroughput;
+  return has_few_tokens(num_tokens)                ? Variant::kLowLatency
+         : num_tokens < kFewestTokensForThroughput ? Variant::kBalanced
+                                                   : Variant::kThroughput;
 }
 
 // Launch shapes of a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving

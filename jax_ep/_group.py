@@ -58,6 +58,10 @@ class Group(GroupSettings):
             experts, then the slots. A dispatch without a plan returns E_local entries; if B > 0, in the layout
             "expert", it also copies its rows once in memory. With the backend "cuda", a group with replicas has at most
             4096 experts.
+        max_arena_bytes: with the backend "cuda", the most bytes per device for rows in transit; None means 512 MiB. If
+            the rows of max_tokens_per_rank tokens need more, operations with many tokens run in rounds, as several
+            kernels one after another. The results have the same bits. Split-phase calls have no rounds: with too many
+            tokens, they raise an error that names the bytes that they need.
 
     With `jax.distributed`, every process that owns devices of the mesh must make the same groups in the same order.
 
@@ -86,6 +90,7 @@ class Group(GroupSettings):
         num_sms: int | None = None,
         timeout: float = 300.0,
         replicas: int = 0,
+        max_arena_bytes: int | None = None,
     ) -> None:
         super().__init__(
             mesh,
@@ -98,6 +103,7 @@ class Group(GroupSettings):
             num_sms=num_sms,
             timeout=timeout,
             replicas=replicas,
+            max_arena_bytes=max_arena_bytes,
         )
         self.backend: str = _backends.choose(backend, self.mesh, axis_name, self.timeout)
         """Name of the backend in use."""

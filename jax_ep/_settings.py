@@ -32,6 +32,7 @@ class GroupSettings:
         num_sms: int | None,
         timeout: float,
         replicas: int,
+        max_arena_bytes: int | None,
     ) -> None:
         self.mesh = mesh_or_context(mesh)
         self.axis_name = axis_name
@@ -45,6 +46,9 @@ class GroupSettings:
         self.hidden = _checks.integer("hidden", hidden, 1, _checks.MAX_INT32 // self.dtype.itemsize)
         self.num_sms = None if num_sms is None else _checks.integer("num_sms", num_sms, 1, MAX_SMS)
         self.timeout = _seconds(timeout)
+        self.max_arena_bytes = (
+            None if max_arena_bytes is None else _checks.integer("max_arena_bytes", max_arena_bytes, 1, 2**63 - 1)
+        )
         if self.num_experts % self.num_ranks:
             up = -(-self.num_experts // self.num_ranks) * self.num_ranks
             raise ValueError(

@@ -78,6 +78,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch, **functions: Callable) -> None
         "open_group": lambda group_id, **config: None,
         "close_group": lambda group_id: None,
         "group_bytes": lambda group_id: 0,
+        "group_round_tokens": lambda group_id: 2**31 - 1,
         "group_failure": lambda group_id: None,
         "group_stats": lambda group_id: [],
     }

@@ -135,7 +135,7 @@ def test_memory_bytes(nodes, tokens):
 def test_an_arena_that_does_not_fit(nodes):
     mesh, _ = nodes
     with pytest.raises(ep.Error, match=r"needs \d+ bytes .*NVSHMEM takes 512 MiB at a time.* max_tokens_per_rank"):
-        open_group(mesh, replace(SMALL, tokens=2**25), backend="emulated")
+        open_group(mesh, replace(SMALL, tokens=2**25), backend="emulated", max_arena_bytes=2**62)
     x, topk_idx, _ = make_inputs(SMALL, mesh.size)
     with open_group(mesh, SMALL, backend="emulated") as group:
         out = run_spmd(partial(there_and_back, group, "ragged"), mesh, x, topk_idx)

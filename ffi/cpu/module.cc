@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ffi/arena.h"
+#include "ffi/arena_size.h"
 #include "ffi/cpu/dispatch_layout.h"
 #include "ffi/dispatch_layout_handler.h"
 #include "ffi/layout.h"
@@ -115,7 +115,8 @@ int64_t group_bytes(int32_t num_ranks, int32_t num_experts, int32_t top_k, int32
   check_at_least("top_k", top_k, 1);
   check_at_least("max_tokens", max_tokens, 0);
   check_at_least("max_payload", max_payload, 0);
-  return ArenaLayout::fitting(num_ranks, top_k, max_tokens, max_payload).bytes +
+  const ArenaNeeds needs = {num_ranks, 0, top_k, max_tokens, max_payload};
+  return choose_arena(needs, kDefaultArenaBytes, [](const ArenaLayout& layout) { return layout.bytes; }).bytes +
          control_bytes(num_ranks, num_experts / num_ranks, false);
 }
 

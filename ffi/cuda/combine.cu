@@ -18,12 +18,18 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
     JAX_EP_SHARED(typename PrefetchRingOfY<kCasts>::LandedOfWarps, landed);
     ring.open(pieces + warp_id() * ring.kBytes, landed[warp_id()]);
   }
+  IndexRange* ranges = nullptr;
+  if constexpr (has_rounds(kVariant)) {
+    JAX_EP_SHARED(RangesOfRanks, of_ranks);
+    ranges = of_ranks.of_rank;
+  }
   const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
   const void* result = args.out ? args.out : args.topk_weights_cotangent;
   using Combine = NodeSum<CombineConfig<X, kVariant, kCasts>>;  // the last layer
   using Outgoing = typename Combine::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
-  const Combine combine = {peers, args, plan, {peers, args, result, state, num_worker_threads}, ring, next_piece};
+  const Combine combine = {peers, args,       plan,  {peers, args, result, state, num_worker_threads},
+                           ring,  next_piece, ranges};
   wait_for_dependencies();
   combine.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return combine.uses_rail_peers() && plan.forwards(role); };

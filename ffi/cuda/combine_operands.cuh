@@ -8,6 +8,7 @@
 #include "ffi/cuda/ll_units.cuh"
 #include "ffi/cuda/network_rows.cuh"
 #include "ffi/cuda/ring.cuh"
+#include "ffi/cuda/rounds.cuh"
 #include "ffi/cuda/rows.cuh"
 
 namespace jax_ep {
@@ -54,8 +55,8 @@ constexpr int32_t ring_bytes(Variant variant, bool casts) {
   return casts ? PrefetchRingOfY<true>::kBytes : PrefetchRingOfY<false>::kBytes;
 }
 
-static_assert(kMaxBlockWarps * (PrefetchRingOfY<true>::kBytes + sizeof(PrefetchRingOfY<true>::Landed)) +
-                  sizeof(State) <=
+static_assert(kMaxBlockWarps * (PrefetchRingOfY<true>::kBytes + sizeof(PrefetchRingOfY<true>::Landed)) + sizeof(State) +
+                  sizeof(RangesOfRanks) <=
               kMaxBlockSharedBytes);
 
 // The pieces that a lane prefetches: the parts of one row of y that this warp sums.
@@ -88,6 +89,7 @@ struct CombineOperands {
   static constexpr Variant kVariant = Config::kVariant;
   static constexpr bool kCasts = Config::kCasts;
   static constexpr bool kHasRing = has_prefetch_ring(kVariant);
+  static constexpr bool kHasRounds = has_rounds(kVariant);
   static constexpr int kUnitsRead = kCasts ? sizeof(X) : 1;  // units of y for one unit that is sent
   static constexpr int kChunksAtOnce = chunks_at_once(kVariant, kUnitsRead);
   static constexpr int32_t kPartBytes = kChunksAtOnce * kUnitsRead * kChunkBytes;  // of a row of y, with a ring
@@ -112,9 +114,15 @@ struct CombineOperands {
   using Ring = PrefetchRingOfY<kCasts>;
   Ring& ring;
   Pieces& next_piece;
+  IndexRange* ranges;  // in rounds, in shared memory: the indices of the rows that go to each rank in this round
 
   __device__ bool is_all_to_all() const { return !is_low_latency(kVariant) && args.recv_row == nullptr; }
   __device__ bool uses_rail_peers() const { return !is_low_latency(kVariant) && needs_rail_peers(peers, args); }
+  // The tokens [first_token(), end_token()) of each rank are those of this round.
+  __device__ bool in_rounds() const { return kHasRounds && !args.round.is_only(); }
+  __device__ int32_t first_token() const { return kHasRounds ? args.round.first_token : 0; }
+  __device__ int32_t end_token() const { return kHasRounds ? args.end_token() : args.num_tokens; }
+  __device__ int32_t place_of(int32_t index) const { return kHasRounds ? args.round.place_of(index) : index; }
   __device__ int32_t row_bytes() const { return static_cast<int32_t>(args.row_bytes); }
   // The bytes of a sum that is sent, without its scales.
   __device__ int32_t payload_bytes() const { return row_bytes() / kUnitsRead; }
@@ -194,7 +202,7 @@ struct CombineOperands {
   }
 
   __device__ int32_t row_number(int32_t source, int32_t index) const {
-    return peers.layout.row_number(op.state.slot, source, index);
+    return peers.layout.row_number(op.state.slot, source, place_of(index));
   }
 
   // The cotangent of a token's weight, which this rank sends back, for k = lane. `row`: the row here, for k = lane. In

@@ -9,11 +9,12 @@ namespace jax_ep {
 template <typename Config>
 struct CombineReceiver : CombineSender<Config> {
   using Base = CombineSender<Config>;
-  using Base::args, Base::bytes_in_transit, Base::cast, Base::chunks, Base::issue_row_loads, Base::uses_rail_peers,
-      Base::chunk_of, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kReceiverLoadsAhead, Base::kVariant,
-      Base::kHasRing, Base::kRanksAtOnce, Base::kSize, Base::kChunksAtOnce, Base::op, Base::payload_bytes, Base::peers,
-      Base::plan, Base::complete_row, Base::ring, Base::rounded, Base::row_bytes, Base::row_number, Base::start_sum,
-      Base::step, Base::sums_own, Base::weight_cotangent_to_send, Base::with_out_type;
+  using Base::args, Base::bytes_in_transit, Base::cast, Base::chunks, Base::end_token, Base::first_token,
+      Base::place_of, Base::issue_row_loads, Base::uses_rail_peers, Base::chunk_of, Base::end_of_parts, Base::has_unit,
+      Base::kCasts, Base::kReceiverLoadsAhead, Base::kVariant, Base::kHasRing, Base::kRanksAtOnce, Base::kSize,
+      Base::kChunksAtOnce, Base::op, Base::payload_bytes, Base::peers, Base::plan, Base::complete_row, Base::ring,
+      Base::rounded, Base::row_bytes, Base::row_number, Base::start_sum, Base::step, Base::sums_own,
+      Base::weight_cotangent_to_send, Base::with_out_type;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
   using typename Base::X;
@@ -21,9 +22,9 @@ struct CombineReceiver : CombineSender<Config> {
   __device__ void receive() const {
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.role, warp_id());
     const bool takes_tokens = plan.row_receiver(op.state.role) >= 0 && warp_group.index < warp_group.num_groups;
-    int32_t token = takes_tokens ? warp_group.index : args.num_tokens;
+    int32_t token = takes_tokens ? first_token() + warp_group.index : end_token();
     Returning issued = {};
-    if (kReceiverLoadsAhead && token < args.num_tokens) issued = issue_token_loads(token);
+    if (kReceiverLoadsAhead && token < end_token()) issued = issue_token_loads(token);
     op.stamp(Stamp::kEntered);
     if (op.warp_has_failed()) return;
     if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
@@ -31,10 +32,10 @@ struct CombineReceiver : CombineSender<Config> {
       op.wait_peers(op.state, &PeerCounters::returned, args.num_recv_per_rank, bytes_in_transit() + header_bytes);
     }
 #pragma unroll 1
-    for (; token < args.num_tokens; token += warp_group.num_groups) {
+    for (; token < end_token(); token += warp_group.num_groups) {
       const Returning now = kReceiverLoadsAhead ? issued : issue_token_loads(token);
       const int32_t next = token + warp_group.num_groups;
-      if (kReceiverLoadsAhead && next < args.num_tokens) issued = issue_token_loads(next);
+      if (kReceiverLoadsAhead && next < end_token()) issued = issue_token_loads(next);
       receive_token(token, now, warp_group);
     }
   }
@@ -66,7 +67,7 @@ struct CombineReceiver : CombineSender<Config> {
     PerRank arena_row = {};  // of the sum from each rank
     for_each_word(peers, [&](int w) {
       const int32_t rank = rank_of_lane(w), source = source_of(rank);
-      if (kHasNetwork && index.of_word[w] >= 0) await_signal(op, rank, source, index.of_word[w]);
+      if (kHasNetwork && index.of_word[w] >= 0) await_signal(op, rank, source, place_of(index.of_word[w]));
       arena_row.of_word[w] = row_number(source, index.of_word[w]);
     });
     __syncwarp();  // some lanes have waited; now all lanes may read

@@ -8,17 +8,26 @@ namespace jax_ep {
 template <typename Config>
 struct CombineSender : CombineSums<Config> {
   using Base = CombineSums<Config>;
-  using Base::args, Base::issue_row_loads, Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of,
-      Base::bytes_in_transit, Base::chunks, Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead,
-      Base::kHasRing, Base::kVariant, Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums,
-      Base::payload_bytes, Base::peers, Base::plan, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own,
+  using Base::args, Base::await_ranges, Base::end_token, Base::first_token, Base::in_rounds, Base::issue_row_loads,
+      Base::is_all_to_all, Base::uses_rail_peers, Base::chunk_of, Base::bytes_in_transit, Base::chunks,
+      Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead, Base::kHasRing, Base::kVariant,
+      Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums, Base::payload_bytes, Base::peers,
+      Base::place_of, Base::plan, Base::ranges, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own,
       Base::drain_ring, Base::weight_cotangent_to_send;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
 
   __device__ void notify() const {
     if (!op.state.failed) {
-      if (args.num_sent) send_num_rows(op.state, args.num_sent);
+      if (in_rounds()) {
+        if (args.num_sent) {
+          send_ranges_of_splits(op.state, args.num_sent, 1);
+        } else {
+          send_ranges_of_route(op.state, args.send_index);
+        }
+      } else if (args.num_sent) {
+        send_num_rows(op.state, args.num_sent);
+      }
       for_rank_of_thread(peers, op.num_worker_threads, [&](int32_t peer) { op.notify(peer); });
     }
     op.tell_former_finished();
@@ -43,8 +52,10 @@ struct CombineSender : CombineSums<Config> {
   // this one. `first`: in the low-latency variant, what prepare() has returned.
   __device__ void send([[maybe_unused]] const Outgoing& first) const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id());
-    uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * args.num_tokens : 0;
+    const int32_t num_tokens = end_token() - first_token();
+    uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * num_tokens : 0;
     uint32_t item = warp_group.index;
+    if (in_rounds()) await_ranges();
     RowsOfToken row = {}, next = {};
     Sums sums = {};
     const auto load_next_and_sum = [&](RowsOfToken issued) {
@@ -81,12 +92,13 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // The largest number of rows that go to one peer. Items from num_destinations() times this number on have no row;
-  // with many ranks, these are most items.
+  // The largest number of rows that go to one peer in this round. Items from num_destinations() times this number on
+  // have no row; with many ranks, these are most items.
   __device__ int32_t most_rows_of_peer() const {
     int32_t most = 0;
     for_rank_of_lane(peers, [&](int, int32_t peer) {
-      if (peer != peers.rank) most = max(most, __ldg(args.num_recv_per_rank + peer));
+      if (peer == peers.rank) return;
+      most = max(most, in_rounds() ? ranges[peer].end - ranges[peer].begin : __ldg(args.num_recv_per_rank + peer));
     });
     return __reduce_max_sync(kAllLanes, most);
   }
@@ -94,7 +106,7 @@ struct CombineSender : CombineSums<Config> {
   // Sends a partial sum. `sums` is this warp's first part of it.
   __device__ void send_row(const RowsOfToken& row, Sums sums, const WarpGroup& warp_group) const {
     const Hop to = next_hop(row.peer);
-    const RowAddress address(op, to.rank, to.source, row.index);
+    const RowAddress address(op, to.rank, to.source, place_of(row.index));
     if (args.weights_cotangent && warp_group.warp == 0) {
       const float weight = weight_cotangent_to_send(row.row);
       if (lane_id() < args.top_k) send_header(op, address.header(lane_id()), {0, 0, weight, 0});
@@ -141,7 +153,7 @@ struct CombineSender : CombineSums<Config> {
                              const WarpGroup& warp_group) const {
     if (any_of_warp_group(warp_group, kFirstBarrier, !present || op.state.failed) || warp_group.warp != 0) return;
     const int32_t begin = args.weights_cotangent ? 0 : peers.layout.header_bytes;
-    put_row(op, peer, source, index, begin, peers.layout.header_bytes - begin + bytes_in_transit());
+    put_row(op, peer, source, place_of(index), begin, peers.layout.header_bytes - begin + bytes_in_transit());
   }
 };
 

@@ -8,10 +8,10 @@ namespace jax_ep {
 template <typename Config>
 struct CombineSums : CombineOperands<Config> {
   using Base = CombineOperands<Config>;
-  using Base::add_weighted, Base::args, Base::is_all_to_all, Base::chunk_of, Base::chunks, Base::has_unit,
-      Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize,
-      Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers, Base::ring, Base::row_bytes,
-      Base::start_sum, Base::sums_own, Base::next_piece;
+  using Base::add_weighted, Base::args, Base::first_token, Base::in_rounds, Base::is_all_to_all, Base::chunk_of,
+      Base::chunks, Base::has_unit, Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce,
+      Base::kRowsAtOnce, Base::kSize, Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers,
+      Base::ranges, Base::ring, Base::row_bytes, Base::start_sum, Base::sums_own, Base::next_piece;
   using typename Base::RowsOfToken;
   using typename Base::X;
 
@@ -30,7 +30,20 @@ struct CombineSums : CombineOperands<Config> {
     const Divisor& by_destinations = sums_own() ? peers.by_others : peers.by_ranks;
     int32_t peer = peers.rank + 1 + by_destinations.remainder(item);
     if (peer >= peers.num_ranks) peer -= peers.num_ranks;
-    return issue_row_loads(peer, by_destinations.quotient(item));
+    return issue_row_loads(peer, first_index_of(peer) + by_destinations.quotient(item));
+  }
+
+  // The index of the first row of this round for a rank. For an own token, it is the number of the token.
+  __device__ int32_t first_index_of(int32_t peer) const {
+    if (!in_rounds()) return 0;
+    return peer == peers.rank && !is_all_to_all() ? first_token() : ranges[peer].begin;
+  }
+
+  // In rounds: waits until all ranks have told which indices their rows have. Ends with a barrier of the workers.
+  __device__ void await_ranges() const {
+    for_rank_of_thread(peers, op.num_worker_threads,
+                       [&](int32_t peer) { ranges[peer] = wait_range_of(op.state, peer); });
+    op.sync_workers();
   }
 
   // For an own token, `index` is the token's number.
@@ -68,10 +81,11 @@ struct CombineSums : CombineOperands<Config> {
                                                        : token.num_rows_or_index >= 0;
   }
 
-  // The number of rows that came from `peer`, and so go back. (all_to_all_back has no route: it waits for the number,
-  // which the peer sends before any row. One lane waits, so that all lanes get the same number even if the operation
-  // fails.)
+  // The number of rows that came from `peer`, and so go back; in rounds, of this round and all earlier rounds.
+  // (all_to_all_back has no route: it waits for the number, which the peer sends before any row. One lane waits, so
+  // that all lanes get the same number even if the operation fails.)
   __device__ int32_t num_rows_of(int32_t peer) const {
+    if (in_rounds()) return ranges[peer].end;
     if (!is_all_to_all()) return __ldg(args.num_recv_per_rank + peer);
     int32_t number = 0;
     if (lane_id() == 0) number = wait_num_rows(op.state, peer);

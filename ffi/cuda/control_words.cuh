@@ -38,19 +38,21 @@ struct Operation : Epoch {
     return static_cast<int32_t>(wait_word(peer, word));
   }
 
-  // Sends each rank the number of rows that it gets. The workers of one block call it.
-  __device__ __forceinline__ void send_num_rows(const int32_t* num_rows) const {
+  // Sends each rank the number of rows that it gets. The workers of one block call it. `more_slots`: 0, or
+  // kSlotsWithRounds for the number of rows of earlier rounds.
+  __device__ __forceinline__ void send_num_rows(const int32_t* num_rows, int32_t more_slots = 0) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < peers.num_ranks * num_copies(); i += num_worker_threads) {
       const int32_t peer = i / num_copies(), copy = i % num_copies();
       if (kHasNetwork && copy > 0 && is_remote(peers, peer)) continue;
-      send_number(peer, &control_of(peer).num_rows[state.slot][num_rows_index(copy, peers.rank)], num_rows[peer]);
+      auto& words = control_of(peer).num_rows[state.slot + more_slots];
+      send_number(peer, &words[num_rows_index(copy, peers.rank)], num_rows[peer]);
     }
   }
   // Waits for the number of rows that come from a rank.
-  __device__ __forceinline__ int32_t wait_num_rows(int32_t source) const {
+  __device__ __forceinline__ int32_t wait_num_rows(int32_t source, int32_t more_slots = 0) const {
     const int32_t copy = kHasNetwork && is_remote(peers, source) ? 0 : blockIdx.x % num_copies();
-    return wait_number(source, &own_control().num_rows[state.slot][num_rows_index(copy, source)]);
+    return wait_number(source, &own_control().num_rows[state.slot + more_slots][num_rows_index(copy, source)]);
   }
   __device__ __forceinline__ int32_t num_copies() const {
     return kRankWords == 1 ? kNumRowsCopies : num_rows_copies(peers.num_ranks);
@@ -62,7 +64,8 @@ struct Operation : Epoch {
   __device__ __forceinline__ bool waits_for_peers() const { return warp_id() == max(num_worker_threads / 32 - 2, 0); }
 
   // Waits for the notifications of all ranks. One warp calls it. Fails the operation if a rank is in another operation.
-  // Adds to the counters: the operation, and the time waited for each rank. Returns false if the operation has failed.
+  // Adds to the counters: the operation, in its last round, and the time waited for each rank. Returns false if the
+  // operation has failed.
   __device__ __forceinline__ bool wait_notified() const {
     // The time for a rank of a later word begins when all ranks of the words before have come.
     for_rank_of_lane(peers, [&](int, int32_t peer) {
@@ -74,7 +77,8 @@ struct Operation : Epoch {
     });
     __syncwarp();
     if (state.failed) return false;
-    if (lane_id() == 0) red_add_relaxed_gpu(&own_control().counters.operations[static_cast<uint32_t>(call.op)], 1);
+    if (lane_id() == 0 && call.round.is_last())
+      red_add_relaxed_gpu(&own_control().counters.operations[static_cast<uint32_t>(call.op)], 1);
     return true;
   }
   __device__ __forceinline__ void wait_notified_by(int32_t peer) const {
@@ -97,11 +101,11 @@ struct Operation : Epoch {
   }
   __device__ __noinline__ static void wait_peers(State& state) { operation_of<Operation>(state).wait_notified(); }
   // Calls wait_notified(). Also adds to the counters the rows that come from each rank, or go back to it. Their number
-  // is num_rows[rank]; if `num_rows` is null, the rank sends the number.
+  // is num_rows[rank]; if `num_rows` is null, the rank sends the number. The last round counts the rows of all rounds.
   __device__ __noinline__ static void wait_peers(State& state, RowCounters PeerCounters::* direction,
                                                  const int32_t* num_rows, int32_t row_bytes) {
     const auto op = operation_of<Operation>(state);
-    if (!op.wait_notified()) return;
+    if (!op.wait_notified() || !op.call.round.is_last()) return;
     for_rank_of_lane(op.peers, [&](int, int32_t peer) {
       const int32_t rows = num_rows ? __ldg(num_rows + peer) : op.wait_num_rows(peer);
       RowCounters& counted = op.own_control().counters.peer[peer].*direction;

@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
     if (role == 0) dispatch.notify(outgoing.ids);
     if (role == 0 && plan.sends_rows(0)) {
       dispatch.op.sync_workers();  // all have read the counts of notify(), which send() keeps in the same memory
-      // No barrier follows. This block is the only sender and begins with token 0, so its first count_tokens() has no
-      // earlier token to count, and ends with a barrier.
+      // No barrier follows. This block is the only sender and begins with the first token of the round. If this is
+      // token 0, its first count_tokens() has no earlier token to count, and ends with a barrier. Otherwise,
+      // count_tokens() also begins with a barrier.
       dispatch.clear(dispatch.send_counts());
     }
     if (plan.sends_rows(role)) dispatch.send(outgoing);

@@ -10,6 +10,7 @@
 #include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/ll_units.cuh"
 #include "ffi/cuda/network_rows.cuh"
+#include "ffi/cuda/rounds.cuh"
 #include "ffi/cuda/rows.cuh"
 
 namespace jax_ep {
@@ -19,14 +20,15 @@ inline constexpr int32_t kDestinationsBarrier = kFirstBarrier, kWarpGroupsBarrie
 struct DispatchShared {
   State state;
   float products[kMaxBlockWarps][kMaxTopK];
-  // The experts (top_k per token) and the ranks of the tokens that the block's warp groups send in one round. There are
-  // two of each array, for rounds with even and with odd numbers.
+  // The experts (top_k per token) and the ranks of the tokens that the block's warp groups send in one step. There are
+  // two of each array, for steps with even and with odd numbers.
   int32_t experts[2][kMaxBlockWarps * kMaxTopK];
   RankSet ranks[2][kMaxBlockWarps];
   int32_t dropped;
-  int32_t num_rows_from[kMaxRanksOfKernels];  // the number of rows that each source sends here
-  int32_t gives_up;                           // a warp has seen the failure before kDestinationsBarrier
-  uint32_t claimed[kMaxBlockWarps];           // the newest item that each warp group has claimed
+  // The indices of the rows that each source sends here: they begin with first_index_from, which is 0 without rounds.
+  int32_t first_index_from[kMaxRanksOfKernels], end_index_from[kMaxRanksOfKernels];
+  int32_t gives_up;                  // a warp has seen the failure before kDestinationsBarrier
+  uint32_t claimed[kMaxBlockWarps];  // the newest item that each warp group has claimed
 };
 
 // What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all
@@ -109,6 +111,7 @@ struct DispatchOperands {
   static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant, kCasts);
   // Work stealing (DispatchReceiver::steal_rows): warp groups claim rows and padding.
   static constexpr bool kStealsRows = kVariant == Variant::kThroughput;
+  static constexpr bool kHasRounds = has_rounds(kVariant);
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
   static constexpr bool kClearsBeforeEntry = kIsLowLatency;  // prepare() runs before the block has entered
@@ -136,6 +139,12 @@ struct DispatchOperands {
   // True if rows of a source are this rank's own tokens. They are read from x, and a row's index is the number of its
   // token. (Rows of all_to_all are packed: own rows go through the arena like a peer's.)
   __device__ bool is_own(int32_t source) const { return source == peers.rank && !args.is_all_to_all; }
+  // The tokens [first_token(), end_token()) of each rank are those of this round.
+  __device__ bool in_rounds() const { return kHasRounds && !args.round.is_only(); }
+  __device__ bool is_last_round() const { return !kHasRounds || args.round.is_last(); }
+  __device__ int32_t first_token() const { return kHasRounds ? args.round.first_token : 0; }
+  __device__ int32_t end_token() const { return kHasRounds ? args.end_token() : args.num_tokens; }
+  __device__ int32_t place_of(int32_t index) const { return kHasRounds ? args.round.place_of(index) : index; }
   // True if this lane has a unit in the chunk.
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
 
@@ -151,13 +160,19 @@ struct DispatchOperands {
 
   // The addresses of a row that arrives here.
   __device__ RowAddress row_here(int32_t source, int32_t index) const {
-    return {op, peers.layout.row_number(op.state.slot, source, index)};
+    return {op, peers.layout.row_number(op.state.slot, source, place_of(index))};
   }
 
   __device__ bool has_header() const { return new_route() && lane_id() < args.top_k; }
 
   __device__ int32_t num_recv_from(int32_t source) const {
     return sends_numbers() ? op.wait_num_rows(source) : __ldg(args.known_num_recv_per_rank + source);
+  }
+
+  // Waits for the indices of the rows that another rank sends here in this round.
+  __device__ IndexRange rows_from(int32_t source) const {
+    if (in_rounds()) return wait_range_of(op.state, source);
+    return {0, num_recv_from(source)};
   }
 
   // A barrier of a warp group whose warps are in one block.

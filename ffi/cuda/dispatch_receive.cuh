@@ -10,12 +10,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit,
-      Base::is_own, Base::kDelivery, Base::kCasts, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
-      Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
-      Base::look_at_batch, Base::new_route, Base::new_row, Base::num_recv_from, Base::op, Base::out_row, Base::pad,
-      Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan,
-      Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
-      Base::write_counts, Base::zero_row;
+      Base::end_token, Base::first_token, Base::in_rounds, Base::is_last_round, Base::is_own, Base::kDelivery,
+      Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
+      Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
+      Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of,
+      Base::rows_from, Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at,
+      Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
+      Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -37,16 +38,16 @@ struct DispatchReceiver : CombineBackward<Config> {
     Arriving arriving = {};
     // If the operation has failed, nothing may touch the arena: close() may have unmapped it.
     const bool looks = !op.warp_has_failed() && item < end;
-    if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return num_recv_from(source); });
+    if (looks) arriving = look_for_row(item, warp_group, [&](int32_t source) { return rows_from(source); });
     if (kStealsRows) open_claims();
     if (!kIsLowLatency) learn_destinations();
     if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);  // all rows arrive at about the same time
     op.stamp(Stamp::kLooked);
     if (!await_destinations()) return;
     op.stamp(Stamp::kRouted);
-    if (op.state.role == plan.first_receiver) write_counts(destinations);
+    if (op.state.role == plan.first_receiver && is_last_round()) write_counts(destinations);
     if constexpr (kStealsRows) {
-      if (!args.is_all_to_all) pad(destinations);
+      if (!args.is_all_to_all && is_last_round()) pad(destinations);
       if (!takes_rows) item = claimed_item(claim_item(warp_group), warp_group);
       receive_claimed_items(item, arriving, looks, destinations, warp_group);
     } else {
@@ -59,7 +60,7 @@ struct DispatchReceiver : CombineBackward<Config> {
         item += warp_group.num_groups;
         if (item >= end) break;
         arriving = look_for_row(item, warp_group, [&](int32_t source) {
-          return kIsLowLatency ? num_recv_from(source) : shared.num_rows_from[source];
+          return kIsLowLatency ? rows_from(source) : known_rows_from(source);
         });
         if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);
       }
@@ -88,7 +89,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     receive_claimed_items(claimed_item(claim_item(warp_group), warp_group), arriving, false, destinations, warp_group);
   }
 
-  __device__ uint32_t num_items() const { return peers.num_ranks * args.num_tokens; }
+  __device__ uint32_t num_items() const { return peers.num_ranks * (end_token() - first_token()); }
   // The first item that warp groups claim. The receivers' warp groups take the items before it without a claim: each
   // warp group takes the item with its own index.
   __device__ uint32_t first_claimable_item() const {
@@ -101,7 +102,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     if (claims_padding()) op.open_claims(&Control::claimed_padding, 0);
   }
   // True if warps claim ranges of padding. (In all_to_all, deliver_row() zeroes the rows that no source sends.)
-  __device__ bool claims_padding() const { return args.zero_pad && !args.is_all_to_all; }
+  __device__ bool claims_padding() const { return args.zero_pad && !args.is_all_to_all && is_last_round(); }
 
   // Receives item `item`, and then the items that the warp group claims, until no item is left. `looked`: true if
   // look_for_row() has been called for `item`. While the row of an item is in transit, a warp claims and zeroes
@@ -113,7 +114,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     while (true) {
       const bool has_item = item < num_items();
       if (has_item && !looked)
-        arriving = look_for_row(item, warp_group, [&](int32_t source) { return shared.num_rows_from[source]; });
+        arriving = look_for_row(item, warp_group, [&](int32_t source) { return known_rows_from(source); });
       looked = false;
 #pragma unroll 1
       while (has_padding_left && !op.warp_has_failed() && (!has_item || first_batch_is_missing(arriving))) {
@@ -151,22 +152,36 @@ struct DispatchReceiver : CombineBackward<Config> {
     return item;
   }
 
-  // Maps an item to (source, index), in the order in which senders send rows.
+  // Maps an item to (source, index), in the order in which senders send rows. The index is that among the rows of the
+  // round.
   __device__ void find_row_of_item(uint32_t item, Arriving& arriving) const {
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     arriving.index = peers.by_ranks.quotient(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
   }
 
+  // What learn_destinations() has learnt.
+  __device__ IndexRange known_rows_from(int32_t source) const {
+    return {kHasRounds ? shared.first_index_from[source] : 0, shared.end_index_from[source]};
+  }
+
   // Finds the row of `item`, and loads the units of this warp's first batch that have arrived. Does not wait for the
-  // other units. rows_from(source) returns the number of rows from a source.
-  template <typename RowsFrom>
-  __device__ Arriving look_for_row(uint32_t item, const WarpGroup& warp_group, RowsFrom rows_from) const {
+  // other units. range_from(source) returns the indices of the rows from a source.
+  template <typename RangeFrom>
+  __device__ Arriving look_for_row(uint32_t item, const WarpGroup& warp_group, RangeFrom range_from) const {
     Arriving arriving = {};
     find_row_of_item(item, arriving);
     arriving.is_own = is_own(arriving.source);
-    // After a failure, only some lanes may know the number of rows. The vote gives all lanes the same answer.
-    arriving.is_sent = arriving.is_own || __any_sync(kAllLanes, arriving.index < rows_from(arriving.source));
+    arriving.is_sent = arriving.is_own;
+    if (arriving.is_own) {
+      arriving.index += first_token();
+    } else {
+      const IndexRange rows = range_from(arriving.source);
+      arriving.index += rows.begin;
+      // After a failure, only some lanes may know the number of rows. The vote gives all lanes the same answer.
+      arriving.is_sent = __any_sync(kAllLanes, arriving.index < rows.end);
+      if (in_rounds() && !arriving.is_sent) arriving.index = index_not_sent(arriving.index, rows);
+    }
     if (!arriving.is_sent) return arriving;
     arriving.address = row_here(arriving.source, arriving.index);
     if (!new_route() && !args.is_all_to_all) {
@@ -191,6 +206,13 @@ struct DispatchReceiver : CombineBackward<Config> {
       prefetch_y(arriving.row, warp_group.warp, warp_group);
     }
     return arriving;
+  }
+
+  // In rounds: the index, of this source, for which no row comes and for which the item has to write that. If the
+  // source sends n rows in all rounds together, these are the indices from n to num_tokens - 1. They go to the tokens
+  // without a row here, in reverse order: the tokens before this round had first_token() - rows.begin of them.
+  __device__ int32_t index_not_sent(int32_t index, const IndexRange& rows) const {
+    return args.num_tokens - 1 - (first_token() - rows.begin) - (index - rows.end);
   }
 
   // Reads a batch of an own row from x, in the form in which it would arrive.
@@ -225,7 +247,8 @@ struct DispatchReceiver : CombineBackward<Config> {
       __syncwarp();
     } else {
       if constexpr (kHasNetwork) {
-        if (lane_id() == 0 && !uses_rail_peers()) await_signal(op, arriving.source, arriving.source, arriving.index);
+        if (lane_id() == 0 && !uses_rail_peers())
+          await_signal(op, arriving.source, arriving.source, place_of(arriving.index));
         __syncwarp();
       }
       take_batch(arriving.source, arriving.address, warp_group.warp, warp_group, arriving.batch, header_arrived);

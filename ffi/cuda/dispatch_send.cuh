@@ -9,10 +9,10 @@ template <typename Config>
 struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
   using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::count_earlier,
-      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::is_own,
-      Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk,
-      Base::send_counts, Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers,
-      Base::row_here, Base::plan, Base::shared;
+      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::in_rounds,
+      Base::is_own, Base::end_token, Base::first_token, Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch,
+      Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts, Base::new_route, Base::num_experts,
+      Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_of, Base::row_here, Base::plan, Base::shared;
   using typename Base::Ids;
 
   // The units of x that a warp reads at once.
@@ -43,14 +43,14 @@ struct DispatchSender : Routing<Config> {
     Ids ids;  // the first ids of the tokens that the block counts before it sends this one
   };
 
-  // Loads what a sender needs of its first token, or the ids that the notifying block counts first. A sender block also
-  // zeroes its counts.
+  // Loads what a sender needs of its first token, or the ids that the notifying block counts first. (In rounds,
+  // count_all_tokens() loads these ids.) A sender block also zeroes its counts.
   __device__ Outgoing prepare(int32_t role) const {
     if (plan.is_sender(role)) clear(this->send_counts());
     const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id(), true);
     const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups;
-    Outgoing outgoing = sends ? load_token(warp_group.index, 0, warp_group) : Outgoing{};
-    if (role == 0 && new_route()) outgoing.ids = ids_to_count(0, args.num_tokens);
+    Outgoing outgoing = sends ? load_token(first_token() + warp_group.index, 0, warp_group) : Outgoing{};
+    if (role == 0 && new_route() && !in_rounds()) outgoing.ids = ids_to_count(0, args.num_tokens);
     return outgoing;
   }
 
@@ -61,26 +61,26 @@ struct DispatchSender : Routing<Config> {
 
   __device__ int32_t group_in_block() const { return warp_id() >> plan.log_send_warps; }
 
-  // Sends tokens. In each round, a block's warp groups send consecutive tokens, one each. A warp group loads its next
-  // token's row while it counts and sends the current one. `now`: what prepare() has returned.
+  // Sends the tokens of the round. In each step, a block's warp groups send consecutive tokens, one each. A warp group
+  // loads its next token's row while it counts and sends the current one. `now`: what prepare() has returned.
   __device__ void send(Outgoing now) const {
     const SendCounts counts = this->send_counts();
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id(), true);
     if (warp_group.index >= warp_group.num_groups) return;
     const int32_t group_in_block = this->group_in_block();
-    int32_t token = warp_group.index, counted = 0;
+    int32_t token = first_token() + warp_group.index, counted = 0;
 #pragma unroll 1
-    for (int32_t round = 0; token - group_in_block < args.num_tokens; ++round) {
-      const int32_t first_token = token - group_in_block;  // the first token that this block sends in this round
+    for (int32_t step = 0; token - group_in_block < end_token(); ++step) {
+      const int32_t first_of_step = token - group_in_block;  // the first token that this block sends in this step
       const int32_t next_token = token + warp_group.num_groups;
       Outgoing next = {};
-      if (next_token - group_in_block < args.num_tokens) next = load_token(next_token, first_token, warp_group);
+      if (next_token - group_in_block < end_token()) next = load_token(next_token, first_of_step, warp_group);
       const Packed packed = pack(now.batch, warp_group.warp);
       Route& route = now.route;
       if (new_route()) {
-        const BlockTokens block_tokens = {group_in_block, shared.experts[round % 2], shared.ranks[round % 2]};
+        const BlockTokens block_tokens = {group_in_block, shared.experts[step % 2], shared.ranks[step % 2]};
         publish_route(route, block_tokens, warp_group);
-        count_tokens(counts, counted, first_token, now.ids, kClearsBeforeEntry && round == 0);
+        count_tokens(counts, counted, first_of_step, now.ids, kClearsBeforeEntry && step == 0);
         finish_route(counts, route, block_tokens, warp_group);
         if (args.named_slot) name_slots(route, token, warp_group);
         for_each_word(peers, [&](int w) {
@@ -88,9 +88,9 @@ struct DispatchSender : Routing<Config> {
           if (is_own(rank_of_lane(w)) && index >= 0) index = token;
         });
       }
-      counted = first_token;
+      counted = first_of_step;
       op.stamp(Stamp::kRouted);
-      if (args.send_index && warp_group.warp == 0 && token < args.num_tokens) keep_route(token, route.index);
+      if (args.send_index && warp_group.warp == 0 && token < end_token()) keep_route(token, route.index);
       const bool sends = !op.warp_has_failed();
       const PerRank index = index_to_send(route, token);
       if (sends) send_row(token, packed, route, index, warp_group);
@@ -102,7 +102,7 @@ struct DispatchSender : Routing<Config> {
   }
 
   __device__ Ids ids_ahead(int32_t first, int32_t last) const {
-    return new_route() ? ids_to_count(first, min(last, args.num_tokens)) : Ids{};
+    return new_route() ? ids_to_count(first, min(last, end_token())) : Ids{};
   }
 
   // Writes the token's route for later operations.
@@ -131,7 +131,8 @@ struct DispatchSender : Routing<Config> {
   // because a load waits until the stores before it are issued.
   __device__ void send_row(int32_t token, Packed packed, const Route& route, const PerRank& index,
                            const WarpGroup& warp_group) const {
-    const RowAtRanks row(op, index, [&](int32_t rank) { return source_at(rank); });
+    const RowAtRanks row(
+        op, index, [&](int32_t rank) { return source_at(rank); }, [&](int32_t of) { return place_of(of); });
     // If the row goes to no peer, one step is enough. This step writes the header for this rank.
     const int32_t end = RankSet::of(index).any() ? num_batches() : 1;
 #pragma unroll 1
@@ -141,7 +142,7 @@ struct DispatchSender : Routing<Config> {
       if (next < end) ahead = load(token, next);
       send_batch(packed, batch_index, route, index, row);
       // This rank's receiver waits for a header of every own token, even of a token without an expert here.
-      if (batch_index == 0 && new_route() && token < args.num_tokens) {
+      if (batch_index == 0 && new_route() && token < end_token()) {
         write_header(row_here(peers.rank, token), route, peers.rank);
       }
       if (next < end) packed = pack(ahead, next);
@@ -158,7 +159,7 @@ struct DispatchSender : Routing<Config> {
   // Loads a token's route. A token out of range has no destinations.
   __device__ Route load_route(int32_t token, const WarpGroup& warp_group) const {
     Route route = {PerRank::all(-1), -1, 0, 1.0f, {}};
-    if (token >= args.num_tokens) return route;
+    if (token >= end_token()) return route;
     if (new_route()) {
       if (lane_id() >= args.top_k) return route;
       const int64_t pair = int64_t{token} * args.top_k + lane_id();
@@ -172,7 +173,7 @@ struct DispatchSender : Routing<Config> {
     return route;
   }
 
-  // The tokens that a block's warp groups send in the same round.
+  // The tokens that a block's warp groups send in the same step.
   struct BlockTokens {
     int32_t group_in_block;  // the index of this warp group's token
     int32_t* experts;
@@ -193,8 +194,8 @@ struct DispatchSender : Routing<Config> {
     if (lane_id() == 0) block_tokens.ranks[block_tokens.group_in_block] = route.ranks;
   }
 
-  // Completes route.index and route.position_in_source: adds the rows of all earlier rounds (`counts`), and those of
-  // this round's tokens with a lower group_in_block.
+  // Completes route.index and route.position_in_source: adds the rows of all earlier steps (`counts`), and those of
+  // this step's tokens with a lower group_in_block.
   __device__ void finish_route(const SendCounts& counts, Route& route, const BlockTokens& block_tokens,
                                const WarpGroup& warp_group) const {
     for_each_word(peers, [&](int w) {
@@ -229,7 +230,7 @@ struct DispatchSender : Routing<Config> {
   // In the layout "token", the headers tell all expert slots that the token names. The header of the first k that names
   // a rank has the position of the token's row there, and the other headers have -1.
   __device__ void name_slots(Route& route, int32_t token, const WarpGroup& warp_group) const {
-    if (warp_group.warp != 0 || token >= args.num_tokens || lane_id() >= args.top_k) return;
+    if (warp_group.warp != 0 || token >= end_token() || lane_id() >= args.top_k) return;
     if (route.expert < 0) route.position_in_source = -1;
     const int32_t slot = __ldg(args.named_slot + int64_t{token} * args.top_k + lane_id());
     route.expert = is_expert(slot, num_experts()) ? slot : -1;
@@ -239,7 +240,7 @@ struct DispatchSender : Routing<Config> {
     Batch batch = {};
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
-      if (token < args.num_tokens) load_chunk(token, batch_index * kSendBatch + i, batch.units[i], batch.scales[i]);
+      if (token < end_token()) load_chunk(token, batch_index * kSendBatch + i, batch.units[i], batch.scales[i]);
     }
     return batch;
   }
@@ -295,11 +296,12 @@ struct DispatchSender : Routing<Config> {
     int32_t num_remote = 0;
     for_each_rank(index, [&](int32_t peer) {
       if (!is_remote(peers, peer) || num_remote++ % warp_group.num_warps != warp_group.warp) return;
-      put_row(op, peer, source_at(peer), index.at(peer), begin, bytes);
+      put_row(op, peer, source_at(peer), place_of(index.at(peer)), begin, bytes);
     });
-    if (!uses_rail_peers() || !new_route() || token >= args.num_tokens || warp_group.warp != 0) return;
+    if (!uses_rail_peers() || !new_route() || token >= end_token() || warp_group.warp != 0) return;
     for_rank_of_lane(peers, [&](int w, int32_t rank) {
-      if (index.of_word[w] < 0 && nodes_of(peers).is_rail_peer(rank)) put_no_row(op, rank, source_at(rank), token);
+      if (index.of_word[w] < 0 && nodes_of(peers).is_rail_peer(rank))
+        put_no_row(op, rank, source_at(rank), place_of(token));
     });
   }
 

@@ -68,12 +68,17 @@ inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, 
 // Returns an error if the call does not fit in the group's arena.
 inline ffi::Error check_fits(const char* op, const Member& member, const Call& call, int64_t payload) {
   const ArenaLayout& layout = member.peers.layout;
-  if (call.num_tokens <= layout.max_tokens && payload <= layout.max_payload && payload % kUnitBytes == 0) {
-    return ffi::Error::Success();
+  if (call.num_tokens <= member.max_tokens && payload <= layout.max_payload && payload % kUnitBytes == 0) {
+    if (call.phase == Phase::kWhole || call.num_tokens <= layout.round_tokens) return ffi::Error::Success();
+    return ffi::Error::InvalidArgument(std::string(op) + ": x has " + std::to_string(call.num_tokens) +
+                                       " tokens; a split-phase call has no rounds, so it may have at most the " +
+                                       std::to_string(layout.round_tokens) +
+                                       " tokens for which the group's arena has room: make the group with a larger " +
+                                       "max_arena_bytes, or use dispatch and combine");
   }
   return ffi::Error::InvalidArgument(std::string(op) + ": " + std::to_string(call.num_tokens) + " rows of " +
                                      std::to_string(payload) + " bytes do not fit in the group's " +
-                                     std::to_string(layout.max_tokens) + " rows of " +
+                                     std::to_string(member.max_tokens) + " rows of " +
                                      std::to_string(layout.max_payload) + " bytes");
 }
 
@@ -174,14 +179,17 @@ inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Memb
   ffi::Error error = check_fits(op, member, args, payload);
   if (error.failure()) return error;
   const Peers& peers = member.peers;
+  const int32_t round_tokens = peers.layout.round_tokens;
   const Kernels kernels = find_group(group)->kernels();
   const LaunchPlan plan = kernels.adapt_dispatch_plan(
       peers, args,
-      plan_dispatch(args.num_tokens, peers.num_ranks, args.top_k, num_chunks(static_cast<int32_t>(payload)),
-                    num_sms(group, args.phase, member.num_sms), member.num_sms,
-                    args.delivery == Delivery::kCombineBack));
-  const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
-    return kernels.launch_dispatch(peers, args, type, plan, on);
+      plan_dispatch(planned_tokens(args.num_tokens, round_tokens), peers.num_ranks, args.top_k,
+                    num_chunks(static_cast<int32_t>(payload)), num_sms(group, args.phase, member.num_sms),
+                    member.num_sms, args.delivery == Delivery::kCombineBack));
+  const auto launch = [&peers, args, type, plan, kernels, round_tokens](cudaStream_t on) {
+    return launch_rounds(args, round_tokens, [&](const DispatchArgs& round) {
+      return kernels.launch_dispatch(peers, round, type, plan, on);
+    });
   };
   return begin(group, member, args, buffers, stream, {launch, plan.num_blocks});
 }
@@ -191,14 +199,17 @@ inline ffi::Error enqueue_combine(const char* op, CallStream stream, const Membe
   ffi::Error error = check_fits(op, member, args, args.row_bytes);
   if (error.failure()) return error;
   const Peers& peers = member.peers;
+  const int32_t round_tokens = peers.layout.round_tokens;
   const Kernels kernels = find_group(group)->kernels();
   const LaunchPlan plan = kernels.adapt_combine_plan(
       peers, args,
-      plan_combine(args.num_tokens, peers.num_ranks, args.recv_row ? args.top_k : 0,
+      plan_combine(planned_tokens(args.num_tokens, round_tokens), peers.num_ranks, args.recv_row ? args.top_k : 0,
                    num_chunks(static_cast<int32_t>(args.row_bytes)), args.units_read(size_of(type)),
                    num_sms(group, args.phase, member.num_sms), member.num_sms));
-  const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
-    return kernels.launch_combine(peers, args, type, plan, on);
+  const auto launch = [&peers, args, type, plan, kernels, round_tokens](cudaStream_t on) {
+    return launch_rounds(args, round_tokens, [&](const CombineArgs& round) {
+      return kernels.launch_combine(peers, round, type, plan, on);
+    });
   };
   return begin(group, member, args, buffers, stream, {launch, plan.num_blocks});
 }
@@ -224,7 +235,7 @@ inline ffi::Error enqueue_replicate(const char* op, CallStream stream, const Mem
   if (error.failure()) return error;
   const Peers& peers = member.peers;
   const Kernels kernels = find_group(group)->kernels();
-  const CopyPlan plan = plan_replicate(peers.layout.max_tokens, args.clears_slots,
+  const CopyPlan plan = plan_replicate(peers.layout.round_tokens, args.clears_slots,
                                        num_sms(group, args.phase, member.num_sms), member.num_sms);
   const auto launch = [&peers, args, type, plan, kernels](cudaStream_t on) {
     return kernels.launch_replicate(peers, args, type, plan, on);

@@ -92,11 +92,11 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
     throw std::runtime_error("a group with replicas has at most " + std::to_string(kMaxBalancedExperts) +
                              " experts, not " + std::to_string(num_home_experts));
   }
-  const auto payload = static_cast<int32_t>(config_.max_payload);
-  layout_ = ArenaLayout::fitting(num_ranks, config_.top_k, config_.max_tokens, payload);
-  if (has_levels(node_size(), num_ranks)) {  // with as many slots, on which programs rely
-    const int32_t num_sources = num_ranks + num_ranks / node_size();
-    layout_ = ArenaLayout(num_sources, config_.top_k, config_.max_tokens, payload, layout_.num_slots);
+  const int64_t max_bytes = config_.max_arena_bytes > 0 ? config_.max_arena_bytes : kDefaultArenaBytes;
+  layout_ = choose_arena(arena_needs(), max_bytes, [this](const ArenaLayout& layout) { return bytes_of(layout); });
+  if (config_.max_arena_bytes > 0 && bytes_of(layout_) > max_bytes) {
+    throw std::invalid_argument("max_arena_bytes is " + std::to_string(max_bytes) + "; it must be at least " +
+                                std::to_string(arena_bytes_for(1)) + ", which is room for one token of each rank");
   }
   try {
     open();
@@ -168,6 +168,7 @@ void Group::check_supported_pairs() const {
 void Group::open_member(Member& member) {
   const OnDevice device(member.ordinal);
   member.num_sms = count_sms(member.ordinal);
+  member.max_tokens = config_.max_tokens;
   Peers& peers = member.peers;
   peers.num_ranks = num_ranks();
   peers.experts_per_rank = experts_per_rank();
@@ -188,7 +189,7 @@ void Group::open_member(Member& member) {
   const int64_t lasting_bytes = table_offset + sizeof(NetworkTable);
   uint8_t *arena, *control;
   if (config_.network) {
-    arena = allocate_symmetric(NetworkLayout(layout_, num_ranks()).bytes, member.ordinal);
+    arena = allocate_symmetric(bytes_of(layout_), member.ordinal);
     control = allocate_symmetric(lasting_bytes, member.ordinal);
     member.symmetric_arena = arena;
   } else {
@@ -373,8 +374,20 @@ std::string Group::name() const {
 }
 
 int64_t Group::bytes_per_device() const {
-  const int64_t arena_bytes = config_.network ? NetworkLayout(layout_, num_ranks()).bytes : layout_.bytes;
-  return arena_bytes + control_bytes(num_ranks(), num_counts(), config_.replicas > 0);
+  return bytes_of(layout_) + control_bytes(num_ranks(), num_counts(), config_.replicas > 0);
+}
+
+ArenaNeeds Group::arena_needs() const {
+  const int32_t num_nodes = has_levels(node_size(), num_ranks()) ? num_ranks() / node_size() : 0;
+  return {num_ranks(), num_nodes, config_.top_k, config_.max_tokens, static_cast<int32_t>(config_.max_payload)};
+}
+
+int64_t Group::bytes_of(const ArenaLayout& layout) const {
+  return config_.network ? NetworkLayout(layout, num_ranks()).bytes : layout.bytes;
+}
+
+int64_t Group::arena_bytes_for(int32_t num_tokens) const {
+  return bytes_of(arena_needs().layout(num_tokens, kSlotsWithRounds));
 }
 
 Traffic Group::traffic() const {

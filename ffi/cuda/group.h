@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "ffi/arena.h"
+#include "ffi/arena_size.h"
 #include "ffi/constants.h"
 #include "ffi/cuda/device_groups.h"
 #include "ffi/cuda/network.h"
@@ -53,8 +53,9 @@ struct GroupConfig {
   // For groups over a network. Then the processes exchange no handles. `pes` is indexed like `devices`.
   const Network* network = nullptr;
   std::vector<std::vector<int32_t>> pes = {};
-  int32_t node_size = 0;  // consecutive ranks that map each other's memory
-  int32_t replicas = 0;   // the replica slots of a rank
+  int32_t node_size = 0;        // consecutive ranks that map each other's memory
+  int32_t replicas = 0;         // the replica slots of a rank
+  int64_t max_arena_bytes = 0;  // of a rank; 0: kDefaultArenaBytes
 };
 
 // The counters of a rank since the group was opened.
@@ -75,7 +76,8 @@ std::string summary(const FailureRecord& failure);
 // What a launch needs to know about its device.
 struct Member {
   int32_t ordinal, ep_group;
-  int32_t num_sms;  // of the device
+  int32_t num_sms;     // of the device
+  int32_t max_tokens;  // per rank, of an operation
   Peers peers;
   DeviceMemory arena;                       // empty over a network
   uint8_t* symmetric_arena = nullptr;       // the arena over a network, in symmetric memory
@@ -111,6 +113,9 @@ class Group {
   int32_t num_sms() const { return config_.num_sms; }  // the user's choice
   std::string name() const;                            // some of the user's settings, for messages
   int64_t bytes_per_device() const;
+  int32_t round_tokens() const { return layout_.round_tokens; }  // the tokens per rank of a round (Round in call.h)
+  // The least max_arena_bytes with which operations of `num_tokens` tokens have one round.
+  int64_t arena_bytes_for(int32_t num_tokens) const;
   std::optional<FailureRecord> failure() const;
   // The counters of this process's ranks, in the order of members(). Waits for no kernel, and works after close().
   std::vector<RankStats> stats() const;
@@ -147,6 +152,8 @@ class Group {
   int32_t num_ranks() const { return static_cast<int32_t>(config_.devices.at(0).size()); }
   int32_t experts_per_rank() const { return config_.num_experts / num_ranks(); }
   int32_t num_counts() const { return counts_per_source(num_ranks(), experts_per_rank(), config_.replicas); }
+  ArenaNeeds arena_needs() const;
+  int64_t bytes_of(const ArenaLayout& layout) const;  // of the arena and, over a network, of the memory behind it
   int32_t node_size() const { return config_.network ? config_.node_size : num_ranks(); }
 
   GroupConfig config_;

@@ -38,11 +38,11 @@ struct RowAddress {
   unsigned long long* escape_masks;  // one per chunk of the payload, then one per unit of scales
 
   RowAddress() = default;
-  __device__ __forceinline__ RowAddress(const Operation& op, int32_t at, int32_t from, int32_t index) {
+  __device__ __forceinline__ RowAddress(const Operation& op, int32_t at, int32_t from, int32_t place) {
     const ArenaLayout& layout = op.peers.layout;
-    const int32_t number = layout.row_number(op.state.slot, from, index);
+    const int32_t number = layout.row_number(op.state.slot, from, place);
     uint8_t* arena = op.state.table.arena[at];
-    begin = is_remote(op.peers, at) ? staged_row(op, at, index) : arena + layout.row_offset(number);
+    begin = is_remote(op.peers, at) ? staged_row(op, at, place) : arena + layout.row_offset(number);
     escape_masks = reinterpret_cast<unsigned long long*>(arena + layout.escape_masks_offset(number));
   }
   // A row that arrives here, by its number in the arena.
@@ -76,11 +76,12 @@ struct RowAddress {
 struct RowAtRanks {
   RowAddress of_word[kRankWords] = {};  // at this lane's rank
 
-  // source_at(rank) returns the source under which the rank keeps the row.
-  template <typename SourceAt>
-  __device__ __forceinline__ RowAtRanks(const Operation& op, const PerRank& index, SourceAt source_at) {
+  // source_at(rank) returns the source under which the rank keeps the row. place_of(index) returns the row's place.
+  template <typename SourceAt, typename PlaceOf>
+  __device__ __forceinline__ RowAtRanks(const Operation& op, const PerRank& index, SourceAt source_at,
+                                        PlaceOf place_of) {
     for_rank_of_lane(op.peers, [&](int w, int32_t rank) {
-      if (index.of_word[w] >= 0) of_word[w] = RowAddress(op, rank, source_at(rank), index.of_word[w]);
+      if (index.of_word[w] >= 0) of_word[w] = RowAddress(op, rank, source_at(rank), place_of(index.of_word[w]));
     });
   }
   // All lanes pass the same rank.

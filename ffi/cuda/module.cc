@@ -109,12 +109,14 @@ ProcessHandle unpack(const Parcel& parcel) {
 void open_group_from_python(int64_t id, int32_t num_experts, int32_t top_k, int32_t max_tokens, int64_t max_payload,
                             int32_t num_sms, double timeout_seconds, std::vector<std::vector<int32_t>> devices,
                             const std::string& sharing, const nb::callable& exchange, const nb::object& network,
-                            std::vector<std::vector<int32_t>> pes, int32_t node_size, int32_t replicas) {
+                            std::vector<std::vector<int32_t>> pes, int32_t node_size, int32_t replicas,
+                            int64_t max_arena_bytes) {
   GroupConfig config = {num_experts, top_k, max_tokens, max_payload, num_sms, timeout_seconds, std::move(devices)};
   if (!network.is_none()) config.network = static_cast<const Network*>(nb::cast<nb::capsule>(network).data());
   config.pes = std::move(pes);
   config.node_size = node_size;
   config.replicas = replicas;
+  config.max_arena_bytes = max_arena_bytes;
   if (sharing != "none") config.sharing = sharing == "ipc" ? Sharing::kIpc : Sharing::kFileDescriptor;
   config.exchange = [&exchange](const ProcessHandle& mine) {
     const nb::gil_scoped_acquire gil;
@@ -161,7 +163,7 @@ NB_MODULE(_cuda, m) {
   m.def("open_group", open_group_from_python, nb::arg("id"), nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),
         nb::arg("max_tokens"), nb::arg("max_payload"), nb::arg("num_sms"), nb::arg("timeout_seconds"),
         nb::arg("devices"), nb::arg("sharing"), nb::arg("exchange"), nb::arg("network").none(), nb::arg("pes"),
-        nb::arg("node_size"), nb::arg("replicas"));
+        nb::arg("node_size"), nb::arg("replicas"), nb::arg("max_arena_bytes"));
   m.def("close_group", close_group, nb::call_guard<nb::gil_scoped_release>());
   m.def("free_arenas", [](int64_t id) { find_group(id)->free_arenas(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("best_sharing", [](const std::vector<int32_t>& ordinals) {
@@ -173,6 +175,10 @@ NB_MODULE(_cuda, m) {
   m.def("unsupported_pair",
         [](const std::vector<int32_t>& ordinals) { return reason_of([&] { return unsupported_pair(ordinals); }); });
   m.def("group_bytes", [](int64_t id) { return find_group(id)->bytes_per_device(); });
+  m.def("group_round_tokens", [](int64_t id) { return find_group(id)->round_tokens(); });
+  m.def(
+      "arena_bytes_for", [](int64_t id, int32_t num_tokens) { return find_group(id)->arena_bytes_for(num_tokens); },
+      nb::arg("id"), nb::arg("num_tokens"));
   m.def("group_failure", group_failure);
   m.def("group_stats", group_stats);
   m.def("group_traffic", [](int64_t id) {

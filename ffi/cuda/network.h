@@ -33,9 +33,9 @@ struct Traffic {
 
 // The layout of the memory behind the arena. Both are one allocation.
 struct NetworkLayout {
-  int32_t num_ranks, max_tokens;
+  int32_t num_ranks, round_tokens;
   int64_t row_stride;
-  int64_t staging_begin;  // rows to send, indexed by (slot, peer, index)
+  int64_t staging_begin;  // rows to send, indexed by (slot, peer, place)
   // A word per row of the arena: the epoch of the newest row that has arrived there, or no_row_signal() in place of a
   // row (network_rows.cuh).
   int64_t signals_begin;
@@ -44,16 +44,16 @@ struct NetworkLayout {
 
   constexpr NetworkLayout(const ArenaLayout& arena, int32_t num_ranks)
       : num_ranks(num_ranks),
-        max_tokens(arena.max_tokens),
+        round_tokens(arena.round_tokens),
         row_stride(arena.row_stride),
         staging_begin(arena.bytes),
         signals_begin(staged_row(arena.num_slots, 0, 0)),
         traffic_begin(signals_begin + arena.num_rows() * 8),
         bytes(align_up(traffic_begin + static_cast<int64_t>(sizeof(Traffic)), 256)) {}
 
-  // The offset of row `index` for a peer, in the operations of a slot.
-  constexpr int64_t staged_row(int32_t slot, int32_t peer, int32_t index) const {
-    return staging_begin + ((int64_t{slot} * num_ranks + peer) * max_tokens + index) * row_stride;
+  // The offset of the row at `place` for a peer, in the operations of a slot.
+  constexpr int64_t staged_row(int32_t slot, int32_t peer, int32_t place) const {
+    return staging_begin + ((int64_t{slot} * num_ranks + peer) * round_tokens + place) * row_stride;
   }
 };
 

@@ -9,9 +9,9 @@ namespace jax_ep {
 template <typename Config>
 struct NodeForward : DispatchReceiver<Config> {
   using Base = DispatchReceiver<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::has_scales, Base::has_unit, Base::kMayHaveScales,
-      Base::kReceiveBatch, Base::look_at_batch, Base::new_route, Base::num_items, Base::num_experts, Base::op,
-      Base::peers, Base::row_here, Base::plan, Base::send_chunks, Base::take_batch;
+  using Base::args, Base::chunk_of, Base::chunks, Base::end_token, Base::first_token, Base::place_of, Base::has_scales,
+      Base::has_unit, Base::kMayHaveScales, Base::kReceiveBatch, Base::look_at_batch, Base::new_route, Base::num_items,
+      Base::num_experts, Base::op, Base::peers, Base::row_here, Base::plan, Base::send_chunks, Base::take_batch;
   using typename Base::ArrivingBatch;
   using typename Base::Route;
 
@@ -20,16 +20,17 @@ struct NodeForward : DispatchReceiver<Config> {
   __device__ void forward() const {
     const WarpGroup warp_group = WarpGroup::of_forwarders(plan, op.state.role, warp_id());
     const Nodes& nodes = nodes_of(peers);
-    const int32_t num_items = warp_group.index < warp_group.num_groups ? nodes.num_others() * args.num_tokens : 0;
+    const int32_t num_items =
+        warp_group.index < warp_group.num_groups ? nodes.num_others() * (end_token() - first_token()) : 0;
 #pragma unroll 1
     for (int32_t item = warp_group.index; item < num_items; item += warp_group.num_groups) {
-      const int32_t token = item / nodes.num_others(), node = nodes.other(item - token * nodes.num_others());
-      const int32_t source = nodes.rail_peer_in(node);
+      const int32_t number = item / nodes.num_others(), node = nodes.other(item - number * nodes.num_others());
+      const int32_t token = first_token() + number, source = nodes.rail_peer_in(node);
       const RowAddress from = row_here(nodes.source_of(node), token);
       const Route route = forwarded_route(nodes, node, token, from, warp_group);
       if (__any_sync(kAllLanes, op.state.failed)) return;
       if (!RankSet::of(route.index).any()) continue;
-      const RowAtRanks to(op, route.index, [&](int32_t) { return source; });
+      const RowAtRanks to(op, route.index, [&](int32_t) { return source; }, [&](int32_t of) { return place_of(of); });
 #pragma unroll 1
       for (int32_t first = warp_group.warp; first < chunks(); first += kReceiveBatch * warp_group.num_warps) {
         ArrivingBatch taken;
@@ -58,7 +59,7 @@ struct NodeForward : DispatchReceiver<Config> {
     }
     bool is_sent = new_route() || RankSet::of(route.index).any();
     if (is_sent && lane_id() == 0) {
-      is_sent = await_signal(op, nodes.rail_peer_in(node), nodes.source_of(node), token);
+      is_sent = await_signal(op, nodes.rail_peer_in(node), nodes.source_of(node), place_of(token));
     }
     is_sent = __shfl_sync(kAllLanes, is_sent, 0);
     __syncwarp();  // one lane has waited; now all lanes may read

@@ -10,8 +10,9 @@ template <typename Config>
 struct Routing : DispatchOperands<Config> {
   using Base = DispatchOperands<Config>;
   using Base::args, Base::experts_per_rank, Base::kClearsBeforeEntry, Base::kIsLowLatency, Base::kStealsRows,
-      Base::new_route, Base::num_recv_from, Base::num_experts, Base::op, Base::peers, Base::plan, Base::scratch,
-      Base::sends_numbers, Base::shared;
+      Base::end_token, Base::first_token, Base::in_rounds, Base::kHasRounds, Base::new_route, Base::num_recv_from,
+      Base::num_experts, Base::op, Base::peers, Base::plan, Base::rows_from, Base::scratch, Base::sends_numbers,
+      Base::shared;
 
   // The expert ids that this lane counts at once.
   static constexpr int kCountsAtOnce = kStealsRows ? 4 : 1;
@@ -20,11 +21,11 @@ struct Routing : DispatchOperands<Config> {
   };
 
   // Notifies every rank of the operation. With a new route or with splits, first sends every rank the number of rows
-  // for each expert of that rank.
+  // for each expert of that rank. In rounds, tells every rank which indices its rows have.
   __device__ void notify(const Ids& ids) const {
     const SendCounts counts = this->send_counts();
     if (new_route()) {
-      count_tokens(counts, 0, args.num_tokens, ids, kClearsBeforeEntry);
+      count_all_tokens(counts, ids);
     } else if (args.splits) {
       op.sync_workers();
       count_splits(counts);
@@ -37,8 +38,10 @@ struct Routing : DispatchOperands<Config> {
           op.send_number(peer, op.counts_at(peer, peers.rank) + expert - peer * experts_per_rank(),
                          counts.experts[expert]);
         }
-        op.send_num_rows(counts.ranks);
+        if (!in_rounds()) op.send_num_rows(counts.ranks);
       }
+      if (in_rounds() && args.splits) send_ranges_of_splits(op.state, args.splits, experts_per_rank());
+      if (in_rounds() && !sends_numbers()) send_ranges_of_route(op.state, args.known_send_index);
       for_rank_of_thread(peers, op.num_worker_threads, [&](int32_t peer) { op.notify(peer); });
     }
     op.stamp(Stamp::kRouted);
@@ -63,6 +66,24 @@ struct Routing : DispatchOperands<Config> {
       atomicAdd(&counts.ranks[peers.rank_of(expert)], args.splits[expert]);
     }
     op.sync_workers();
+  }
+
+  // Counts the tokens of all rounds. In rounds, also sends each rank the number of its rows before and after this
+  // round. `ids`: the first ids, from ids_to_count(); not used in rounds.
+  __device__ void count_all_tokens(const SendCounts& counts, const Ids& ids) const {
+    if constexpr (!kHasRounds) {
+      count_tokens(counts, 0, args.num_tokens, ids, kClearsBeforeEntry);
+    } else {
+      int32_t begin = 0;
+#pragma unroll 1
+      for (int32_t part = in_rounds() ? 0 : 2; part < 3; ++part) {  // earlier rounds, this round, all others
+        const int32_t end = part == 0 ? first_token() : part == 1 ? end_token() : args.num_tokens;
+        count_tokens(counts, begin, end, in_rounds() ? ids_to_count(begin, end) : ids, kClearsBeforeEntry);
+        // The next count_tokens() begins with a barrier, after which it may change the counts.
+        if (part < 2 && !op.state.failed) op.send_num_rows(counts.ranks, part == 0 ? kSlotsWithRounds : 0);
+        begin = end;
+      }
+    }
   }
 
   // Loads the first expert ids of tokens [first, last) that this lane counts. A warp loads kCountsAtOnce times as many
@@ -135,8 +156,11 @@ struct Routing : DispatchOperands<Config> {
   __device__ void learn_destinations() const {
     if (op.is_control_warp()) compute_destinations(Destinations(scratch, peers.num_ranks, experts_per_rank()));
     if (!kIsLowLatency) {
-      for_rank_of_thread(peers, op.num_worker_threads,
-                         [&](int32_t source) { shared.num_rows_from[source] = num_recv_from(source); });
+      for_rank_of_thread(peers, op.num_worker_threads, [&](int32_t source) {
+        const IndexRange rows = rows_from(source);
+        if (kHasRounds) shared.first_index_from[source] = rows.begin;
+        shared.end_index_from[source] = rows.end;
+      });
     }
     __syncwarp();
     // Workers wait at the barrier in await_destinations(). The extra control warp of the low-latency variant only

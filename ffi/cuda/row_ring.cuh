@@ -25,15 +25,15 @@ struct RowRing {
   const int32_t num_tracks, depth;
 
   __device__ RowRing(const Operation& op, const CopyPlan& plan)
-      : op(op), num_tracks(plan.num_tracks), depth(op.peers.layout.max_tokens / plan.num_tracks) {}
+      : op(op), num_tracks(plan.num_tracks), depth(op.peers.layout.round_tokens / plan.num_tracks) {}
 
   // The rows of a track, if a transfer has num_rows rows.
   __device__ int32_t rows_of_track(int32_t track, int64_t num_rows) const {
     return num_rows <= track ? 0 : static_cast<int32_t>((num_rows - track + num_tracks - 1) / num_tracks);
   }
-  // Row n of a track: its index in the transfer, and its index among the arena's rows for the pair of ranks.
+  // Row n of a track: its index in the transfer, and its place among the arena's rows for the pair of ranks.
   __device__ int64_t index(int32_t track, int32_t n) const { return int64_t{n} * num_tracks + track; }
-  __device__ int32_t arena_index(int32_t track, int32_t n) const { return n % depth * num_tracks + track; }
+  __device__ int32_t place(int32_t track, int32_t n) const { return n % depth * num_tracks + track; }
 
   // Calls send(n) for each row n that the track sends, and take(n) for each row that it takes, until the operation
   // fails.
@@ -73,7 +73,7 @@ struct RowRing {
   // Sends `bytes` bytes as row n of a track to the ranks in `ranks`. A warp calls it.
   __device__ void send(int32_t track, int32_t n, uint32_t ranks, const uint8_t* from, int32_t bytes) const {
     RowAddress row = {};  // at rank = lane_id()
-    if (ranks >> lane_id() & 1) row = RowAddress(op, lane_id(), op.peers.rank, arena_index(track, n));
+    if (ranks >> lane_id() & 1) row = RowAddress(op, lane_id(), op.peers.rank, place(track, n));
     const int32_t num_chunks = jax_ep::num_chunks(bytes);
     for (int32_t first = 0; first < num_chunks; first += kBatch) {
       uint4 units[kBatch] = {};
@@ -112,7 +112,7 @@ struct RowRing {
   // Waits for the batch of row n that begins with chunk `first`, and takes it. `bytes`: of the row. A warp calls it.
   __device__ void take(int32_t track, int32_t n, int32_t source, int32_t first, int32_t bytes,
                        uint4 (&units)[kBatch]) const {
-    const RowAddress row(op, op.peers.layout.row_number(op.state.slot, source, arena_index(track, n)));
+    const RowAddress row(op, op.peers.layout.row_number(op.state.slot, source, place(track, n)));
     const Addresses addresses = {row.unit(op, first), bytes - unit_in_row(first)};
     look_at_units(units, addresses);
     uint32_t escaped = 0;  // bits of this lane's escapes in the batch

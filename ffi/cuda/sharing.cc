@@ -83,10 +83,12 @@ void set_access(const void* data, int64_t bytes, int32_t ordinal, const std::str
 void throw_full(int64_t bytes, int32_t ordinal, const std::string& reason) {
   size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-  throw std::runtime_error("the group needs " + std::to_string(bytes) + " bytes (" + mebibytes(bytes) +
-                           ") on CUDA device " + std::to_string(ordinal) + ", where " + mebibytes(free) +
-                           " are free (" + reason + "); XLA takes most of a device's memory when it starts: set " +
-                           "XLA_PYTHON_CLIENT_MEM_FRACTION lower, or make the group with fewer max_tokens_per_rank");
+  throw std::runtime_error(
+      "the group needs " + std::to_string(bytes) + " bytes (" + mebibytes(bytes) + ") on CUDA device " +
+      std::to_string(ordinal) + ", where " + mebibytes(free) + " are free (" + reason +
+      "); XLA takes most of a device's memory when it starts: set " +
+      "XLA_PYTHON_CLIENT_MEM_FRACTION lower, or make the group with fewer max_tokens_per_rank, or with a lower " +
+      "max_arena_bytes");
 }
 
 Sharing best_sharing(const std::vector<int32_t>& ordinals) {

@@ -64,6 +64,9 @@ class _CudaOperations(Backend):
     splits_calls = True
     sends_pairs = True  # in the headers of the rows
 
+    def check_one_round(self, op: str, num_tokens: int) -> None:
+        raise NotImplementedError  # NativeGroup and AbstractGroup define it
+
     def dispatch_start(
         self,
         call: DispatchCall,
@@ -73,6 +76,7 @@ class _CudaOperations(Backend):
         *,
         zero_pad: bool,
     ) -> _Started:
+        self.check_one_round("dispatch_start", call.num_tokens)
         rows = self._rows_to_send(call, x)
         is_quantized_here = rows[1] is not None and not call.quantized
         if is_quantized_here:
@@ -152,6 +156,7 @@ class _CudaOperations(Backend):
     def combine_start(
         self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, wire: Wire | None
     ) -> _Started:
+        self.check_one_round("combine_start", route.num_tokens)
         operands, results = self._combine_call(route, y, weights, out_dtype)
         return self._start(targets.COMBINE, operands, results, agreed=(wire,), cast=_wires.cast_of(wire))
 

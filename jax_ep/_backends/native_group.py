@@ -51,6 +51,7 @@ class GroupId:
             "max_tokens_per_rank": group.max_tokens_per_rank,
             "dtype": str(group.dtype),
             "node_size": _network.given_node_size(),
+            "max_arena_bytes": group.max_arena_bytes,
         }
         self._place = [list(group.mesh.shape.items()), list(group.axis_names)]
         self._key = _digest([self._place, self.settings])
@@ -104,6 +105,8 @@ class NativeGroup:
                 self._group_id.give_back()
             raise
         self.memory_bytes: int = self._native.group_bytes(self._id)
+        self.round_tokens: int = self._native.group_round_tokens(self._id)
+        """The most tokens per rank that an operation moves in one round."""
         self.closed = False
 
     def _open(self) -> None:
@@ -137,6 +140,7 @@ class NativeGroup:
                 self._id,
                 num_experts=group.num_ranks * group.slots_per_rank,
                 replicas=group.replicas,
+                max_arena_bytes=group.max_arena_bytes or 0,
                 top_k=group.top_k,
                 max_tokens=group.max_tokens_per_rank,
                 max_payload=group.hidden * group.dtype.itemsize,
@@ -230,6 +234,16 @@ class NativeGroup:
         else:
             self._native.free_arenas(self._id)
 
+    def check_one_round(self, op: str, num_tokens: int) -> None:
+        """Raises an error if a split-phase call of `num_tokens` tokens needs rounds."""
+        if num_tokens > self.round_tokens:
+            needed = self._native.arena_bytes_for(self._id, num_tokens)
+            raise ValueError(
+                f"{op}: a rank has T = {num_tokens} tokens; with max_arena_bytes={self.group.max_arena_bytes}, a "
+                f"split-phase call may have at most {self.round_tokens}: make the group with max_arena_bytes={needed}, "
+                f"or call {op.removesuffix('_start')}"
+            )
+
     def traffic(self) -> tuple[int, int]:
         """Returns the number of rows, and of their bytes, that this process has sent over a network so far."""
         return self._native.group_traffic(self._id)
@@ -275,6 +289,9 @@ class AbstractGroup:
 
     def check(self) -> None:
         """Does nothing: the group has no devices."""
+
+    def check_one_round(self, op: str, num_tokens: int) -> None:
+        """Does nothing: the devices on which the group is opened decide whether an operation has rounds."""
 
     def stats(self) -> dict[str, Any]:
         return {}

@@ -25,12 +25,13 @@ struct PlanOverrides {
   // If sums_own is false, the senders of a combine also sum the rows of own tokens. has_one_warp: a row has one warp.
   bool sums_own = true, has_one_warp = false;
 
-  // `casts`: the plan is for a combine that casts.
-  LaunchPlan adjust(LaunchPlan plan, bool casts = false) const {
+  // `casts`: the plan is for a combine that casts. `in_rounds`: the plan is for a round of an operation.
+  LaunchPlan adjust(LaunchPlan plan, bool casts = false, bool in_rounds = false) const {
     // Only plan.h chooses the low-latency variant: rows of more tokens may need rail peers, and all_to_all_back must
     // not have it.
     if (number == 0 && (!has_one_warp || !has_few_tokens(num_tokens))) return plan;
-    if (!is_low_latency(variant)) plan.variant = combine_has(variant, casts) ? variant : Variant::kThroughput;
+    if (!in_rounds && !is_low_latency(variant))
+      plan.variant = combine_has(variant, casts) ? variant : Variant::kThroughput;
     // plan.h sets this only for more tokens than the tests have. Here, about half of the cases with a throughput kernel
     // have it.
     plan.senders_enter_first = plan.variant == Variant::kThroughput && num_tokens != 12;
@@ -45,7 +46,7 @@ class Session {
  public:
   Session(int32_t num_ranks, int32_t cast, PlanOverrides blocks, double timeout_seconds = 60.0,
           uint32_t newest_epoch = 0, int32_t max_tokens = num_tokens, Rows shape = {}, int32_t node_size = 0,
-          int32_t replicas = 0)
+          int32_t replicas = 0, int32_t round_tokens = 0)
       : num_ranks_(num_ranks),
         cast_(cast),
         blocks_(blocks),
@@ -53,6 +54,7 @@ class Session {
                 {devices(num_ranks)}} {
     config_.replicas = replicas;
     if (node_size > 0) span_nodes(node_size);
+    if (round_tokens > 0) limit_arena(round_tokens);
     open_group();
     for (const Member& member : group().members()) {
       Control control = initial_control(member.peers.layout.num_slots, newest_epoch);
@@ -78,6 +80,7 @@ class Session {
   }
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
+  int32_t round_tokens() const { return group().round_tokens(); }
   int32_t num_slots() const { return group().members()[0].peers.layout.num_slots; }
   // Replaces the group by a new one.
   void open_group() {
@@ -204,6 +207,14 @@ class Session {
     group_->free_arenas();
   }
 
+  // Limits the arena to the rows of `round_tokens` tokens.
+  void limit_arena(int32_t round_tokens) {
+    const bool has_nodes = config_.network && has_levels(config_.node_size, num_ranks_);
+    const int32_t num_sources = num_ranks_ + (has_nodes ? num_ranks_ / config_.node_size : 0);
+    const ArenaLayout layout(num_sources, top_k, round_tokens, kRowBytes, kSlotsWithRounds);
+    config_.max_arena_bytes = config_.network ? NetworkLayout(layout, num_ranks_).bytes : layout.bytes;
+  }
+
   // Has the group use a network: each rank is a processing element, which has its device's number.
   void span_nodes(int32_t node_size) {
 #ifdef JAX_EP_EMULATOR
@@ -229,7 +240,7 @@ class Session {
   SplitPhaseCalls::Body body_of(const Member& member, const ReplicateArgs& call) const {
     const Kernels kernels = group().kernels();
     const Peers& peers = member.peers;
-    const CopyPlan plan = plan_replicate(peers.layout.max_tokens, call.clears_slots, blocks_.number, member.num_sms);
+    const CopyPlan plan = plan_replicate(peers.layout.round_tokens, call.clears_slots, blocks_.number, member.num_sms);
     const auto launch = [&peers, kernels, call, plan](cudaStream_t stream) {
       return kernels.launch_replicate(peers, call, ElementType::kFloat32, plan, stream);
     };
@@ -238,30 +249,37 @@ class Session {
   template <typename Args>
   SplitPhaseCalls::Body body_of(const Member& member, const Args& call) const {
     const Peers& peers = member.peers;
+    const int32_t round_tokens = peers.layout.round_tokens;
+    const bool in_rounds = call.num_tokens > round_tokens;
     const Kernels kernels = group().kernels();
     const ElementType type = call.row_bytes == kRowBytes ? ElementType::kFloat32 : ElementType::kBFloat16;
     const bool is_done = call.phase == Phase::kDone;  // as the handlers plan it: never with the low-latency variant
     const int32_t num_sms = is_done ? usable_sms_beside_others(blocks_.number, member.num_sms) : blocks_.number;
     const auto adjust = [&](const LaunchPlan& plan, bool casts = false) {
-      return is_done ? plan : blocks_.adjust(plan, casts);
+      return is_done ? plan : blocks_.adjust(plan, casts, in_rounds);
     };
     if constexpr (std::is_same_v<Args, DispatchArgs>) {
-      const LaunchPlan best = adjust(plan_dispatch(call.num_tokens, num_ranks_, call.top_k,
-                                                   num_chunks(call.num_scales ? kHidden : kRowBytes), num_sms,
-                                                   member.num_sms, call.delivery == Delivery::kCombineBack));
+      const LaunchPlan best = adjust(plan_dispatch(planned_tokens(call.num_tokens, round_tokens), num_ranks_,
+                                                   call.top_k, num_chunks(call.num_scales ? kHidden : kRowBytes),
+                                                   num_sms, member.num_sms, call.delivery == Delivery::kCombineBack));
       const LaunchPlan plan = kernels.adapt_dispatch_plan(peers, call, best);
-      const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
-        return kernels.launch_dispatch(peers, call, type, plan, stream);
+      const auto launch = [&peers, kernels, call, type, plan, round_tokens](cudaStream_t stream) {
+        return launch_rounds(call, round_tokens, [&](const DispatchArgs& round) {
+          return kernels.launch_dispatch(peers, round, type, plan, stream);
+        });
       };
       return {launch, plan.num_blocks};
     } else {
-      const LaunchPlan best = adjust(plan_combine(call.num_tokens, num_ranks_, call.recv_row ? call.top_k : 0,
-                                                  num_chunks(static_cast<int32_t>(call.row_bytes)),
-                                                  call.units_read(size_of(type)), num_sms, member.num_sms),
-                                     call.cast != 0);
+      const LaunchPlan best =
+          adjust(plan_combine(planned_tokens(call.num_tokens, round_tokens), num_ranks_, call.recv_row ? call.top_k : 0,
+                              num_chunks(static_cast<int32_t>(call.row_bytes)), call.units_read(size_of(type)), num_sms,
+                              member.num_sms),
+                 call.cast != 0);
       const LaunchPlan plan = kernels.adapt_combine_plan(peers, call, best);
-      const auto launch = [&peers, kernels, call, type, plan](cudaStream_t stream) {
-        return kernels.launch_combine(peers, call, type, plan, stream);
+      const auto launch = [&peers, kernels, call, type, plan, round_tokens](cudaStream_t stream) {
+        return launch_rounds(call, round_tokens, [&](const CombineArgs& round) {
+          return kernels.launch_combine(peers, round, type, plan, stream);
+        });
       };
       return {launch, plan.num_blocks};
     }

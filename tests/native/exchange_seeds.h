@@ -15,6 +15,7 @@
 #include "exchange_layouts.h"
 #include "exchange_many_ranks.h"
 #include "exchange_rare_orders.h"
+#include "exchange_rounds.h"
 #include "exchange_successes.h"
 #include "exchange_two_groups.h"
 
@@ -117,6 +118,7 @@ std::string run_seed(uint64_t seed) {
   if (check::failures == 0) what += run_balance(seed);
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
   if (check::failures == 0 && seed % 16 == 13) what += run_many_ranks(seed);
+  if (check::failures == 0 && seed % 2 == 1) what += run_rounds(seed);
   if (check::failures == 0 && seed % 4 == 1) {
     what += ", then a wrong rank";
     run_wrong_rank_of_few_tokens(seed);

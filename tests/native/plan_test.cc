@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "ffi/arena_size.h"
 #include "ffi/plan_balance.h"
 
 using namespace jax_ep;
@@ -462,8 +463,13 @@ void test_short_rows_have_few_warps() {
   EXPECT_EQ(plan_combine(128, 4, 8, 8, 0).log_send_warps, 2);
 }
 
+ArenaLayout arena_of(const ArenaNeeds& needs, int64_t max_bytes) {
+  return choose_arena(needs, max_bytes, [](const ArenaLayout& layout) { return layout.bytes; });
+}
+
 void test_arena() {
-  const ArenaLayout small = ArenaLayout::fitting(8, 8, 128, 14336), large = ArenaLayout::fitting(8, 8, 4096, 14336);
+  const auto fitting = [](int32_t tokens) { return arena_of({8, 0, 8, tokens, 14336}, int64_t{1} << 40); };
+  const ArenaLayout small = fitting(128), large = fitting(4096);
   EXPECT_EQ(small.num_slots, 4);
   EXPECT_EQ(small.bytes <= kSmallArena, true);
   EXPECT_EQ(large.num_slots, 2);
@@ -471,6 +477,35 @@ void test_arena() {
   EXPECT_EQ(small.row_offset(1) % 128, 0);
   EXPECT_EQ(small.escape_masks_offset(small.row_number(3, 7, 127)) + small.escape_masks_per_row * 8 <= small.bytes,
             true);
+}
+
+void test_arena_in_rounds() {
+  // 8192 tokens of 14 KiB on 64 ranks need 14.4 GiB for two slots. With rounds, they need at most 512 MiB.
+  for (int32_t num_ranks : {1, 8, 32, 64}) {
+    for (int32_t tokens : {1, 100, 257, 4096, 8192, 100'000}) {
+      for (int64_t max_bytes : {int64_t{1} << 20, int64_t{16} << 20, kDefaultArenaBytes, int64_t{1} << 40}) {
+        const ArenaNeeds needs = {num_ranks, 0, 8, tokens, 14336};
+        const ArenaLayout arena = arena_of(needs, max_bytes);
+        const int32_t num_rounds = static_cast<int32_t>(divide_up(tokens, arena.round_tokens));
+        EXPECT_EQ(arena.round_tokens >= 1 && arena.round_tokens <= tokens, true);
+        EXPECT_EQ(arena.bytes <= max_bytes || arena.round_tokens == 1, true);
+        if (num_rounds == 1) continue;
+        EXPECT_EQ(arena.num_slots, kSlotsWithRounds);
+        // No room for one round less.
+        const auto more = static_cast<int32_t>(divide_up(tokens, num_rounds - 1));
+        EXPECT_EQ(needs.layout(more, kSlotsWithRounds).bytes > max_bytes, true);
+        const Divisor by(static_cast<uint32_t>(arena.round_tokens));
+        EXPECT_EQ(by.remainder(tokens - 1), (tokens - 1) % arena.round_tokens);
+      }
+    }
+  }
+  EXPECT_EQ(arena_of({64, 0, 8, 8192, 14336}, kDefaultArenaBytes).round_tokens, 283);
+  // Every round is planned with a variant that has rounds.
+  for (int32_t round_tokens : {1, 100, 1000}) {
+    const int32_t planned = planned_tokens(1001, round_tokens);
+    EXPECT_EQ(has_rounds(plan_dispatch(planned, 8, 8, 28, 0, false).variant), true);
+    EXPECT_EQ(has_rounds(plan_combine(planned, 8, 8, 28, 0).variant), true);
+  }
 }
 
 void test_divisor() {
@@ -538,6 +573,7 @@ int main() {
   test_first_rows_are_spread_over_blocks();
   test_short_rows_have_few_warps();
   test_arena();
+  test_arena_in_rounds();
   test_divisor();
   test_balance();
   test_replicate();
