@@ -33,7 +33,6 @@ inline constexpr int64_t kSmallArena = int64_t{64} << 20;  // bytes
 // for the rows of `round_tokens` tokens per rank. An operation with more tokens then runs as several launches, its
 // rounds (ffi/cuda/call.h). A group with rounds has two slots.
 inline constexpr int kSlotsWithRounds = 2;
-inline constexpr int64_t kDefaultArenaBytes = int64_t{512} << 20;
 
 // A row travels in units of 16 bytes. A unit arrives whole: the receiver never sees a part of it. A warp moves 32 units
 // at once, which are a chunk.

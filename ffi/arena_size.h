@@ -22,20 +22,26 @@ struct ArenaNeeds {
   }
 };
 
-// Chooses an arena of at most `max_bytes` bytes. bytes_of(layout) returns the bytes of all memory whose size depends on
+// The most bytes of the memory whose size depends on the arena.
+struct ArenaBounds {
+  int64_t one_round;  // if a slot has room for all tokens
+  int64_t rounds;     // if not
+};
+inline constexpr ArenaBounds kDefaultArenaBounds = {int64_t{2} << 30, int64_t{512} << 20};
+
+// Chooses an arena within `bounds`. bytes_of(layout) returns the bytes of all memory whose size depends on
 // the arena. If a slot for all tokens is too large, the operations have as few rounds as possible, and the rounds have
-// equally many tokens. If not even one token per round fits, the arena is larger than `max_bytes`.
+// equally many tokens. If not even one token per round fits, the arena is larger than that.
 template <typename BytesOf>
-constexpr ArenaLayout choose_arena(const ArenaNeeds& needs, int64_t max_bytes, BytesOf bytes_of) {
-  const auto fits = [&](const ArenaLayout& layout) { return bytes_of(layout) <= max_bytes; };
+constexpr ArenaLayout choose_arena(const ArenaNeeds& needs, const ArenaBounds& bounds, BytesOf bytes_of) {
   const ArenaLayout most = needs.layout(needs.max_tokens, kMaxSlots);
-  if (needs.has_most_slots() && fits(most)) return most;
+  if (needs.has_most_slots() && bytes_of(most) <= bounds.one_round) return most;
   const ArenaLayout one_round = needs.layout(needs.max_tokens, 2);
-  if (fits(one_round)) return one_round;
+  if (bytes_of(one_round) <= bounds.one_round) return one_round;
   // The kernels divide numbers of tokens by round_tokens (Divisor).
   const auto is_possible = [&](int64_t round_tokens) {
     return round_tokens * needs.max_tokens < int64_t{1} << 32 &&
-           fits(needs.layout(static_cast<int32_t>(round_tokens), kSlotsWithRounds));
+           bytes_of(needs.layout(static_cast<int32_t>(round_tokens), kSlotsWithRounds)) <= bounds.rounds;
   };
   int32_t round_tokens = 1;  // the largest possible number is at least this, and less than `too_many`
   for (int32_t too_many = needs.max_tokens; too_many - round_tokens > 1;) {

@@ -58,10 +58,11 @@ class Group(GroupSettings):
             experts, then the slots. A dispatch without a plan returns E_local entries; if B > 0, in the layout
             "expert", it also copies its rows once in memory. With the backend "cuda", a group with replicas has at most
             4096 experts.
-        max_arena_bytes: with the backend "cuda", the most bytes per device for rows in transit; None means 512 MiB. If
-            the rows of max_tokens_per_rank tokens need more, operations with many tokens run in rounds, as several
-            kernels one after another. The results have the same bits. Split-phase calls have no rounds: with too many
-            tokens, they raise an error that names the bytes that they need.
+        max_arena_bytes: with the backend "cuda", the most bytes per device for rows in transit. If the rows of
+            max_tokens_per_rank tokens need more, operations with many tokens run in rounds, as several kernels one
+            after another. The results have the same bits. Split-phase calls have no rounds: with too many tokens, they
+            raise an error that names the bytes that they need. None means 512 MiB if one round would need more than
+            2 GiB, and no rounds otherwise.
 
     With `jax.distributed`, every process that owns devices of the mesh must make the same groups in the same order.
 

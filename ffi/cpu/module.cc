@@ -116,7 +116,7 @@ int64_t group_bytes(int32_t num_ranks, int32_t num_experts, int32_t top_k, int32
   check_at_least("max_tokens", max_tokens, 0);
   check_at_least("max_payload", max_payload, 0);
   const ArenaNeeds needs = {num_ranks, 0, top_k, max_tokens, max_payload};
-  return choose_arena(needs, kDefaultArenaBytes, [](const ArenaLayout& layout) { return layout.bytes; }).bytes +
+  return choose_arena(needs, kDefaultArenaBounds, [](const ArenaLayout& layout) { return layout.bytes; }).bytes +
          control_bytes(num_ranks, num_experts / num_ranks, false);
 }
 

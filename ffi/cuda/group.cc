@@ -92,9 +92,10 @@ Group::Group(GroupConfig config) : config_(std::move(config)) {
     throw std::runtime_error("a group with replicas has at most " + std::to_string(kMaxBalancedExperts) +
                              " experts, not " + std::to_string(num_home_experts));
   }
-  const int64_t max_bytes = config_.max_arena_bytes > 0 ? config_.max_arena_bytes : kDefaultArenaBytes;
-  layout_ = choose_arena(arena_needs(), max_bytes, [this](const ArenaLayout& layout) { return bytes_of(layout); });
-  if (config_.max_arena_bytes > 0 && bytes_of(layout_) > max_bytes) {
+  const int64_t max_bytes = config_.max_arena_bytes;
+  const ArenaBounds bounds = max_bytes > 0 ? ArenaBounds{max_bytes, max_bytes} : kDefaultArenaBounds;
+  layout_ = choose_arena(arena_needs(), bounds, [this](const ArenaLayout& layout) { return bytes_of(layout); });
+  if (max_bytes > 0 && bytes_of(layout_) > max_bytes) {
     throw std::invalid_argument("max_arena_bytes is " + std::to_string(max_bytes) + "; it must be at least " +
                                 std::to_string(arena_bytes_for(1)) + ", which is room for one token of each rank");
   }

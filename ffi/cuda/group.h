@@ -55,7 +55,7 @@ struct GroupConfig {
   std::vector<std::vector<int32_t>> pes = {};
   int32_t node_size = 0;        // consecutive ranks that map each other's memory
   int32_t replicas = 0;         // the replica slots of a rank
-  int64_t max_arena_bytes = 0;  // of a rank; 0: kDefaultArenaBytes
+  int64_t max_arena_bytes = 0;  // of a rank; 0: kDefaultArenaBounds
 };
 
 // The counters of a rank since the group was opened.

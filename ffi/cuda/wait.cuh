@@ -156,8 +156,7 @@ struct Waiting {
     if (deadline_ns % 2 == 0) return deadline(state, now) | 1;
     if (reason == FailureReason::kTimeout && state.entered) {
       op.check_no_other_call();
-      // In rounds, `peer` may wait for the same rank: senders of a combine wait for the ranges of all ranks.
-      if (kHasNetwork || !op.call.round.is_only()) peer = op.silent_rank(peer);
+      if constexpr (kHasNetwork) peer = op.silent_rank(peer);
     }
     fail(state, reason, peer, expected, seen);
     return deadline_ns;

@@ -464,7 +464,10 @@ void test_short_rows_have_few_warps() {
 }
 
 ArenaLayout arena_of(const ArenaNeeds& needs, int64_t max_bytes) {
-  return choose_arena(needs, max_bytes, [](const ArenaLayout& layout) { return layout.bytes; });
+  return choose_arena(needs, ArenaBounds{max_bytes, max_bytes}, [](const ArenaLayout& layout) { return layout.bytes; });
+}
+ArenaLayout default_arena_of(const ArenaNeeds& needs) {
+  return choose_arena(needs, kDefaultArenaBounds, [](const ArenaLayout& layout) { return layout.bytes; });
 }
 
 void test_arena() {
@@ -483,7 +486,7 @@ void test_arena_in_rounds() {
   // 8192 tokens of 14 KiB on 64 ranks need 14.4 GiB for two slots. With rounds, they need at most 512 MiB.
   for (int32_t num_ranks : {1, 8, 32, 64}) {
     for (int32_t tokens : {1, 100, 257, 4096, 8192, 100'000}) {
-      for (int64_t max_bytes : {int64_t{1} << 20, int64_t{16} << 20, kDefaultArenaBytes, int64_t{1} << 40}) {
+      for (int64_t max_bytes : {int64_t{1} << 20, int64_t{16} << 20, int64_t{512} << 20, int64_t{1} << 40}) {
         const ArenaNeeds needs = {num_ranks, 0, 8, tokens, 14336};
         const ArenaLayout arena = arena_of(needs, max_bytes);
         const int32_t num_rounds = static_cast<int32_t>(divide_up(tokens, arena.round_tokens));
@@ -499,7 +502,8 @@ void test_arena_in_rounds() {
       }
     }
   }
-  EXPECT_EQ(arena_of({64, 0, 8, 8192, 14336}, kDefaultArenaBytes).round_tokens, 283);
+  EXPECT_EQ(default_arena_of({64, 0, 8, 8192, 14336}).round_tokens, 283);
+  EXPECT_EQ(default_arena_of({8, 0, 8, 8192, 14336}).round_tokens, 8192);  // 1.8 GiB
   // Every round is planned with a variant that has rounds.
   for (int32_t round_tokens : {1, 100, 1000}) {
     const int32_t planned = planned_tokens(1001, round_tokens);
