@@ -9,8 +9,8 @@ The program measures two forms, with the recipes of docs/overlap.md, and their b
                     Nothing runs beside the first dispatch and the last combine, so at most half of the communication
                     can be hidden
 
-Each form is a chain of STEPS steps in one executable. In the forms with "backward", the first step is the forward pass,
-and each of the others is the backward pass, with the cotangents of the one before. GEMMs take the place of the experts,
+Each form is a chain of STEPS steps in one executable. In the forms with "backward", the first step is the forward pass.
+Each of the others is the backward pass of it, on the cotangents that the step before returned. GEMMs take the place of the experts,
 and the rows that arrive go back unchanged, so only the communication and the GEMMs count. The number of GEMMs beside
 each operation is chosen so that they take as long as the operation alone. The program runs each chain sequentially, and
 overlapped by the recipe, for each number of streaming multiprocessors (SMs) that an operation may use. It runs them
@@ -126,7 +126,7 @@ class Form(NamedTuple):
     backward: bool = False  # all steps but the first are backward passes of the first
 
     def work(self, gemms_of: Callable[[str], int]) -> Work:
-        """`gemms_of` returns the number of GEMMs that take as long as a kernel of this kind."""
+        """`gemms_of(kind)` returns the number of GEMMs that take as long as a kernel of `kind`, one of KINDS."""
         dispatch, combine = map(gemms_of, KINDS)
         # combine's backward pass is a dispatch kernel, and runs beside the gradient of combine's GEMMs.
         return Work(combine, dispatch) if self.backward else Work(dispatch, combine)

@@ -5,8 +5,8 @@
 //   index               its number among the rows from this source to this destination, in the order of the source's
 //                       tokens. The row of a rank's own token, which stays on the rank, has the number of the token
 //                       as its index (except in all_to_all and all_to_all_back)
-//   place               its number among the rows that the destination's arena has for this source in a slot: the index
-//                       modulo round_tokens (Round::place_of)
+//   place               its number among the rows for which the destination's arena has room, per source and slot: the
+//                       index modulo round_tokens (Round::place_of)
 //   arena_row (number)  its number in the destination's arena, computed from slot, source and place
 //                       (ArenaLayout::row_number)
 //   position_in_source  its number among the rows of one source for one expert

@@ -22,16 +22,17 @@ struct ArenaNeeds {
   }
 };
 
-// The most bytes of the memory whose size depends on the arena.
+// Limits, in bytes, of the memory whose size depends on the arena.
 struct ArenaBounds {
-  int64_t one_round;  // if a slot has room for all tokens
-  int64_t rounds;     // if not
+  int64_t one_round;  // the limit without rounds
+  int64_t rounds;     // the limit if all tokens in one round would exceed the first one
 };
 inline constexpr ArenaBounds kDefaultArenaBounds = {int64_t{2} << 30, int64_t{512} << 20};
 
 // Chooses an arena within `bounds`. bytes_of(layout) returns the bytes of all memory whose size depends on
 // the arena. If a slot for all tokens is too large, the operations have as few rounds as possible, and the rounds have
-// equally many tokens. If not even one token per round fits, the arena is larger than that.
+// equally many tokens. If not even one token per round fits, the arena
+// has room for one and exceeds `bounds`; the caller checks.
 template <typename BytesOf>
 constexpr ArenaLayout choose_arena(const ArenaNeeds& needs, const ArenaBounds& bounds, BytesOf bytes_of) {
   const ArenaLayout most = needs.layout(needs.max_tokens, kMaxSlots);

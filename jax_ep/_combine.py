@@ -64,7 +64,7 @@ def combine(
         True
     """
     options, *operands = _prepare("combine", y, recv, out_dtype, wire, grad_wire)
-    return _combine(options, *operands, None)
+    return _combine(options, *operands, None, None)
 
 
 @_compat.named
@@ -101,7 +101,7 @@ def combine_start(
     options, y, weights, route = _prepare("combine_start", y, recv, out_dtype, wire, grad_wire)
     y, weights, route = _compat.in_one_place((y, weights, route))
     if route.backend.splits_calls:
-        options = dataclasses.replace(options, backward=BackwardCall())
+        options = dataclasses.replace(options, backward=BackwardCall(y, weights))
         y, weights, started = _start(options, y, weights, route)  # the cotangents from the done go to the start
     else:
         started = route.backend.combine_start(route, y, weights, options.out_dtype, options.wire)
@@ -131,7 +131,9 @@ def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     """
     check_pending("combine", pending)
     check_usable("combine_done", pending.group)
-    return _combine(pending.static_here, *pending.take())
+    operands = pending.take()
+    options, of_start = pending.take_static()
+    return _combine(options, *operands, of_start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +174,6 @@ def _start_sums(options: CombineOptions, y: jax.Array, weights: jax.Array, route
 
 
 def _start_fwd(options: CombineOptions, y: Any, weights: Any, route: Any) -> tuple[Any, None]:
-    assert options.backward is not None
-    options.backward.needs_y = weights.perturbed
     return _start_sums(options, *_compat.values((y, weights, route))), None
 
 
@@ -188,19 +188,28 @@ def _start_bwd(options: CombineOptions, saved: None, g: Any) -> tuple[Any, Any, 
 _start = _compat.differentiable(_start_sums, _start_fwd, _start_bwd)
 
 
-def _combine_rows(options: CombineOptions, y: jax.Array, weights: jax.Array, route: Route, started: Any) -> jax.Array:
+def _combine_rows(
+    options: CombineOptions, y: jax.Array, weights: jax.Array, route: Route, started: Any, of_start: Any
+) -> jax.Array:
     return route.backend.combine(route, y, weights, started, options.out_dtype, options.wire)
 
 
-def _combine_fwd(options: CombineOptions, y: Any, weights: Any, route: Any, started: Any) -> tuple[jax.Array, Any]:
-    # JAX takes every result of a start for differentiated if one of its operands is.
-    needs_y = weights.perturbed if options.backward is None else options.backward.needs_y
+def _combine_fwd(
+    options: CombineOptions, y: Any, weights: Any, route: Any, started: Any, of_start: Any
+) -> tuple[jax.Array, Any]:
+    # With barriers, JAX treats all operands of a done as differentiated. Those of its start tell which ones really are.
+    y_is, weights_are = (leaf.perturbed for leaf in of_start or (y, weights))
     y, weights, route, started = _compat.values((y, weights, route, started))
+    out = _combine_rows(options, y, weights, route, started, None)
+    if not y_is and not weights_are:
+        return out, None
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
-    return _combine_rows(options, y, weights, route, started), (y if needs_y else None, weights, route)
+    return out, (y if weights_are else None, weights, route)
 
 
-def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[Any, Any, None, Any]:
+def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[Any, Any, None, Any, None]:
+    if saved is None:
+        return None, None, None, None, None
     y, weights, route = saved
     g = g.astype(route.group.dtype)
     if options.backward is not None:
@@ -208,9 +217,9 @@ def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[Any
         if begun is not None:
             started, end = begun
             options.backward.leave(end)
-            return None, None, None, started
+            return None, None, None, started, None
     y_cotangent, weights_cotangent = route.backend.combine_back(route, g, y, weights, options.grad_wire)
-    return y_cotangent, weights_cotangent, None, None
+    return y_cotangent, weights_cotangent, None, None, None
 
 
 _combine = _compat.differentiable(_combine_rows, _combine_fwd, _combine_bwd)

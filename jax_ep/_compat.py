@@ -203,6 +203,11 @@ def refuse_second_derivative(primals: Any, tangents: Any, **_: Any) -> NoReturn:
     )
 
 
+def is_differentiated(operands: Any) -> bool:
+    """Whether a forward rule's operands, or a part of them, are differentiated."""
+    return any(primal.perturbed for primal in jax.tree.leaves(operands))
+
+
 def without_zeros(cotangents: Any) -> Any:
     """Returns the cotangents of a backward rule with None in place of symbolic zeros."""
     is_zero = lambda leaf: isinstance(leaf, SymbolicZero)  # noqa: E731

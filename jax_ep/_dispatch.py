@@ -130,7 +130,7 @@ def dispatch(
         layout, capacity, capacity_factor, alignment, wire, grad_wire, dequantize, zero_pad, scales_format
     )
     call, operands = _prepare("dispatch", group, options, x, topk_idx, topk_weights, plan)
-    return _visible(call, _dispatch(call, *operands, None))
+    return _visible(call, _dispatch(call, *operands, None, None))
 
 
 @_compat.named
@@ -177,9 +177,9 @@ def dispatch_start(
     )
     check_compiled("dispatch_start")
     call, operands = _prepare("dispatch_start", group, options, x, topk_idx, topk_weights, plan)
-    if call.backend.splits_calls and not call.quantized:
-        call = dataclasses.replace(call, backward=BackwardCall())
     x, topk_idx, topk_weights = _compat.in_one_place(operands)
+    if call.backend.splits_calls and not call.quantized:
+        call = dataclasses.replace(call, backward=BackwardCall(x, topk_weights))
     *differentiated, started = _start(call, x, topk_idx, topk_weights)
     if call.backward is not None:
         x, topk_weights = differentiated  # the cotangents from the done go to the start
@@ -208,7 +208,9 @@ def dispatch_done(pending: Pending) -> Dispatched:
     """
     check_pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
-    return _visible(pending.static, _dispatch(pending.static_here, *pending.take()))
+    operands = pending.take()
+    call, of_start = pending.take_static()
+    return _visible(call, _dispatch(call, *operands, of_start))
 
 
 @_compat.named
@@ -379,10 +381,12 @@ def _move(call: DispatchCall, *operands: Any, zero_pad: bool) -> Dispatched:
 
 
 def _dispatch_rows(call: DispatchCall, *operands: Any) -> Dispatched:
-    return _move(call, *operands, zero_pad=bool(call.options.zero_pad))
+    *moved, _ = operands  # the last one is what BackwardCall.take_operands returned
+    return _move(call, *moved, zero_pad=bool(call.options.zero_pad))
 
 
-def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatched, Any]:
+def _dispatch_fwd(call: DispatchCall, x: Any, *others: Any) -> tuple[Dispatched, Any]:
+    *operands, of_start = others
     if call.quantized and any(part.perturbed for part in x):
         raise TypeError(
             "dispatch: a quantised x cannot be differentiated; give x in the group's dtype with wire='fp8', "
@@ -394,29 +398,33 @@ def _dispatch_fwd(call: DispatchCall, x: Any, *operands: Any) -> tuple[Dispatche
     recv = _move(call, *_compat.values((x, *operands)), zero_pad=call.options.zero_pad is not False)
     # Named here: otherwise, no checkpoint policy could save the route, which the backward rule needs.
     recv = checkpoint_name(recv, "jax_ep_dispatch")
+    if of_start is not None and not _compat.is_differentiated(of_start):
+        return recv, None
     return recv, (recv.route, recv.topk_idx)
 
 
 def _dispatch_bwd(
-    call: DispatchCall, saved: tuple[Route, jax.Array | None], g: Dispatched
-) -> tuple[Any, None, jax.Array | None, Any]:
+    call: DispatchCall, saved: tuple[Route, jax.Array | None] | None, g: Dispatched
+) -> tuple[Any, None, jax.Array | None, Any, None]:
+    if saved is None:
+        return None, None, None, None, None
     route, topk_idx = saved
     rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
     if call.quantized:
         rows = None  # x and its scales are constants: otherwise, the forward rule raises an error
     if rows is None and weights is None:
-        return None, None, None, None
+        return None, None, None, None, None
     if call.backward is not None:
         if topk_idx is not None:
             weights = _token_layout.without_absent_pairs(topk_idx, weights)
         started, end = call.backend.start_dispatch_back(route, rows, weights, call.options.grad_wire)
         call.backward.leave(end)
-        return None, None, None, started
+        return None, None, None, started, None
     if topk_idx is None:
         x, topk_weights = call.backend.dispatch_back(route, rows, weights, call.options.grad_wire)
     else:
         x, topk_weights = _token_layout.dispatch_back(route, topk_idx, rows, weights, call.options.grad_wire)
-    return x, None, topk_weights, None
+    return x, None, topk_weights, None, None
 
 
 _dispatch = _compat.differentiable(_dispatch_rows, _dispatch_fwd, _dispatch_bwd)

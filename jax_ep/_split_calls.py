@@ -1,9 +1,10 @@
 """`Pending`: a split-phase call between its start and its done. `BackwardCall`: the same in the backward pass.
 
-The backward pass of a split-phase call is one, too. JAX transposes the done first, and the start last. So the gradient
-of the done starts the backward operation, and the gradient of the start ends it. What is computed between the start and
-the done has its gradient between these two, because what is pending in the backward pass is the cotangent of what is
-pending in the forward pass, and barriers hold it in place.
+The backward pass of a split-phase call is also a split-phase call. JAX transposes the done first, and the start last.
+So the gradient of the done starts the backward operation, and the gradient of the start ends it. The user's barriers
+order the computation after the start and before the done. JAX transposes them, too. So they order the gradient of the
+computation between the two halves of the backward operation, because what is pending there is the cotangent of what is
+pending in the forward pass.
 """
 
 from __future__ import annotations
@@ -25,34 +26,37 @@ EndBack: TypeAlias = Callable[[Any], tuple[jax.Array | None, jax.Array | None]]
 class BackwardCall:
     """The backward operation of one split-phase call, from the gradient of the done to the gradient of the start.
 
-    JAX traces both gradients in one backward pass, so this object may hold arrays of that trace. It is static in the
-    forward pass. All objects are equal, so that a loop in plain JAX may carry a pending call: then `belongs_here` is
-    False for its done.
+    It is static in the forward pass. JAX traces both gradients in one backward pass, so this object may hold arrays of
+    that trace in between. Objects of different traces are equal, so that the carry of a `lax.scan` may contain a
+    pending call: then `take_operands` returns None for its done.
     """
 
-    needs_y = False  # of a combine: whether the gradient of its weights is wanted
-
-    def __init__(self) -> None:
+    def __init__(self, *operands: Any) -> None:
+        """`operands`: those of the start that may be differentiated."""
+        self._operands: tuple[Any, ...] | None = operands
         self._trace = _compat.current_trace()
         self._end: EndBack | None = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BackwardCall)
+        return isinstance(other, BackwardCall) and (self is other or self._trace != other._trace)
 
     def __hash__(self) -> int:
         return hash(BackwardCall)
 
-    @property
-    def belongs_here(self) -> bool:
-        """Whether the start of the call is in the function that JAX traces now."""
-        return self._trace == _compat.current_trace()
+    def take_operands(self) -> tuple[Any, ...] | None:
+        """Returns the operands of the start to its done, once; None if the start may be in another function.
+
+        A done is differentiated whenever a barrier before it is. The operands tell whether the start is, too.
+        """
+        operands, self._operands = self._operands, None
+        return operands if self._trace == _compat.current_trace() else None
 
     def leave(self, end: EndBack) -> None:
         """`end` ends the operation and returns the gradients. The gradient of the done calls this."""
         self._end = end
 
     def take(self) -> EndBack | None:
-        """What the gradient of the done has left; None if it has run the operation as a whole, or did not run."""
+        """Returns what `leave` got; None if the gradient of the done ran the whole operation, or did not run."""
         end, self._end = self._end, None
         return end
 
@@ -69,12 +73,14 @@ class Pending:
     _trace: Any = dataclasses.field(default_factory=_compat.current_trace, init=False, repr=False)
     _done: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
 
-    @property
-    def static_here(self) -> Any:
-        """The static part, whose `backward` is None if the start of this call may be in another function."""
-        if self.static.backward is None or self.static.backward.belongs_here:
-            return self.static
-        return dataclasses.replace(self.static, backward=None)
+    def take_static(self) -> tuple[Any, tuple[Any, ...] | None]:
+        """Returns the static part, and what `BackwardCall.take_operands` returns.
+
+        Without these operands, the static part has no `backward`.
+        """
+        backward = self.static.backward
+        operands = None if backward is None else backward.take_operands()
+        return (self.static if operands else dataclasses.replace(self.static, backward=None)), operands
 
     def take(self) -> Any:
         """Returns the operands. Raises an error if the trace shows that the program may end one start more than once.

@@ -99,9 +99,10 @@ class Backend(Protocol):
     def start_dispatch_back(
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
     ) -> tuple[Any, EndBack]:
-        """Begins a `dispatch_back`. Returns the cotangent of what `dispatch_start` returned, and a function of it.
+        """Begins a `dispatch_back`. Returns (started, end).
 
-        The function ends the operation, and returns what `dispatch_back` returns.
+        `started` is the cotangent of what `dispatch_start` returned. `end(started)` ends the operation and returns what
+        `dispatch_back` returns.
         """
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ GRAPHS = "CUDA graphs are XLA:GPU's; to kernels they are launches like others"
 MEMORY = "it is about the memory of groups without a network; test_network.py is about that of others"
 NETWORK = "the emulated network joins the devices of one process: test_network.py"
 ORDER = "over a network a process has one GPU, and does not see in which order others run two groups"
-COPIES = "XLA:CPU drops optimization barriers, and copies what is pending"
+COPIES = "XLA:CPU drops optimization barriers, and copies the arrays of a pending call"
 PROGRAMS = "it runs a program for users, which offers users' backends only"
 RANDOM_RANKS = "it makes groups of any number of ranks, most of which nodes of several ranks do not divide"
 
@@ -34,7 +34,7 @@ NOT_EMULATED = {
     "test_multiprocess.py::test_groups_over_a_network_again_and_again": NETWORK,
     "test_multiprocess.py::test_order_of_sums_over_a_network": NETWORK,
     "test_multiprocess.py::test_traffic": NETWORK,
-    "test_split.py::test_gradients_of_layers[checkpoint]": COPIES,
+    "test_split.py::test_gradients_of_layers_with_checkpoint": COPIES,
     "test_overlap.py::test_gemms_are_those_that_were_asked_for": "it reads the names of XLA:GPU's kernels",
 }
 

@@ -514,7 +514,7 @@ def test_export_names_every_call_of_the_operations():
     program = export(disabled_checks=ep.export_checks())(*args)
     calls = set(re.findall(r"custom_call @(jax_ep_\w+)", program.mlir_module()))
     assert {check.is_custom_call() for check in ep.export_checks()} >= calls
-    assert len(calls) == 12
+    assert len(calls) == 16
 
 
 def test_export_of_a_layer_with_the_grouped_gemm(monkeypatch):

@@ -28,7 +28,7 @@ ROUND_TOKENS = 8  # so that 23 tokens have three rounds, and the last has fewer 
 
 
 def bytes_for(group, tokens):
-    """The max_arena_bytes with which a round has so many tokens."""
+    """The bytes of an arena for so many tokens per round. The group may choose smaller, equal rounds."""
     impl = group._impl
     return impl._native.arena_bytes_for(impl._id, tokens)
 
@@ -244,7 +244,7 @@ def test_split_phase_calls(make_groups, mesh):
         return ep.combine_done(ep.combine_start(recv.x, recv))
 
     needed = bytes_for(one, SHAPE.tokens)
-    wanted = rf"dispatch_start: a rank has T = 23 tokens; .* at most 8: .* max_arena_bytes={needed}, or call dispatch"
+    wanted = rf"dispatch_start: a rank has T = 23 tokens, but .* has 8 .* max_arena_bytes={needed}, or call dispatch"
     with pytest.raises(ValueError, match=wanted):
         run_spmd(partial(split, several), mesh, x, topk_idx, topk_weights)
 

@@ -86,7 +86,8 @@ inline ffi::Error check_scales_format(const char* op, int64_t format, int64_t ca
   if (is_format && (is_plain || capacity % 4 == 0)) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(std::string(op) + ": scales_format is " + std::to_string(format) +
                                      " and capacity is " + std::to_string(capacity) +
-                                     "; they must be a number of ScalesFormat, and a multiple of 4 unless it is 0");
+                                     "; scales_format must be a number of ScalesFormat, and capacity a multiple of 4 " +
+                                     "unless scales_format is 0");
 }
 
 // Checks the rows that are sent, and the rows that arrive in `rows` of the result. The kernels cast rows of bfloat16

@@ -94,7 +94,7 @@ struct CombineOperands {
   static constexpr int kChunksAtOnce = chunks_at_once(kVariant, kUnitsRead);
   static constexpr int32_t kPartBytes = kChunksAtOnce * kUnitsRead * kChunkBytes;  // of a row of y, with a ring
   // True if a warp group loads the metadata of its next row before it sums and sends a row. False for few rows, which
-  // usually take one round.
+  // usually take one step.
   static constexpr bool kSenderLoadsAhead = !is_low_latency(kVariant);
   // True if a warp group loads the metadata of its next token while it receives a token. With a ring, this would take
   // too many registers.

@@ -152,15 +152,15 @@ struct DispatchReceiver : CombineBackward<Config> {
     return item;
   }
 
-  // Maps an item to (source, index), in the order in which senders send rows. The index is that among the rows of the
-  // round.
+  // Maps an item to (source, index), in the order in which senders send rows. The index counts from the first row of
+  // the round.
   __device__ void find_row_of_item(uint32_t item, Arriving& arriving) const {
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     arriving.index = peers.by_ranks.quotient(item);
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
   }
 
-  // What learn_destinations() has learnt.
+  // The range of indices that learn_destinations() has stored.
   __device__ IndexRange known_rows_from(int32_t source) const {
     return {kHasRounds ? shared.first_index_from[source] : 0, shared.end_index_from[source]};
   }
@@ -208,9 +208,10 @@ struct DispatchReceiver : CombineBackward<Config> {
     return arriving;
   }
 
-  // In rounds: the index, of this source, for which no row comes and for which the item has to write that. If the
-  // source sends n rows in all rounds together, these are the indices from n to num_tokens - 1. They go to the tokens
-  // without a row here, in reverse order: the tokens before this round had first_token() - rows.begin of them.
+  // In rounds, an item without a row stands for one index without a row. Returns this index, so that deliver_row()
+  // writes there that no row has come. If the source sends n rows in all rounds together, these are the indices from n
+  // to num_tokens - 1. They go to the tokens without a row here, in reverse order: the tokens before this round had
+  // first_token() - rows.begin of them.
   __device__ int32_t index_not_sent(int32_t index, const IndexRange& rows) const {
     return args.num_tokens - 1 - (first_token() - rows.begin) - (index - rows.end);
   }

@@ -171,6 +171,12 @@ inline int32_t num_sms(int64_t group, Phase phase, int32_t device_sms) {
   return phase == Phase::kWhole ? chosen : usable_sms_beside_others(chosen, device_sms);
 }
 
+// Only some kernels can run rounds (has_rounds); planned_tokens() makes the plans choose them.
+inline ffi::Error check_rounds(const char* op, const Call& call, int32_t round_tokens, const LaunchPlan& plan) {
+  if (call.num_tokens <= round_tokens || has_rounds(plan.variant)) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(op) + ": the plan chose a kernel without rounds; please report this");
+}
+
 inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Member& member, int64_t group,
                                    ElementType type, const DispatchArgs& args, const Buffers& buffers = {}) {
   // An fp8 row and its scales take no more room than the same channels in 16 bits. So check_fits() need not
@@ -186,6 +192,8 @@ inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Memb
       plan_dispatch(planned_tokens(args.num_tokens, round_tokens), peers.num_ranks, args.top_k,
                     num_chunks(static_cast<int32_t>(payload)), num_sms(group, args.phase, member.num_sms),
                     member.num_sms, args.delivery == Delivery::kCombineBack));
+  error = check_rounds(op, args, round_tokens, plan);
+  if (error.failure()) return error;
   const auto launch = [&peers, args, type, plan, kernels, round_tokens](cudaStream_t on) {
     return launch_rounds(args, round_tokens, [&](const DispatchArgs& round) {
       return kernels.launch_dispatch(peers, round, type, plan, on);
@@ -206,6 +214,8 @@ inline ffi::Error enqueue_combine(const char* op, CallStream stream, const Membe
       plan_combine(planned_tokens(args.num_tokens, round_tokens), peers.num_ranks, args.recv_row ? args.top_k : 0,
                    num_chunks(static_cast<int32_t>(args.row_bytes)), args.units_read(size_of(type)),
                    num_sms(group, args.phase, member.num_sms), member.num_sms));
+  error = check_rounds(op, args, round_tokens, plan);
+  if (error.failure()) return error;
   const auto launch = [&peers, args, type, plan, kernels, round_tokens](cudaStream_t on) {
     return launch_rounds(args, round_tokens, [&](const CombineArgs& round) {
       return kernels.launch_combine(peers, round, type, plan, on);

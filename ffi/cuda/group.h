@@ -114,7 +114,7 @@ class Group {
   std::string name() const;                            // some of the user's settings, for messages
   int64_t bytes_per_device() const;
   int32_t round_tokens() const { return layout_.round_tokens; }  // the tokens per rank of a round (Round in call.h)
-  // The least max_arena_bytes with which operations of `num_tokens` tokens have one round.
+  // The bytes of an arena whose slots have room for `num_tokens` tokens.
   int64_t arena_bytes_for(int32_t num_tokens) const;
   std::optional<FailureRecord> failure() const;
   // The counters of this process's ranks, in the order of members(). Waits for no kernel, and works after close().

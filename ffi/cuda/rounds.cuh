@@ -1,6 +1,6 @@
 // The rounds of an operation (Round in call.h): which indices the rows of a round have. In each round, a rank with
-// tokens tells every rank with experts. In a dispatch, these are the rows that come; in a combine, the rows that go
-// back.
+// tokens tells every rank the range of their indices. In a dispatch, these rows come from the rank with tokens. In a
+// combine, they go back to it.
 #pragma once
 
 #include "ffi/cuda/control_words.cuh"

@@ -6,9 +6,11 @@
 
 namespace jax_ep {
 
+__device__ __forceinline__ uint32_t exponent(uint32_t bits_of_float) { return bits_of_float << 1 >> 24; }
+
 // The exponents of four float32 scales that are 0, a power of two, or NaN. The first is in the lowest byte.
 __device__ __forceinline__ uint32_t exponents(const uint4& scales) {
-  return scales.x >> 23 | scales.y >> 23 << 8 | scales.z >> 23 << 16 | scales.w >> 23 << 24;
+  return exponent(scales.x) | exponent(scales.y) << 8 | exponent(scales.z) << 16 | exponent(scales.w) << 24;
 }
 
 // Writes into args.out_scales, whose shape depends on args.scales_format: see DispatchArgs.

@@ -145,6 +145,7 @@ class _CudaOperations(Backend):
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
     ) -> tuple[_Started, EndBack]:
         operands, results, settings = self._dispatch_back_call(route, rows, weights, wire)
+        operands = _compat.in_one_place(operands)  # for the start and the done
         started = self._start(targets.DISPATCH_BACK, operands, results, **settings)
 
         def end(cotangent: _Started) -> tuple[jax.Array | None, jax.Array | None]:
@@ -193,6 +194,7 @@ class _CudaOperations(Backend):
         if wire is not None and not self._kernels_cast(wire):
             return None
         operands, results, settings = self._combine_back_call(route, g, y, weights, wire)
+        operands = _compat.in_one_place(operands)  # for the start and the done
         started = self._start(targets.COMBINE_BACK, operands, results, **settings)
 
         def end(cotangent: _Started) -> tuple[jax.Array | None, jax.Array | None]:
@@ -309,7 +311,7 @@ class _CudaOperations(Backend):
         return rows, scales
 
     def _kernel_scales_format(self, call: DispatchCall) -> ScalesFormat:
-        """The form in which the kernel writes the scales. `_arranged` makes the form of the call of it."""
+        """The form in which the kernel writes the scales. `_arranged` converts it to the form of the call."""
         num_rows = call.route(None).rows_shape[-1]
         if num_rows % _scales.WORDS_PER_TMA_UNIT:
             return "float32"  # the kernel does not pad columns

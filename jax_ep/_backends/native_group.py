@@ -237,11 +237,12 @@ class NativeGroup:
     def check_one_round(self, op: str, num_tokens: int) -> None:
         """Raises an error if a split-phase call of `num_tokens` tokens needs rounds."""
         if num_tokens > self.round_tokens:
-            needed = self._native.arena_bytes_for(self._id, num_tokens)
+            # Rounds have equally many tokens. So only memory for all tokens makes room for any number.
+            needed = self._native.arena_bytes_for(self._id, self.group.max_tokens_per_rank)
             raise ValueError(
-                f"{op}: a rank has T = {num_tokens} tokens; with max_arena_bytes={self.group.max_arena_bytes}, a "
-                f"split-phase call may have at most {self.round_tokens}: make the group with max_arena_bytes={needed}, "
-                f"or call {op.removesuffix('_start')}"
+                f"{op}: a rank has T = {num_tokens} tokens, but a round of this group has {self.round_tokens} "
+                f"(max_arena_bytes={self.group.max_arena_bytes}), and split-phase calls do not run in rounds: make the "
+                f"group with max_arena_bytes={needed}, or call {op.removesuffix('_start')}"
             )
 
     def traffic(self) -> tuple[int, int]:
