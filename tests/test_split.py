@@ -170,9 +170,8 @@ def test_gradients_of_one_operand(make_group, mesh, layout, wanted):
     assert_same_bits(split_phase, whole)
 
 
-# Before jax 0.11.1, jax.checkpoint runs split-phase calls again in the backward pass.
 def check_gradients_of_layers(group, mesh, layout, stack):
-    """`stack(step, x)` runs some layers. What is computed beside the rows has its gradient beside those of the gradient."""
+    """`stack(step, x)` runs some layers, in which something is computed beside the rows."""
 
     def gradient(split_phase):
         def total(x, topk_idx, topk_weights):
