@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from jax_ep import _checks, _compat, _scales, _token_layout, _wires
 from jax_ep._balance import Plan, home_slots
@@ -409,7 +408,7 @@ def _dispatch_bwd(
     if saved is None:
         return None, None, None, None, None
     route, topk_idx = saved
-    rows, weights = (None if isinstance(leaf, SymbolicZero) else leaf for leaf in (g.x, g.weights))
+    rows, weights = _compat.without_zeros((g.x, g.weights))
     if call.quantized:
         rows = None  # x and its scales are constants: otherwise, the forward rule raises an error
     if rows is None and weights is None:
@@ -417,9 +416,11 @@ def _dispatch_bwd(
     if call.backward is not None:
         if topk_idx is not None:
             weights = _token_layout.without_absent_pairs(topk_idx, weights)
-        started, end = call.backend.start_dispatch_back(route, rows, weights, call.options.grad_wire)
-        call.backward.leave(end)
-        return None, None, None, started, None
+        begun = call.backend.start_dispatch_back(route, rows, weights, call.options.grad_wire)
+        if begun is not None:
+            started, end = begun
+            call.backward.leave(end)
+            return None, None, None, started, None
     if topk_idx is None:
         x, topk_weights = call.backend.dispatch_back(route, rows, weights, call.options.grad_wire)
     else:

@@ -98,13 +98,13 @@ class Backend(Protocol):
 
     def start_dispatch_back(
         self, route: Route, rows: jax.Array | None, weights: jax.Array | None, wire: GradWire | None
-    ) -> tuple[Any, EndBack]:
-        """Begins a `dispatch_back`. Returns (started, end).
+    ) -> tuple[Any, EndBack] | None:
+        """Begins a `dispatch_back`. Returns (started, end), or None if `dispatch_back` must run instead.
 
         `started` is the cotangent of what `dispatch_start` returned. `end(started)` ends the operation and returns what
         `dispatch_back` returns.
         """
-        raise NotImplementedError
+        return None
 
     def combine_start(self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any, wire: Wire | None) -> Any:
         """As dispatch_start, for `combine`."""

@@ -9,7 +9,7 @@ memory: only the native group knows that (ffi/cuda/group.h).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -61,11 +61,9 @@ class _CudaOperations(Backend):
 
     _id: int  # the group's id, which programs contain
     _has_network: bool
+    check_one_round: Callable[[str, int], None]  # of NativeGroup and AbstractGroup
     splits_calls = True
     sends_pairs = True  # in the headers of the rows
-
-    def check_one_round(self, op: str, num_tokens: int) -> None:
-        raise NotImplementedError  # NativeGroup and AbstractGroup define it
 
     def dispatch_start(
         self,
@@ -363,7 +361,7 @@ class _CudaOperations(Backend):
             absent += ["recv_topk_idx", "num_rows_per_rank"]
         scales_format = self._kernel_scales_format(call)
         num_scales = _wires.num_scales(group.hidden)
-        out_scales = _scales.arranged_type(scales_format, route.rows_shape, num_scales)
+        out_scales = _scales.arranged_type(scales_format, route.rows_shape, num_scales) if returns_fp8 else NONE
         results = targets.DISPATCH.result_types(
             operands,
             {

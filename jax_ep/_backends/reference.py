@@ -12,7 +12,7 @@ import operator
 import os
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,12 +118,6 @@ class ReferenceBackend(Backend):
             # Each (token, k) has a row on at most one rank; the other ranks add zero.
             topk_weights = self._sum_over_ranks(take(weights.reshape(-1), route.arrays.row), weights.dtype)
         return x, topk_weights
-
-    def start_dispatch_back(self, *_: Any) -> NoReturn:
-        raise AssertionError("this backend does not split calls")
-
-    def start_combine_back(self, *_: Any) -> NoReturn:
-        raise AssertionError("this backend does not split calls")
 
     def combine_start(self, route: Route, *operands: Any) -> None:
         """The whole operation runs in its done."""
