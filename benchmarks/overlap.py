@@ -10,13 +10,13 @@ The program measures two forms, with the recipes of docs/overlap.md, and their b
                     can be hidden
 
 Each form is a chain of STEPS steps in one executable. In the forms with "backward", the first step is the forward pass.
-Each of the others is the backward pass of it, on the cotangents that the step before returned. GEMMs take the place of
-the experts, and the rows that arrive go back unchanged, so only the communication and the GEMMs count. The number of
-GEMMs beside each operation is chosen so that they take as long as the operation alone. The program runs each chain
-sequentially, and overlapped by the recipe, for each number of streaming multiprocessors (SMs) that an operation may
-use. It runs them with GEMMs of cuBLAS and of Triton, because XLA by itself chooses the one that is faster alone, and
-its choice varies between runs. All tokens must come back unchanged, bit for bit. Times are from a profiler trace of the
-GPUs. In the JSON file, they are per step, and medians over executions and GPUs:
+Every later step is the backward pass of this first step. Its cotangents are the results of the step before. GEMMs take
+the place of the experts, and the rows that arrive go back unchanged, so only the communication and the GEMMs count. The
+number of GEMMs beside each operation is chosen so that they take as long as the operation alone. The program runs each
+chain sequentially, and overlapped by the recipe, for each number of streaming multiprocessors (SMs) that an operation
+may use. It runs them with GEMMs of cuBLAS and of Triton, because XLA by itself chooses the one that is faster alone,
+and its choice varies between runs. All tokens must come back unchanged, bit for bit. Times are from a profiler trace of
+the GPUs. In the JSON file, they are per step, and medians over executions and GPUs:
 
     alone_us            the communication without GEMMs
     gemms_us            the GEMMs without communication

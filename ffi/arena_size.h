@@ -30,16 +30,16 @@ struct ArenaBounds {
 inline constexpr ArenaBounds kDefaultArenaBounds = {int64_t{2} << 30, int64_t{512} << 20};
 
 // Chooses an arena within `bounds`. bytes_of(layout) returns the bytes of all memory whose size depends on
-// the arena. If a slot for all tokens is too large, the operations have as few rounds as possible, and the rounds have
-// equally many tokens. If not even one token per round fits, the arena
-// has room for one and exceeds `bounds`; the caller checks.
+// the arena. If a slot for all tokens is too large, operations have as few rounds as fit in `bounds`, and round_tokens
+// is as small as this number of rounds allows. The last round may have fewer tokens. If not even one token per round
+// fits, the arena has room for one and exceeds `bounds`. The caller checks this.
 template <typename BytesOf>
 constexpr ArenaLayout choose_arena(const ArenaNeeds& needs, const ArenaBounds& bounds, BytesOf bytes_of) {
   const ArenaLayout most = needs.layout(needs.max_tokens, kMaxSlots);
   if (needs.has_most_slots() && bytes_of(most) <= bounds.one_round) return most;
   const ArenaLayout one_round = needs.layout(needs.max_tokens, 2);
   if (bytes_of(one_round) <= bounds.one_round) return one_round;
-  // The kernels divide numbers of tokens by round_tokens (Divisor).
+  // The kernels divide numbers of tokens by round_tokens with a Divisor, which has this limit.
   const auto is_possible = [&](int64_t round_tokens) {
     return round_tokens * needs.max_tokens < int64_t{1} << 32 &&
            bytes_of(needs.layout(static_cast<int32_t>(round_tokens), kSlotsWithRounds)) <= bounds.rounds;

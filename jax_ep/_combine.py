@@ -132,8 +132,8 @@ def combine_done(pending: Pending) -> Annotated[jax.Array, "out_dtype [T, H]"]:
     check_pending("combine", pending)
     check_usable("combine_done", pending.group)
     operands = pending.take()
-    options, of_start = pending.take_static()
-    return _combine(options, *operands, of_start)
+    options, start_operands = pending.take_static()
+    return _combine(options, *operands, start_operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _start_fwd(options: CombineOptions, y: Any, weights: Any, route: Any) -> tup
 def _start_bwd(options: CombineOptions, saved: None, g: Any) -> tuple[Any, Any, None]:
     assert options.backward is not None
     y_cotangent, weights_cotangent, started = _compat.without_zeros(g)
-    if end := options.backward.take():
+    if end := options.backward.pop_end():
         y_cotangent, weights_cotangent = end(started)
     return y_cotangent, weights_cotangent, None
 
@@ -189,22 +189,23 @@ _start = _compat.differentiable(_start_sums, _start_fwd, _start_bwd)
 
 
 def _combine_rows(
-    options: CombineOptions, y: jax.Array, weights: jax.Array, route: Route, started: Any, of_start: Any
+    options: CombineOptions, y: jax.Array, weights: jax.Array, route: Route, started: Any, start_operands: Any
 ) -> jax.Array:
     return route.backend.combine(route, y, weights, started, options.out_dtype, options.wire)
 
 
 def _combine_fwd(
-    options: CombineOptions, y: Any, weights: Any, route: Any, started: Any, of_start: Any
+    options: CombineOptions, y: Any, weights: Any, route: Any, started: Any, start_operands: Any
 ) -> tuple[jax.Array, Any]:
-    # With barriers, JAX treats all operands of a done as differentiated. Those of its start tell which ones really are.
-    y_is, weights_are = (leaf.perturbed for leaf in of_start or (y, weights))
+    # A barrier before a done makes JAX mark all operands of the done as differentiated. The
+    # operands of the start show which ones the user differentiates.
+    y_perturbed, weights_perturbed = (leaf.perturbed for leaf in start_operands or (y, weights))
     y, weights, route, started = _compat.values((y, weights, route, started))
     out = _combine_rows(options, y, weights, route, started, None)
-    if not y_is and not weights_are:
+    if not y_perturbed and not weights_perturbed:
         return out, None
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
-    return out, (y if weights_are else None, weights, route)
+    return out, (y if weights_perturbed else None, weights, route)
 
 
 def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[Any, Any, None, Any, None]:
@@ -216,7 +217,7 @@ def _combine_bwd(options: CombineOptions, saved: Any, g: jax.Array) -> tuple[Any
         begun = route.backend.start_combine_back(route, g, y, weights, options.grad_wire)
         if begun is not None:
             started, end = begun
-            options.backward.leave(end)
+            options.backward.set_end(end)
             return None, None, None, started, None
     y_cotangent, weights_cotangent = route.backend.combine_back(route, g, y, weights, options.grad_wire)
     return y_cotangent, weights_cotangent, None, None, None

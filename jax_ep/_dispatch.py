@@ -208,8 +208,8 @@ def dispatch_done(pending: Pending) -> Dispatched:
     check_pending("dispatch", pending)
     check_usable("dispatch_done", pending.group)
     operands = pending.take()
-    call, of_start = pending.take_static()
-    return _visible(call, _dispatch(call, *operands, of_start))
+    call, start_operands = pending.take_static()
+    return _visible(call, _dispatch(call, *operands, start_operands))
 
 
 @_compat.named
@@ -365,7 +365,7 @@ def _start_fwd(call: DispatchCall, *operands: Any) -> tuple[Any, None]:
 
 def _start_bwd(call: DispatchCall, saved: None, g: Any) -> tuple[Any, None, Any]:
     x, topk_weights, started = _compat.without_zeros(g)
-    if call.backward is not None and (end := call.backward.take()):
+    if call.backward is not None and (end := call.backward.pop_end()):
         x, topk_weights = end(started)
     return x, None, topk_weights
 
@@ -380,12 +380,12 @@ def _move(call: DispatchCall, *operands: Any, zero_pad: bool) -> Dispatched:
 
 
 def _dispatch_rows(call: DispatchCall, *operands: Any) -> Dispatched:
-    *moved, _ = operands  # the last one is what BackwardCall.take_operands returned
+    *moved, _ = operands  # the operands of the start are for the forward rule
     return _move(call, *moved, zero_pad=bool(call.options.zero_pad))
 
 
 def _dispatch_fwd(call: DispatchCall, x: Any, *others: Any) -> tuple[Dispatched, Any]:
-    *operands, of_start = others
+    *operands, start_operands = others
     if call.quantized and any(part.perturbed for part in x):
         raise TypeError(
             "dispatch: a quantised x cannot be differentiated; give x in the group's dtype with wire='fp8', "
@@ -397,7 +397,7 @@ def _dispatch_fwd(call: DispatchCall, x: Any, *others: Any) -> tuple[Dispatched,
     recv = _move(call, *_compat.values((x, *operands)), zero_pad=call.options.zero_pad is not False)
     # Named here: otherwise, no checkpoint policy could save the route, which the backward rule needs.
     recv = checkpoint_name(recv, "jax_ep_dispatch")
-    if of_start is not None and not _compat.is_differentiated(of_start):
+    if start_operands is not None and not _compat.is_differentiated(start_operands):
         return recv, None
     return recv, (recv.route, recv.topk_idx)
 
@@ -419,7 +419,7 @@ def _dispatch_bwd(
         begun = call.backend.start_dispatch_back(route, rows, weights, call.options.grad_wire)
         if begun is not None:
             started, end = begun
-            call.backward.leave(end)
+            call.backward.set_end(end)
             return None, None, None, started, None
     if topk_idx is None:
         x, topk_weights = call.backend.dispatch_back(route, rows, weights, call.options.grad_wire)

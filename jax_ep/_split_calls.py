@@ -2,9 +2,9 @@
 
 The backward pass of a split-phase call is also a split-phase call. JAX transposes the done first, and the start last.
 So the gradient of the done starts the backward operation, and the gradient of the start ends it. The user's barriers
-order the computation after the start and before the done. JAX transposes them, too. So they order the gradient of the
-computation between the two halves of the backward operation, because what is pending there is the cotangent of what is
-pending in the forward pass.
+order the computation after the start and before the done. JAX transposes them, too: a barrier on a pending call becomes
+a barrier on its cotangent, which is the pending backward operation. So the gradient of the computation stays between
+the start and the done of the backward operation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BackwardCall:
 
     It is static in the forward pass. JAX traces both gradients in one backward pass, so this object may hold arrays of
     that trace in between. Objects of different traces are equal, so that the carry of a `lax.scan` may contain a
-    pending call: then `take_operands` returns None for its done.
+    pending call (where XLA does not copy it): then `pop_operands` returns None for its done.
     """
 
     def __init__(self, *operands: Any) -> None:
@@ -43,20 +43,21 @@ class BackwardCall:
     def __hash__(self) -> int:
         return hash(BackwardCall)
 
-    def take_operands(self) -> tuple[Any, ...] | None:
+    def pop_operands(self) -> tuple[Any, ...] | None:
         """Returns the operands of the start to its done, once; None if the start may be in another function.
 
-        A done is differentiated whenever a barrier before it is. The operands tell whether the start is, too.
+        If a barrier before a done is differentiated, JAX also differentiates the done. Only the operands of the start
+        show whether the start is.
         """
         operands, self._operands = self._operands, None
         return operands if self._trace == _compat.current_trace() else None
 
-    def leave(self, end: EndBack) -> None:
+    def set_end(self, end: EndBack) -> None:
         """`end` ends the operation and returns the gradients. The gradient of the done calls this."""
         self._end = end
 
-    def take(self) -> EndBack | None:
-        """Returns what `leave` got; None if the gradient of the done ran the whole operation, or did not run."""
+    def pop_end(self) -> EndBack | None:
+        """Returns what `set_end` got; None if the gradient of the done ran the whole operation, or did not run."""
         end, self._end = self._end, None
         return end
 
@@ -74,12 +75,12 @@ class Pending:
     _done: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def take_static(self) -> tuple[Any, tuple[Any, ...] | None]:
-        """Returns the static part, and what `BackwardCall.take_operands` returns.
+        """Returns the static part, and what `BackwardCall.pop_operands` returns.
 
-        Without these operands, the static part has no `backward`.
+        If these operands are None, the static part has no `backward`, so the backward pass is a whole operation.
         """
         backward = self.static.backward
-        operands = None if backward is None else backward.take_operands()
+        operands = None if backward is None else backward.pop_operands()
         return (self.static if operands else dataclasses.replace(self.static, backward=None)), operands
 
     def take(self) -> Any:

@@ -203,8 +203,8 @@ def test_gradients_of_layers_with_checkpoint(make_group, mesh, layout):
 def test_the_backward_pass_keeps_the_order(kernel_backend, mesh):
     """In the recipe of docs/overlap.md, the computation's gradient is between the halves of the backward operation.
 
-    Barriers hold it there: one has what the start returns, and what the gradient of the computation reads; another has
-    its result, and what the done reads.
+    Barriers hold it there. The first one has the pending backward operation, and what the gradient of the computation
+    reads. The second one has the pending operation, which the done then reads, and the result of that gradient.
     """
 
     def total(group, x, topk_idx, topk_weights):

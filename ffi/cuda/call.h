@@ -18,7 +18,7 @@ struct PendingCall {
   uint32_t num_entered;  // the blocks of the done's kernel that have entered
 };
 
-// The tokens of each rank whose rows a launch moves. Usually, a launch moves the rows of all tokens. If the arena has
+// Says which tokens of each rank a launch moves. Usually, a launch moves the rows of all tokens. If the arena has
 // too little room for them, an operation runs as several launches on one stream, its rounds. Each round is a whole
 // operation with an epoch of its own, so the words by which ranks free the slots of the arena also order the rounds. A
 // round moves the rows of `round_tokens` tokens. The last round may have fewer.
@@ -28,8 +28,8 @@ struct PendingCall {
 // indices the rows of the round have (rounds.cuh).
 struct Round {
   int32_t first_token = 0;
-  int32_t num_tokens_after = 0;           // of later rounds
-  Divisor by_tokens = Divisor(1u << 31);  // by the tokens of a round; in a single launch, by more than any index
+  int32_t num_tokens_after = 0;           // the tokens of later rounds
+  Divisor by_tokens = Divisor(1u << 31);  // divides by round_tokens; in a single launch, by more than any index
 
   constexpr bool is_only() const { return first_token == 0 && num_tokens_after == 0; }
   constexpr bool is_last() const { return num_tokens_after == 0; }
@@ -47,7 +47,7 @@ struct Call {
   int32_t num_tokens, top_k;
   Round round;
 
-  constexpr int32_t end_token() const { return num_tokens - round.num_tokens_after; }  // of the round
+  constexpr int32_t end_token() const { return num_tokens - round.num_tokens_after; }  // the end of the round's tokens
 };
 
 // Calls launch(args) for each round of an operation. `round_tokens`: the tokens for which a slot of the arena has room.

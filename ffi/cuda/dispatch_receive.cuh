@@ -208,10 +208,9 @@ struct DispatchReceiver : CombineBackward<Config> {
     return arriving;
   }
 
-  // In rounds, an item without a row stands for one index without a row. Returns this index, so that deliver_row()
-  // writes there that no row has come. If the source sends n rows in all rounds together, these are the indices from n
-  // to num_tokens - 1. They go to the tokens without a row here, in reverse order: the tokens before this round had
-  // first_token() - rows.begin of them.
+  // In rounds, deliver_row() must record once for each index that the source never sends that no row has come: for n to
+  // num_tokens - 1, if the source sends n rows in all rounds together. Each item without a row takes one of these
+  // indices, from the highest down. Earlier rounds took first_token() - rows.begin of them.
   __device__ int32_t index_not_sent(int32_t index, const IndexRange& rows) const {
     return args.num_tokens - 1 - (first_token() - rows.begin) - (index - rows.end);
   }

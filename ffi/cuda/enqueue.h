@@ -70,11 +70,11 @@ inline ffi::Error check_fits(const char* op, const Member& member, const Call& c
   const ArenaLayout& layout = member.peers.layout;
   if (call.num_tokens <= member.max_tokens && payload <= layout.max_payload && payload % kUnitBytes == 0) {
     if (call.phase == Phase::kWhole || call.num_tokens <= layout.round_tokens) return ffi::Error::Success();
-    return ffi::Error::InvalidArgument(std::string(op) + ": x has " + std::to_string(call.num_tokens) +
-                                       " tokens; a split-phase call has no rounds, so it may have at most the " +
-                                       std::to_string(layout.round_tokens) +
-                                       " tokens for which the group's arena has room: make the group with a larger " +
-                                       "max_arena_bytes, or use dispatch and combine");
+    return ffi::Error::InvalidArgument(
+        std::string(op) + ": a rank has " + std::to_string(call.num_tokens) +
+        " tokens, but a round of this group has " + std::to_string(layout.round_tokens) +
+        ", and split-phase calls do not run in rounds: make the group with a larger max_arena_bytes, or call the " +
+        "whole operation");
   }
   return ffi::Error::InvalidArgument(std::string(op) + ": " + std::to_string(call.num_tokens) + " rows of " +
                                      std::to_string(payload) + " bytes do not fit in the group's " +

@@ -15,7 +15,8 @@ struct RangesOfRanks {
   IndexRange of_rank[kMaxRanksOfKernels];
 };
 
-// Tells a rank which of its rows this round has. One warp calls it.
+// Sends `peer` the range of indices that the rows between this rank's tokens and `peer` have in this round. One warp
+// calls it.
 __device__ __forceinline__ void send_range(const Operation& op, int32_t peer, const IndexRange& rows) {
   const int32_t copies = kHasNetwork && is_remote(op.peers, peer) ? 1 : op.num_copies();
   if (lane_id() >= copies) return;
@@ -24,8 +25,9 @@ __device__ __forceinline__ void send_range(const Operation& op, int32_t peer, co
   op.send_number(peer, &op.control_of(peer).num_rows[op.state.slot][at], rows.end);
 }
 
-// Waits for the rows of this round from `source`. The range is never larger than the round, even if the source is in
-// another call and sends other numbers. After a failure, the range is empty.
+// Waits for the two words in which `source` sends the range of indices of this round's rows. The returned range is
+// never longer than the round, even if the source is in another call and sends other numbers. After a failure, the
+// range is empty.
 __device__ __forceinline__ IndexRange wait_range(const Operation& op, int32_t source) {
   const Round& round = op.call.round;
   const int32_t begin = min(max(op.wait_num_rows(source, kSlotsWithRounds), 0), round.first_token);
@@ -47,7 +49,7 @@ __device__ __forceinline__ void send_ranges(const Operation& op, RangeOf range_o
 }
 
 // Tells all ranks the ranges of a known route. The workers of one block call it. (In the column of this rank itself,
-// send_index has numbers of tokens. This rank does not use that range.)
+// send_index has the numbers of tokens, and no indices. This rank does not use that range.)
 __device__ __noinline__ static void send_ranges_of_route(State& state, const int32_t* send_index) {
   const auto op = operation_of<Operation>(state);
   send_ranges(op, [&](int32_t rank) -> IndexRange {

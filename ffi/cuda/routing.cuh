@@ -68,8 +68,8 @@ struct Routing : DispatchOperands<Config> {
     op.sync_workers();
   }
 
-  // Counts the tokens of all rounds. In rounds, also sends each rank the number of its rows before and after this
-  // round. `ids`: the first ids, from ids_to_count(); not used in rounds.
+  // Counts the tokens of all rounds. In rounds, also sends each rank two numbers: its rows in all rounds before this
+  // one, and in all rounds to the end of this one. `ids`: the first ids, from ids_to_count(); not used in rounds.
   __device__ void count_all_tokens(const SendCounts& counts, const Ids& ids) const {
     if constexpr (!kHasRounds) {
       count_tokens(counts, 0, args.num_tokens, ids, kClearsBeforeEntry);

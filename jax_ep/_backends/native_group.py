@@ -237,7 +237,7 @@ class NativeGroup:
     def check_one_round(self, op: str, num_tokens: int) -> None:
         """Raises an error if a split-phase call of `num_tokens` tokens needs rounds."""
         if num_tokens > self.round_tokens:
-            # Rounds have equally many tokens. So only memory for all tokens makes room for any number.
+            # A group makes its rounds as equal as possible, so memory for num_tokens may give smaller rounds.
             needed = self._native.arena_bytes_for(self._id, self.group.max_tokens_per_rank)
             raise ValueError(
                 f"{op}: a rank has T = {num_tokens} tokens, but a round of this group has {self.round_tokens} "
