@@ -9,8 +9,9 @@ namespace jax_ep {
 template <typename Config>
 struct CombineBackward : DispatchArrival<Config> {
   using Base = DispatchArrival<Config>;
-  using Base::args, Base::chunk_of, Base::experts_per_rank, Base::has_unit, Base::kCasts, Base::kReceiveBatch,
-      Base::kUnitsRead, Base::out_row, Base::peers, Base::scratch, Base::shared, Base::sync_warp_group, Base::wire_cast;
+  using Base::args, Base::chunk_of, Base::experts_per_rank, Base::is_in_row, Base::kCasts, Base::kReceiveBatch,
+      Base::kUnitsRead, Base::out_row, Base::peers, Base::scratch, Base::shared, Base::sync_warp_group,
+      Base::unit_in_row, Base::wire_cast;
   using typename Base::Arriving;
   using typename Base::X;
   static constexpr int kChannelsInUnit = kUnitsRead * Vector<X>::kSize;  // of a unit in transit
@@ -34,11 +35,11 @@ struct CombineBackward : DispatchArrival<Config> {
       const auto* row_of_y = static_cast<const uint8_t*>(args.y) + target * args.out_row_bytes;
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
-        const int32_t chunk = chunk_of(first, i, warp_group);
-        if (!has_unit(chunk)) continue;
 #pragma unroll
-        for (int v = 0; v < kUnitsRead; ++v)
-          copy_unit_async(y_unit(stage, i, v), row_of_y + (first_unit_in_row(chunk) + v) * kUnitBytes);
+        for (int v = 0; v < kUnitsRead; ++v) {
+          const int32_t unit = unit_in_row(chunk_of(first, i, warp_group), v);
+          if (is_in_row(unit)) copy_unit_async(y_unit(stage, i, v), row_of_y + unit * kUnitBytes);
+        }
       }
     }
     end_copies();
@@ -51,9 +52,6 @@ struct CombineBackward : DispatchArrival<Config> {
     return reinterpret_cast<uint4*>(y) + number * kChunkUnits + lane_id();
   }
 
-  // Returns the first unit, in a row of y or of the result, with channels of this lane's unit of `chunk`.
-  __device__ static int32_t first_unit_in_row(int32_t chunk) { return (chunk * kChunkUnits + lane_id()) * kUnitsRead; }
-
   // Writes weight * g to the result's row, where g are the channels of the i-th unit of the batch. Returns the dot
   // product of g and the same channels of the row of y in `stage`.
   __device__ float combine_back_unit(const float (&g)[kChannelsInUnit], int32_t stage, int i, int64_t row,
@@ -61,6 +59,8 @@ struct CombineBackward : DispatchArrival<Config> {
     float product = 0;
 #pragma unroll
     for (int v = 0; v < kUnitsRead; ++v) {
+      const int32_t unit = unit_in_row(chunk, v);
+      if (!is_in_row(unit)) continue;
       Vector<X> y, cotangent;
       y.bits = args.y ? *y_unit(stage, i, v) : uint4{};
 #pragma unroll
@@ -69,7 +69,7 @@ struct CombineBackward : DispatchArrival<Config> {
         cotangent.element[e] = from_float<X>(weight * channel);
         product += channel * to_float(y.element[e]);
       }
-      out_row(row)[first_unit_in_row(chunk) + v] = cotangent.bits;
+      out_row(row)[unit] = cotangent.bits;
     }
     return product;
   }
@@ -88,7 +88,7 @@ struct CombineBackward : DispatchArrival<Config> {
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const float scale = scale_of_block(arriving.batch.units[kReceiveBatch], i);
-        cast_from_fp8(arriving.batch.units[i], scale, wire_cast(), g[i]);
+        cast_from_fp8(pair_channels(arriving.batch.units[i]), scale, wire_cast(), g[i]);
       }
     }
 #pragma unroll 1
@@ -101,7 +101,6 @@ struct CombineBackward : DispatchArrival<Config> {
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);
-        if (!has_unit(chunk)) continue;
         if constexpr (!kCasts) {
           Vector<X> unit;
           unit.bits = arriving.batch.units[i];

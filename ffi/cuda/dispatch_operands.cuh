@@ -114,6 +114,8 @@ struct DispatchOperands {
   static constexpr bool kHasRounds = has_rounds(kVariant);
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
+  // True if a unit of fp8 in transit has the channels of two units of the result.
+  static constexpr bool kHalves = kDelivery == Delivery::kDequantize || (kDelivery == Delivery::kCombineBack && kCasts);
   static constexpr bool kClearsBeforeEntry = kIsLowLatency;  // prepare() runs before the block has entered
   static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kDelivery != Delivery::kDequantize));
 
@@ -153,6 +155,12 @@ struct DispatchOperands {
     const uint64_t offset = uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(args.out_row_bytes);
     return reinterpret_cast<uint4*>(static_cast<uint8_t*>(args.out) + offset);
   }
+  // The v-th of the units, in a row of y or of the result, with channels of a lane's unit of `chunk`; if rows travel as
+  // fp8, of the lane's unit after pair_channels().
+  __device__ static int32_t unit_in_row(int32_t chunk, int v) {
+    return kHalves ? chunk * 2 * kChunkUnits + paired_unit(v) : chunk * kChunkUnits + lane_id();
+  }
+  __device__ bool is_in_row(int32_t unit) const { return unit * kUnitBytes < args.out_row_bytes; }
   // The i-th chunk of a batch, whose chunks are first, first + num_warps, ...
   __device__ static int32_t chunk_of(int32_t first, int32_t i, const WarpGroup& warp_group) {
     return first + i * warp_group.num_warps;

@@ -10,13 +10,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit,
-      Base::end_token, Base::first_token, Base::in_rounds, Base::is_last_round, Base::is_own, Base::kDelivery,
-      Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
-      Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
+      Base::end_token, Base::first_token, Base::in_rounds, Base::is_in_row, Base::is_last_round, Base::is_own,
+      Base::kDelivery, Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
+      Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
       Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of,
       Base::rows_from, Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at,
       Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
-      Base::sync_warp_group, Base::take_batch, Base::write_counts, Base::zero_row;
+      Base::sync_warp_group, Base::take_batch, Base::unit_in_row, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -341,14 +341,15 @@ struct DispatchReceiver : CombineBackward<Config> {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
       ChannelsOfUnit x;
-      cast_from_fp8(batch.units[i], scale_of_block(batch.units[kReceiveBatch], i), Cast::kAmax, x);
+      const float scale = scale_of_block(batch.units[kReceiveBatch], i);
+      cast_from_fp8(pair_channels(batch.units[i]), scale, Cast::kAmax, x);
 #pragma unroll 1
       for (uint32_t left = targets; left; left &= left - 1) {
-        uint4* out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1)) +
-                     (chunk_of(first, i, warp_group) * kChunkUnits + lane_id()) * 2;
+        uint4* const out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1));
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
-          if (has_unit(chunk_of(first, i, warp_group))) out[v] = x[v].bits;
+          const int32_t unit = unit_in_row(chunk_of(first, i, warp_group), v);
+          if (is_in_row(unit)) out[unit] = x[v].bits;
         }
       }
     }

@@ -153,13 +153,28 @@ __device__ __forceinline__ uint4 cast_to_fp8(const ChannelsOfUnit& x, Cast cast,
   return cast_by_scale(channels, fp8, cast);
 }
 
+// Gives neighbouring lanes 2j and 2j + 1 the channels of whole 32-byte sectors of a row of two-byte elements. `unit`:
+// the lane's 16 channels of fp8. Lane 2j gives its last eight channels for the first eight of lane 2j + 1. Converted to
+// two bytes each, the channels of the result are two units of the row, with the numbers paired_unit(). So when a warp
+// reads or writes a unit per lane, each pair of lanes accesses a whole sector. Whole warps call it.
+__device__ __forceinline__ uint4 pair_channels(const uint4& unit) {
+  const bool is_odd = lane_id() % 2 != 0;
+  const uint32_t first = __shfl_xor_sync(kAllLanes, is_odd ? unit.x : unit.z, 1);
+  const uint32_t second = __shfl_xor_sync(kAllLanes, is_odd ? unit.y : unit.w, 1);
+  return is_odd ? make_uint4(first, second, unit.z, unit.w) : make_uint4(unit.x, unit.y, first, second);
+}
+// The number, in a chunk of fp8, of the lane's unit v (0 or 1) of two-byte elements.
+__device__ __forceinline__ int32_t paired_unit(int32_t v) { return lane_id() / 2 * 4 + 2 * v + lane_id() % 2; }
+
 // Converts a unit of fp8 to float32.
 __device__ __forceinline__ void cast_from_fp8(uint4 unit, float scale, Cast cast, float (&x)[kChannelsPerUnit]) {
   const auto format = cast == Cast::kE5m2 ? __NV_E5M2 : __NV_E4M3;
-  const auto* q = reinterpret_cast<const __nv_fp8_storage_t*>(&unit);
+  const auto* pairs = reinterpret_cast<const __nv_fp8x2_storage_t*>(&unit);
 #pragma unroll
-  for (int i = 0; i < kChannelsPerUnit; ++i) {
-    x[i] = __fmul_rn(__half2float(__half(__nv_cvt_fp8_to_halfraw(q[i], format))), scale);
+  for (int i = 0; i < kChannelsPerUnit / 2; ++i) {
+    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(pairs[i], format);
+    x[2 * i] = __fmul_rn(__half2float(__half(__half_raw{pair.x})), scale);
+    x[2 * i + 1] = __fmul_rn(__half2float(__half(__half_raw{pair.y})), scale);
   }
 }
 

@@ -146,6 +146,13 @@ void test_codes(const Format& format, uint32_t infinity, uint32_t (*nan_to_float
 template <__nv_fp8_interpretation_t kFormat>
 float fp8_to_float(uint32_t code) {
   const __half_raw half = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), kFormat);
+  constexpr uint32_t kOther = 0x3c;
+  for (const uint32_t shift : {0, 8}) {  // the low byte is the first code
+    const auto codes = static_cast<__nv_fp8x2_storage_t>(code << shift | kOther << (8 - shift));
+    const __half2_raw both = __nv_cvt_fp8x2_to_halfraw2(codes, kFormat);
+    EXPECT_EQ(shift == 0 ? both.x : both.y, half.x);
+    EXPECT_EQ(shift == 0 ? both.y : both.x, __nv_cvt_fp8_to_halfraw(kOther, kFormat).x);
+  }
   if ((half.x & 0x7fff) > 0x7c00) EXPECT_EQ(half.x, 0x7fff);
   return __half2float(__half(half));
 }

@@ -10,6 +10,10 @@ struct __half_raw {
   unsigned short x;
 };
 
+struct __half2_raw {
+  unsigned short x, y;
+};
+
 struct __half {
   uint16_t __x;
 

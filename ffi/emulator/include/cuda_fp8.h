@@ -51,3 +51,11 @@ inline __half_raw __nv_cvt_fp8_to_halfraw(__nv_fp8_storage_t code, __nv_fp8_inte
   const float value = static_cast<float>(magnitude) * (1.0f / (1 << 9));
   return {static_cast<unsigned short>(sign | __half_raw(__float2half_rn(value)).x)};
 }
+
+// The low byte of `codes` is the first code.
+inline __half2_raw __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t codes, __nv_fp8_interpretation_t format) {
+  const auto half = [=](int shift) {
+    return __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(codes >> shift), format).x;
+  };
+  return {half(0), half(8)};
+}
