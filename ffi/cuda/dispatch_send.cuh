@@ -21,10 +21,14 @@ struct DispatchSender : Routing<Config> {
     float scales[kSendBatch];  // if x is fp8 already
   };
 
-  // A batch in the form in which it is sent.
-  struct Packed {
-    Chunk units[kSendBatch], scales[kSendBatch];
+  // N chunks of a row in the form in which they are sent. In `scales`, lane i has the unit with the scales of the i-th
+  // chunk.
+  template <int N>
+  struct PackedChunks {
+    Chunk units[N], scales;
+    bool has_escapes;
   };
+  using Packed = PackedChunks<kSendBatch>;
 
   // The destinations of a token.
   struct Route {
@@ -246,41 +250,63 @@ struct DispatchSender : Routing<Config> {
   }
 
   __device__ Packed pack(const Batch& batch, int32_t batch_index) const {
-    Packed packed;
+    uint4 units[kSendBatch], scales = {};
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
-      const int32_t chunk = batch_index * kSendBatch + i;
       float scale = batch.scales[i];
-      packed.units[i] = Chunk::of(kCasts ? cast(batch.units[i], scale) : batch.units[i][0], has_unit(chunk));
-      if (has_scales()) packed.scales[i] = Chunk::of(scales_unit(has_unit(chunk) ? scale : 0), lane_id() == 0);
+      units[i] = kCasts ? cast(batch.units[i], scale) : batch.units[i][0];
+      if (!has_scales()) continue;
+      const uint4 unit = scales_unit(has_unit(batch_index * kSendBatch + i) ? scale : 0);
+      if (lane_id() == i) scales = unit;
     }
+    return pack_chunks(units, scales, [=](int i) { return batch_index * kSendBatch + i; });
+  }
+
+  // The i-th of the chunks is chunk chunk_at(i) of the row.
+  template <int N, typename ChunkAt>
+  __device__ PackedChunks<N> pack_chunks(const uint4 (&units)[N], const uint4& scales, ChunkAt chunk_at) const {
+    PackedChunks<N> packed = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      packed.units[i] = Chunk::of(units[i], has_unit(chunk_at(i)));
+      packed.has_escapes |= packed.units[i].has_escapes;
+    }
+    if (!has_scales()) return packed;
+    packed.scales = Chunk::of(scales, lane_id() < N);
+    packed.has_escapes |= packed.scales.has_escapes;
     return packed;
   }
 
   __device__ void send_batch(const Packed& packed, int32_t batch_index, const Route& route, const PerRank& index,
                              const RowAtRanks& row) const {
-    send_chunks(packed.units, packed.scales, [=](int i) { return batch_index * kSendBatch + i; }, route, index, row);
+    send_chunks(packed, [=](int i) { return batch_index * kSendBatch + i; }, route, index, row);
   }
 
-  // Sends `N` chunks to each rank at which the row has an `index` of at least 0. The i-th of them is chunk chunk_at(i)
-  // of the row. The header goes with chunk 0.
+  // Sends chunks to each rank at which the row has an `index` of at least 0. The i-th of them is chunk chunk_at(i) of
+  // the row. The header goes with chunk 0. All units are stored before the escape masks, so that one branch is enough
+  // for chunks without escapes.
   template <int N, typename ChunkAt>
-  __device__ __forceinline__ void send_chunks(const Chunk (&units)[N], const Chunk (&scales)[N], ChunkAt chunk_at,
-                                              const Route& route, const PerRank& index, const RowAtRanks& row) const {
+  __device__ __forceinline__ void send_chunks(const PackedChunks<N>& packed, ChunkAt chunk_at, const Route& route,
+                                              const PerRank& index, const RowAtRanks& row) const {
+    const int32_t chunk_of_scales = chunk_at(lane_id());
+    const bool sends_scales = has_scales() && lane_id() < N && chunk_of_scales < chunks();
     for_each_rank(index, [&](int32_t peer) {
       RowAddress to;
       to.begin = row.begin_at(peer);
       if (chunk_at(0) == 0 && new_route()) write_header(to, route, peer);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const int32_t chunk = chunk_at(i);
-        const auto escape_mask = [&](int32_t number) { return row.escape_masks_at(peer) + number; };
-        units[i].send(op, peer, to.unit(op, chunk), [&] { return escape_mask(chunk); }, has_unit(chunk));
-        if (has_scales()) {
-          const bool present = lane_id() == 0 && chunk < chunks();
-          uint8_t* const at = to.scales(op, payload_bytes, chunk);
-          scales[i].send(op, peer, at, [&] { return escape_mask(chunks() + chunk); }, present);
-        }
+        if (has_unit(chunk_at(i))) store_unit(to.unit(op, chunk_at(i)), packed.units[i].unit);
+      }
+      if (sends_scales) store_unit(to.scales(op, payload_bytes, chunk_of_scales), packed.scales.unit);
+      if (!packed.has_escapes) return;
+      unsigned long long* const escape_masks = row.escape_masks_at(peer);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (packed.units[i].has_escapes) packed.units[i].send_escape_mask(op, peer, escape_masks + chunk_at(i));
+      }
+      if (packed.scales.has_escapes) {
+        packed.scales.send_own_escape_mask(op, peer, escape_masks + chunks() + chunk_of_scales, sends_scales);
       }
     });
   }

@@ -114,9 +114,16 @@ struct Chunk {
   __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* to, EscapeMask escape_mask,
                                        bool present) const {
     if (present) store_unit(to, unit);
-    if (!has_escapes) return;
-    unsigned long long* const word = escape_mask();
+    if (has_escapes) send_escape_mask(op, peer, escape_mask());
+  }
+  // Stores the escape mask. A sender that stores several chunks may call it for all of them after the units.
+  __device__ __forceinline__ void send_escape_mask(const Operation& op, int32_t peer, unsigned long long* word) const {
     if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels));
+  }
+  // The same if each lane's unit has an escape mask of its own, at `word`.
+  __device__ __forceinline__ void send_own_escape_mask(const Operation& op, int32_t peer, unsigned long long* word,
+                                                       bool present) const {
+    if (present) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels >> lane_id() & 1));
   }
 
  private:

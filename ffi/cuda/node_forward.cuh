@@ -9,8 +9,8 @@ namespace jax_ep {
 template <typename Config>
 struct NodeForward : DispatchReceiver<Config> {
   using Base = DispatchReceiver<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::end_token, Base::first_token, Base::place_of, Base::has_scales,
-      Base::has_unit, Base::kMayHaveScales, Base::kReceiveBatch, Base::look_at_batch, Base::new_route, Base::num_items,
+  using Base::args, Base::chunk_of, Base::chunks, Base::end_token, Base::first_token, Base::place_of,
+      Base::kMayHaveScales, Base::kReceiveBatch, Base::look_at_batch, Base::new_route, Base::num_items,
       Base::num_experts, Base::op, Base::peers, Base::row_here, Base::plan, Base::send_chunks, Base::take_batch;
   using typename Base::ArrivingBatch;
   using typename Base::Route;
@@ -90,19 +90,12 @@ struct NodeForward : DispatchReceiver<Config> {
 
   __device__ void send_taken(const ArrivingBatch& batch, int32_t first, const Route& route, const RowAtRanks& to,
                              const WarpGroup& warp_group) const {
-    Chunk units[kReceiveBatch], scales[kReceiveBatch];
+    uint4 units[kReceiveBatch];
 #pragma unroll
-    for (int i = 0; i < kReceiveBatch; ++i) {
-      units[i] = Chunk::of(batch.units[i], has_unit(chunk_of(first, i, warp_group)));
-      if constexpr (kMayHaveScales) {
-        const uint4& scales_of_lane = batch.units[kReceiveBatch];
-        const uint4 unit =
-            make_uint4(__shfl_sync(kAllLanes, scales_of_lane.x, i), __shfl_sync(kAllLanes, scales_of_lane.y, i),
-                       __shfl_sync(kAllLanes, scales_of_lane.z, i), __shfl_sync(kAllLanes, scales_of_lane.w, i));
-        if (has_scales()) scales[i] = Chunk::of(unit, lane_id() == 0);
-      }
-    }
-    send_chunks(units, scales, [=](int i) { return chunk_of(first, i, warp_group); }, route, route.index, to);
+    for (int i = 0; i < kReceiveBatch; ++i) units[i] = batch.units[i];
+    const uint4 scales = kMayHaveScales ? batch.units[Base::kUnitsTaken - 1] : uint4{};
+    const auto chunk_at = [=](int i) { return chunk_of(first, i, warp_group); };
+    send_chunks(Base::pack_chunks(units, scales, chunk_at), chunk_at, route, route.index, to);
   }
 };
 
