@@ -241,7 +241,7 @@ struct Receive {
 // The receivers' share of the blocks, in sixteenths. Fewest::kReceivers: an upper limit, but receivers also get the
 // blocks that senders leave unused. Fewest::kSenders: a lower limit, but they get no more blocks than their rows need.
 struct ReceiverSixteenths {
-  int32_t number;
+  double number;
 };
 inline constexpr ReceiverSixteenths kAsNeeded = {0};  // for a low-latency combine, whose plan needs no share
 // The role that has only as many blocks as it needs for its minimum of rounds. All other blocks have the other role.
@@ -291,7 +291,8 @@ constexpr LaunchPlan plan_launch(int64_t sends, int64_t receives, const Shape& s
         1, 0, 1, shape.variant, log_block, std::min(log_warps.send, log_block), std::min(log_warps.receive, log_block)};
   }
   const int64_t could_receive = blocks_for(receives, log_warps.receive, log_block);
-  const int64_t share = std::min(could_receive, std::max<int64_t>(blocks * shape.receivers.number / 16, 1));
+  const int64_t share =
+      std::min(could_receive, std::max<int64_t>(static_cast<int64_t>(blocks * shape.receivers.number / 16), 1));
   const auto senders = static_cast<int32_t>(shape.fewest == Fewest::kSenders
                                                 ? fewest_blocks(sends, blocks - share, log_warps.send)
                                                 : std::min(blocks_for(sends, log_warps.send, log_block),
@@ -415,17 +416,21 @@ inline constexpr Shape kLongRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{1
 // (measured).
 inline constexpr Shape kMostTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, kManyTokens.send,
                                                 Receive{WarpsPerRow::of(2)}, ReceiverSixteenths{11}};
-// The backward pass of combine with more than 32 tokens, in all cases that kCombineBackOnTwoRanks does not cover. Few
-// blocks send, because receivers do most of the work: for each expert of a token, they read y and write a row.
+// The backward pass of combine with 33 to 1023 tokens. Few blocks send, because receivers do most of the work: for each
+// expert of a token, they read y and write a row.
 inline constexpr Shape kCombineBack = {Variant::kThroughput,
                                        BlockWarps{16},
                                        Send{WarpsPerRow::at_most(4, 2)},
                                        Receive{WarpsPerRow::at_most(8, 2).more_for_few_rows(kAny, 1)},
                                        ReceiverSixteenths{14},
                                        Fewest::kSenders};
-// The same with 1024 tokens or more on two ranks. There, four warps per received row are faster than eight (measured).
+// The same with 1024 tokens or more. There, four warps per received row are faster than eight (measured).
+inline constexpr Shape kCombineBackOfManyTokens = {Variant::kThroughput,   BlockWarps{16},
+                                                   kCombineBack.send,      Receive{WarpsPerRow::at_most(4, 2)},
+                                                   kCombineBack.receivers, Fewest::kSenders};
+// The same on two ranks.
 inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWarps{16},
-                                                 kCombineBack.send,      Receive{WarpsPerRow::at_most(4, 2)},
+                                                 kCombineBack.send,      kCombineBackOfManyTokens.receive,
                                                  ReceiverSixteenths{12}, Fewest::kSenders};
 // Any number of tokens, if the user limits the SMs, or in a split-phase call.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
@@ -442,7 +447,8 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   const auto choose_shape = [=]() -> const Shape& {
     if (num_sms > 0) return kFewSms;
     if (is_combine_back && !has_few_tokens(num_tokens)) {
-      return num_ranks == 2 && num_tokens >= 1024 ? kCombineBackOnTwoRanks : kCombineBack;
+      if (num_tokens < 1024) return kCombineBack;
+      return num_ranks == 2 ? kCombineBackOnTwoRanks : kCombineBackOfManyTokens;
     }
     switch (variant_for(num_tokens, num_sms)) {
       case Variant::kLowLatency:
@@ -495,7 +501,8 @@ inline constexpr Shape kReceiversRead = {Variant::kBalanced, BlockWarps{16}, Sen
 inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{WarpsPerRow::at_most(16, 2)},
                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
-// plan_combine may use kWarpPerPart in its place.
+inline constexpr WarpsPerRow kWarpPerTwoParts = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, 2 * kChunksOfPart);
+// plan_combine may use kWarpPerPart or kWarpPerTwoParts in its place.
 inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::of(1);
 // More than two ranks, without a limit on SMs: more than 256 tokens; or more than 32, if the combine casts.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
@@ -508,6 +515,10 @@ inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps
 // tokens on more than two ranks.
 inline constexpr Shape kManyTokensByRow = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                            Receive{kWarpPerRow}, ReceiverSixteenths{8}};
+// The same limits in the layout "token", without all_to_all_back. Senders only copy rows, so receivers do most of the
+// work.
+inline constexpr Shape kFewSmsForTokenRows = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
+                                              Receive{kWarpPerRow}, ReceiverSixteenths{9.5}};
 // At most two ranks, if the user limits the SMs, or in a split-phase call.
 inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                             Receive{kWarpPerRow}, ReceiverSixteenths{10}};
@@ -537,18 +548,20 @@ constexpr Variant combine_variant_for(int64_t num_tokens, int32_t num_sms, bool 
 }
 
 // Plans a combine. `num_chunks`: of a row of y. `units_read`: the number of units of y for one unit that is sent; more
-// than one means that sums are cast.
+// than one means that sums are cast. `holds_token_once`: a token has at most one row on a rank.
 //
 // "Own rows" are the rows of this rank's own tokens. Usually, receivers sum own rows (LaunchPlan::sums_own). In two
 // cases without a cast, senders sum them, and their sums go through the arena: in kLowLatency, and in kBalanced with 33
 // tokens or more, three or more experts per token and less than kMuch to read. An all_to_all_back (top_k == 0) sums
 // nothing, and sends own rows like a peer's.
 constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
-                                  int32_t units_read, int32_t num_sms, int32_t device_sms) {
+                                  int32_t units_read, int32_t num_sms, int32_t device_sms,
+                                  bool holds_token_once = false) {
   using namespace combine_shapes;
   const int32_t sms = usable_sms(num_sms, device_sms);
   const bool casts = units_read > 1;
-  constexpr int64_t kMuch = 24 * 1024;  // chunks of y: 12 MiB
+  const bool copies_rows = num_sms > 0 && holds_token_once && !casts;  // senders copy rows; measured with few SMs only
+  constexpr int64_t kMuch = 24 * 1024;                                 // chunks of y: 12 MiB
   const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
   // With more than two ranks, the link sets the pace, and prefetching does not help (measured).
   const bool is_large_decode = is_large_decode_on_two_ranks(num_tokens, num_ranks, top_k, num_chunks);
@@ -566,6 +579,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
         if (has_few_experts) return kFewExperts;
         return reads_much && top_k <= 2 * num_ranks ? kReceiversRead : kLargeBatch;
       default:
+        if (num_ranks > 2 && copies_rows) return kFewSmsForTokenRows;
         if (num_ranks > 2) return num_sms > 0 || top_k == 0 ? kManyTokensByRow : kManyTokens;
         return num_sms > 0 ? kFewSmsOnTwoRanks : kManyTokensOnTwoRanks;
     }
@@ -573,13 +587,18 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   Shape shape = choose_shape();
   if (variant == Variant::kThroughput && (num_ranks <= 2 || num_sms > 0 || top_k == 0)) {
     // With a warp per part, there are more rounds, but each round is as short as one part. A warp per part is used only
-    // if it takes at most 7/8 of the time of a warp per row.
+    // if it takes at most 7/8 of the time of a warp per row. If senders copy rows, a warp has two parts, because copies
+    // wait for memory more than for instructions.
     const int32_t most_blocks = num_rows > 0 ? sms / 2 : sms - 1;  // with one role; one block moves no rows
     const int32_t warps = std::max(most_blocks - 1, 1) * kMaxBlockWarps;
     const int64_t parts = divide_up(num_chunks, kChunksOfPart), most_rows = std::max(num_rows, num_tokens);
     const auto rounds = [=](int32_t log) { return divide_up(most_rows, std::max(warps >> log, 1)); };
-    const int32_t log_parts = kWarpPerPart.log_for(most_rows, num_chunks, sms);
-    if (8 * rounds(log_parts) <= 7 * parts * rounds(0)) shape.send.warps = shape.receive.warps = kWarpPerPart;
+    const WarpsPerRow& warps_for_parts = copies_rows ? kWarpPerTwoParts : kWarpPerPart;
+    const int32_t log_parts = warps_for_parts.log_for(most_rows, num_chunks, sms);
+    const int64_t parts_of_warp = divide_up(parts, 1 << log_parts);
+    if (8 * parts_of_warp * rounds(log_parts) <= 7 * parts * rounds(0)) {
+      shape.send.warps = shape.receive.warps = warps_for_parts;
+    }
   }
   const int32_t most_log_warps = log2_ceil(static_cast<int32_t>(divide_up(num_chunks, units_read)));
   const auto log_warps_for = [=](const WarpsPerRow& warps, int64_t rows) {

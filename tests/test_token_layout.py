@@ -19,6 +19,7 @@ from helpers import (
     assert_each_token_combined,
     assert_same_bits,
     assert_trees_same_bits,
+    inputs_of_every_operation,
     make_mesh,
     open_group,
     order_sensitive_inputs,
@@ -264,10 +265,14 @@ def test_default_capacities(make_group, mesh):
     assert capacities(capacity_factor=1000.0)[0] == tokens  # more rows never arrive
 
 
-def test_order_of_sums(make_group, mesh):
-    """reduce adds in float32 in the order of k, and rounds once. So do the gradients of expand."""
+@pytest.mark.parametrize("num_sms", [None, 4])
+def test_order_of_sums(make_group, mesh, num_sms):
+    """reduce adds in float32 in the order of k, and rounds once. So do the gradients of expand.
+
+    With num_sms, the CUDA backend's combine copies the rows of a token into the sum.
+    """
     shape = dataclasses.replace(ORDERED, dtype="bfloat16")
-    group = make_group(mesh, shape)
+    group = make_group(mesh, shape, num_sms=num_sms)
     x, topk_idx, topk_weights = order_sensitive_inputs(shape, mesh.size)
 
     def sums(x, topk_idx, topk_weights):
@@ -284,6 +289,20 @@ def test_order_of_sums(make_group, mesh):
     expected = oracle.sum_over_ranks(parts, mesh.size)  # nodes are summed up for calls with more tokens only
     assert_same_bits(out, expected, "combine")
     assert_same_bits(dx, expected, "cotangent of x")
+
+
+@pytest.mark.parametrize("num_sms", [None, 4])
+def test_rows_that_look_like_missing_units(make_group, mesh, num_sms):
+    shape = dataclasses.replace(SMALL, hidden=2 * WIDE.hidden)
+    inputs = inputs_of_every_operation(shape, mesh.size)[:3]
+
+    def sums(*inputs, group):
+        recv = dispatch_tokens(*inputs, group=group)
+        return ep.combine(recv.x, recv)
+
+    with open_group(mesh, shape, backend="reference") as reference:
+        expected = run_spmd(partial(sums, group=reference), mesh, *inputs)
+    assert_same_bits(run_spmd(partial(sums, group=make_group(mesh, shape, num_sms=num_sms)), mesh, *inputs), expected)
 
 
 # --- wires ------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@
 // DEVICE_SMS=66 plans for 66 SMs per rank, so that several ranks fit on a GPU at the same time; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
 // experts are the first rank's) are as the bench's options; REMOTE=1: all experts of a token are the next rank's, so
-// that all rows travel (with two ranks or more, and in place of SKEWED); CAST_BACK=1 sends the sums back as fp8, for
-// which there is no VARIANT=1; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a plan's flag; SHARED=1 is memory
-// that other processes could map. bfloat16; routing is uniform otherwise.
+// that all rows travel (with two ranks or more, and in place of SKEWED); TOKEN=1: a token has one row on each rank that
+// it names, as in the layout "token", and combine has no weights; CAST_BACK=1 sends the sums back as fp8, for which
+// there is no VARIANT=1; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a plan's flag; SHARED=1 is memory that
+// other processes could map. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -24,6 +25,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -43,6 +45,7 @@ int32_t setting(const char* name, int32_t otherwise) {
 constexpr int32_t kOps = 40, kReplays = 7;
 const int32_t kHidden = setting("HIDDEN", 7168), kTopK = setting("TOP_K", 8), kExperts = setting("EXPERTS", 256);
 const int32_t kNumSms = setting("NUM_SMS", 0), kCastBack = setting("CAST_BACK", 0);
+const bool kToken = setting("TOKEN", 0) != 0;
 const int64_t kRowBytes = kHidden * 2;
 
 void must(cudaError_t status) {
@@ -98,7 +101,12 @@ struct Rank {
         const int32_t next = (rank + 1) % num_ranks;
         std::partition(experts.begin(), experts.end(), [&](int32_t e) { return e / (kExperts / num_ranks) == next; });
       }
-      host.insert(host.end(), experts.begin(), experts.begin() + kTopK);
+      std::vector<int32_t> named(experts.begin(), experts.begin() + kTopK);
+      if (kToken) {
+        std::set<int32_t> ranks;
+        for (int32_t& e : named) e = ranks.insert(e / (kExperts / num_ranks)).second ? e : -1;
+      }
+      host.insert(host.end(), named.begin(), named.end());
     }
     must(cudaMemcpy(ids, host.data(), host.size() * 4, cudaMemcpyHostToDevice));
   }
@@ -121,7 +129,7 @@ struct Rank {
     CombineArgs args = {};
     args.op = OpKind::kCombine, args.hash = 2, args.axis_index = axis_index;
     args.num_tokens = tokens, args.top_k = kTopK;
-    args.y = y, args.row_bytes = kRowBytes, args.row_weights = weights, args.cast = kCastBack;
+    args.y = y, args.row_bytes = kRowBytes, args.row_weights = kToken ? nullptr : weights, args.cast = kCastBack;
     args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank, args.send_index = send_index;
     args.out = out, args.out_type = ElementType::kBFloat16;
     must(launch_combine(peers, args, ElementType::kBFloat16, plan, stream));
@@ -295,7 +303,7 @@ int main(int argc, char** argv) {
   const int32_t out_chunks = num_chunks(cast ? kHidden : kRowBytes);
   const LaunchPlan out = adjusted(plan_dispatch(tokens, num_ranks, kTopK, out_chunks, kNumSms, device_sms, grad), 3);
   const LaunchPlan back = adjusted(
-      plan_combine(tokens, num_ranks, kTopK, num_chunks(kRowBytes), kCastBack ? 2 : 1, kNumSms, device_sms), 8);
+      plan_combine(tokens, num_ranks, kTopK, num_chunks(kRowBytes), kCastBack ? 2 : 1, kNumSms, device_sms, kToken), 8);
   std::vector<int32_t> devices(num_ranks);
   for (int32_t r = 0; r < num_ranks; ++r) devices[r] = r % num_devices;
   GroupConfig config = {kExperts, kTopK, tokens, kRowBytes, kNumSms, 5.0, {devices}};

@@ -160,7 +160,7 @@ inline ffi::Error check_combine(const char* op, const Member& member, int64_t ca
   const Dims rows = Dims::of_rows(y);
   return first_error({check_axis_index(op, axis_index), check_cast(op, cast, channels),
                       check_buffers(op, {{"y", y, Types::floats(), rows.then(channels)},
-                                         {"row_weights", row_weights, ffi::F32, rows}}),
+                                         {"row_weights", row_weights, ffi::F32, rows, true}}),
                       check_route(op, Sizes(member), num_tokens, send_index, recv_row, num_recv_per_rank),
                       check_buffers(op, {{"out", out, Types::floats(), {num_tokens, channels}}})});
 }

@@ -13,7 +13,8 @@ struct CombineArgs : Call {
   // The experts' side.
   const void* y;                     // [num_rows, row_bytes]
   int64_t row_bytes;                 // 0 if only weights go back
-  const float* row_weights;          // [num_rows], the weights of the sums; null for weights of 1
+  const float* row_weights;          // [num_rows], the weights of the sums; null for weights of 1, as they are in a
+                                     // combine in the layout "token"
   const float* weights_cotangent;    // [num_rows], the cotangents of dispatch's weights; or null
   int32_t cast;                      // Cast: how the sums travel
   bool has_token_weights;            // weights_cotangent is [num_rows, K], of a route in the layout "token"
@@ -27,6 +28,11 @@ struct CombineArgs : Call {
   ElementType out_type;
   float* topk_weights_cotangent;  // [T, K], the sums of weights_cotangent over the ranks; or null
 
+  // True in the layout "token": a token has at most one row on a rank. (A backward pass without cotangents of weights
+  // has no sign of the layout.)
+  constexpr bool holds_token_once() const {
+    return op == OpKind::kCombine ? row_weights == nullptr : has_token_weights;
+  }
   // The units of y for one unit of a sum that is sent. `element_bytes`: of an element of y.
   constexpr int32_t units_read(int32_t element_bytes) const { return cast ? element_bytes : 1; }
 };

@@ -85,6 +85,9 @@ struct CombineReceiver : CombineSender<Config> {
         return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, {}, own_rows, warp_group);
       }
     }
+    if constexpr (kHasRing && !kCasts) {
+      if (Base::is_one_row(own_rows)) return add_parts_with_own_row(token, arena_row, sources, own_rows, warp_group);
+    }
     if constexpr (kHasRing) {
       add_parts_of_ring(token, arena_row, sources, sources.intersection(here), own_rows, warp_group);
     } else {
@@ -157,6 +160,33 @@ struct CombineReceiver : CombineSender<Config> {
             for (int c = 0; c < kChunksAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
           } else {
             sums = take_sums(32 * w + __ffs(left) - 1, arena_row, part);
+          }
+#pragma unroll
+          for (int c = 0; c < kChunksAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
+        }
+      });
+      store_sums(token, part, total);
+    }
+  }
+
+  // The same for a token whose own sum is one row (is_one_row): the row is added from the ring.
+  __device__ void add_parts_with_own_row(int32_t token, const PerRank& arena_row, const RankSet& sources,
+                                         const RowsOfToken& own_rows, const WarpGroup& warp_group) const {
+    Base::begin_pieces(own_rows, warp_group);
+#pragma unroll 1
+    for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
+      float total[kChunksAtOnce][kSize];
+#pragma unroll
+      for (int c = 0; c < kChunksAtOnce; ++c) start_sum(total[c]);
+      for_each_word(peers, [&](int w) {
+#pragma unroll 1
+        for (uint32_t left = sources.words[w]; left; left &= left - 1) {
+          const int32_t source = 32 * w + __ffs(left) - 1;
+          Sums sums;
+          if (source == peers.rank) {
+            Base::copy_piece(own_rows, warp_group, sums.unit);
+          } else {
+            sums = take_sums(source, arena_row, part);
           }
 #pragma unroll
           for (int c = 0; c < kChunksAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);

@@ -9,9 +9,9 @@ template <typename Config>
 struct CombineSums : CombineOperands<Config> {
   using Base = CombineOperands<Config>;
   using Base::add_weighted, Base::args, Base::first_token, Base::in_rounds, Base::is_all_to_all, Base::chunk_of,
-      Base::chunks, Base::has_unit, Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes, Base::kReadsOnce,
-      Base::kRowsAtOnce, Base::kSize, Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed, Base::peers,
-      Base::ranges, Base::ring, Base::row_bytes, Base::start_sum, Base::sums_own, Base::next_piece;
+      Base::chunks, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead, Base::kHasRing, Base::kPartBytes,
+      Base::kReadsOnce, Base::kRowsAtOnce, Base::kSize, Base::kChunksAtOnce, Base::kUnitsRead, Base::op, Base::packed,
+      Base::peers, Base::ranges, Base::ring, Base::row_bytes, Base::start_sum, Base::sums_own, Base::next_piece;
   using typename Base::RowsOfToken;
   using typename Base::X;
 
@@ -92,12 +92,19 @@ struct CombineSums : CombineOperands<Config> {
     return __shfl_sync(kAllLanes, number, 0);
   }
 
-  // Sums a part for a sender.
+  // Sums a part, in the format in which sums are sent.
   __device__ UnitSums<kChunksAtOnce> partial_sums(const RowsOfToken& token, int32_t part,
                                                   const WarpGroup& warp_group) const {
+    UnitSums<kChunksAtOnce> sums;
+    if constexpr (kHasRing && !kCasts) {
+      if (is_one_row(token)) {
+        if (part == warp_group.warp) begin_pieces(token, warp_group);
+        if (part * kPartBytes < row_bytes()) copy_piece(token, warp_group, sums.unit);
+        return sums;
+      }
+    }
     float total[kChunksAtOnce][kSize];
     sum_part<kChunksAtOnce, false>(token, part, warp_group, total);
-    UnitSums<kChunksAtOnce> sums;
 #pragma unroll
     for (int c = 0; c < kChunksAtOnce; ++c) {
       sums.unit[c] = packed(total[c], Base::template chunk_of<kChunksAtOnce>(part, c, warp_group), sums.scale[c]);
@@ -211,23 +218,30 @@ struct CombineSums : CombineOperands<Config> {
     return __shfl_sync(kAllLanes, token.weight, __ffs(rows) - 1);
   }
 
-  // Sums a part from the ring, in which the pieces of a part follow one another in the order of rows. Each row's lane
-  // prefetches the row's pieces, as far ahead as the ring has room. (Garbage behind the end of a row's last piece is
-  // added, too, and is not stored.)
+  // True if the sum of a token's rows is a row itself, because there is one row, and its weight is 1. In the layout
+  // "token", this is so for all tokens. Such a row is copied: the conversions to float32 and back would take most of
+  // the instructions.
+  __device__ bool is_one_row(const RowsOfToken& token) const { return !args.row_weights && __popc(token.rows) == 1; }
+
+  // Copies the next part of a token's only row from the ring. begin_pieces() has been called for the row.
+  __device__ void copy_piece(const RowsOfToken& token, const WarpGroup& warp_group,
+                             uint4 (&units)[kChunksAtOnce]) const {
+    const uint32_t piece = ring.next();
+#pragma unroll
+    for (int c = 0; c < kChunksAtOnce; ++c) units[c] = load_shared_unit(piece + offset_in_y(c));
+    ring.drop();
+    prefetch_pieces(token, warp_group);
+  }
+
+  // Sums a part from the ring, in which the pieces of a part follow one another in the order of rows. (Garbage behind
+  // the end of a row's last piece is added, too, and is not stored.)
   template <int N>
   __device__ void add_pieces(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group,
                              float (&total)[N][kSize]) const {
     static_assert(N == kChunksAtOnce);
-    const int32_t begin = part * kPartBytes;
-    if (part == warp_group.warp) {
-      const uint32_t rows_before = token.rows & ((1u << lane_id()) - 1);
-      const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{token.row} * args.row_bytes;
-      next_piece = {ring.num_taken() + __popc(rows_before), token.row >= 0 ? row_bytes() - begin : 0,
-                    keep_address(row + begin)};
-      prefetch_pieces(token, warp_group);
-    }
+    if (part == warp_group.warp) begin_pieces(token, warp_group);
 #pragma unroll 1
-    for (uint32_t rows = begin < row_bytes() ? token.rows : 0; rows; rows &= rows - 1) {
+    for (uint32_t rows = part * kPartBytes < row_bytes() ? token.rows : 0; rows; rows &= rows - 1) {
       const float weight = weight_of_first(token, rows);
       const uint32_t piece = ring.next();
       Vector<X> y[N][kUnitsRead];
@@ -241,6 +255,17 @@ struct CombineSums : CombineOperands<Config> {
       ring.drop();
       prefetch_pieces(token, warp_group);
     }
+  }
+
+  // Begins to prefetch a token's rows. Each row's lane prefetches the pieces of its row, as far ahead as the ring has
+  // room.
+  __device__ void begin_pieces(const RowsOfToken& token, const WarpGroup& warp_group) const {
+    const int32_t begin = warp_group.warp * kPartBytes;
+    const uint32_t rows_before = token.rows & ((1u << lane_id()) - 1);
+    const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{token.row} * args.row_bytes;
+    next_piece = {ring.num_taken() + __popc(rows_before), token.row >= 0 ? row_bytes() - begin : 0,
+                  keep_address(row + begin)};
+    prefetch_pieces(token, warp_group);
   }
 
   __device__ void prefetch_pieces(const RowsOfToken& token, const WarpGroup& warp_group) const {

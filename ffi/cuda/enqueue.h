@@ -213,7 +213,7 @@ inline ffi::Error enqueue_combine(const char* op, CallStream stream, const Membe
       peers, args,
       plan_combine(planned_tokens(args.num_tokens, round_tokens), peers.num_ranks, args.recv_row ? args.top_k : 0,
                    num_chunks(static_cast<int32_t>(args.row_bytes)), args.units_read(size_of(type)),
-                   num_sms(group, args.phase, member.num_sms), member.num_sms));
+                   num_sms(group, args.phase, member.num_sms), member.num_sms, args.holds_token_once()));
   error = check_rounds(op, args, round_tokens, plan);
   if (error.failure()) return error;
   const auto launch = [&peers, args, type, plan, kernels, round_tokens](cudaStream_t on) {

@@ -416,7 +416,12 @@ class _CudaOperations(Backend):
     def _combine_call(
         self, route: Route, y: jax.Array, weights: jax.Array, out_dtype: Any
     ) -> tuple[dict[str, jax.Array | None], dict[str, Result]]:
-        operands: dict[str, jax.Array | None] = {"y": y, "row_weights": weights, **_without_counts(route)}
+        has_weights = route.layout != "token"  # else the weights are ones
+        operands: dict[str, jax.Array | None] = {
+            "y": y,
+            "row_weights": weights if has_weights else None,
+            **_without_counts(route),
+        }
         return operands, targets.COMBINE.result_types(operands, {"*rows": route.rows_shape}, {"out": out_dtype})
 
     def _call(

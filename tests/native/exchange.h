@@ -273,7 +273,7 @@ class Session {
       const LaunchPlan best =
           adjust(plan_combine(planned_tokens(call.num_tokens, round_tokens), num_ranks_, call.recv_row ? call.top_k : 0,
                               num_chunks(static_cast<int32_t>(call.row_bytes)), call.units_read(size_of(type)), num_sms,
-                              member.num_sms),
+                              member.num_sms, call.holds_token_once()),
                  call.cast != 0);
       const LaunchPlan plan = kernels.adapt_combine_plan(peers, call, best);
       const auto launch = [&peers, kernels, call, type, plan, round_tokens](cudaStream_t stream) {

@@ -199,7 +199,7 @@ void test_plans_on_132_sms() {
       {4096, 4, 8, 28, 0, false, {kThroughput, 67, 132, 4, 2, 2}},
       {512, 2, 8, 28, 0, true, {kThroughput, 17, 132, 4, 2, 3}},
       {4096, 2, 8, 28, 0, true, {kThroughput, 33, 132, 4, 2, 2}},
-      {4096, 32, 8, 14, 0, true, {kThroughput, 17, 132, 4, 2, 3}},
+      {4096, 32, 8, 14, 0, true, {kThroughput, 17, 132, 4, 2, 2}},
       {32, 4, 8, 28, 24, false, {kThroughput, 9, 18, 4, 2, 0}},
       {128, 4, 8, 28, 24, false, {kThroughput, 9, 24, 4, 0, 0}},
       {4096, 8, 8, 28, 24, true, {kThroughput, 12, 24, 4, 0, 0}},
@@ -413,8 +413,9 @@ void test_two_ranks_send_little() {
   };
   EXPECT_EQ(receive_warps_back(1024, 2), 4);
   EXPECT_EQ(receive_warps_back(1023, 2), 8);
-  EXPECT_EQ(receive_warps_back(1024, 1), 8);
-  EXPECT_EQ(receive_warps_back(1024, 4), 8);
+  EXPECT_EQ(receive_warps_back(1024, 1), 4);
+  EXPECT_EQ(receive_warps_back(1024, 4), 4);
+  EXPECT_EQ(receive_warps_back(1023, 4), 8);
   const LaunchPlan dispatch = plan_dispatch(4096, 2, 8, 28, 0, false);
   EXPECT_EQ(dispatch.num_senders, 45);
   EXPECT_EQ(dispatch.log_receive_warps, 1);  // at least 2048 tokens, rows longer than 8 KB
@@ -426,6 +427,24 @@ void test_two_ranks_send_little() {
   EXPECT_EQ(plan_combine(4096, 4, 8, 28, 0).num_senders, 67);
   EXPECT_EQ(plan_combine(4096, 2, 8, 28, 24).num_senders, 9);
   EXPECT_EQ(plan_combine(4096, 4, 8, 28, 24).num_senders, 12);
+}
+
+// In the layout "token", senders of a combine only copy rows. With few SMs, this changes the shares of the roles, and
+// the warps per row.
+void test_token_rows_on_few_sms() {
+  const auto plan = [](int64_t tokens, int32_t ranks, int32_t num_sms, int32_t units_read = 1) {
+    return plan_combine(tokens, ranks, 8, 28, units_read, num_sms, kDeviceSms, true);
+  };
+  const auto is_same = [](const LaunchPlan& a, const LaunchPlan& b) {
+    return a.num_senders == b.num_senders && a.num_blocks == b.num_blocks && a.log_send_warps == b.log_send_warps &&
+           a.log_receive_warps == b.log_receive_warps;
+  };
+  EXPECT_EQ(plan(4096, 4, 24).num_senders, 10);
+  EXPECT_EQ(plan(4096, 4, 12).num_senders, 5);
+  EXPECT_EQ(plan(128, 4, 24).log_send_warps, 2);  // two parts per warp
+  EXPECT_EQ(is_same(plan(4096, 2, 24), plan_combine(4096, 2, 8, 28, 24)), true);
+  EXPECT_EQ(is_same(plan(128, 4, 0), plan_combine(128, 4, 8, 28, 0)), true);            // all SMs
+  EXPECT_EQ(is_same(plan(4096, 4, 24, 2), plan_combine(4096, 4, 8, 28, 24, 2)), true);  // a cast is no copy
 }
 
 // With one or two experts per token, one round is enough for all rows.
@@ -573,6 +592,7 @@ int main() {
   test_balanced_combines();
   test_one_rank_only_receives();
   test_two_ranks_send_little();
+  test_token_rows_on_few_sms();
   test_few_experts_take_one_round();
   test_first_rows_are_spread_over_blocks();
   test_short_rows_have_few_warps();
