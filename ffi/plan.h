@@ -428,7 +428,7 @@ inline constexpr Shape kCombineBack = {Variant::kThroughput,
 inline constexpr Shape kCombineBackOfManyTokens = {Variant::kThroughput,   BlockWarps{16},
                                                    kCombineBack.send,      Receive{WarpsPerRow::at_most(4, 2)},
                                                    kCombineBack.receivers, Fewest::kSenders};
-// The same on two ranks.
+// The same on two ranks, where the rows of half of the tokens stay on the rank (the share is measured).
 inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWarps{16},
                                                  kCombineBack.send,      kCombineBackOfManyTokens.receive,
                                                  ReceiverSixteenths{12}, Fewest::kSenders};
@@ -511,12 +511,12 @@ inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send
 // read. Also all_to_all_back of more than 256 tokens on at most two ranks.
 inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                                 Receive{kWarpPerRow}, ReceiverSixteenths{11}};
-// More than two ranks, if the user limits the SMs, or in a split-phase call. Also all_to_all_back of more than 256
-// tokens on more than two ranks.
+// More than two ranks, if the user limits the SMs, or in a split-phase call, in all cases that kFewSmsForTokenRows does
+// not cover. Also all_to_all_back of more than 256 tokens on more than two ranks.
 inline constexpr Shape kManyTokensByRow = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                            Receive{kWarpPerRow}, ReceiverSixteenths{8}};
-// The same limits in the layout "token", without all_to_all_back. Senders only copy rows, so receivers do most of the
-// work.
+// More than two ranks, if the user limits the SMs, or in a split-phase call, in the layout "token" without a cast
+// (CombineArgs::holds_token_once). Senders only copy rows, so receivers do most of the work.
 inline constexpr Shape kFewSmsForTokenRows = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                               Receive{kWarpPerRow}, ReceiverSixteenths{9.5}};
 // At most two ranks, if the user limits the SMs, or in a split-phase call.
@@ -560,7 +560,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   using namespace combine_shapes;
   const int32_t sms = usable_sms(num_sms, device_sms);
   const bool casts = units_read > 1;
-  const bool copies_rows = num_sms > 0 && holds_token_once && !casts;  // senders copy rows; measured with few SMs only
+  const bool copies_on_few_sms = num_sms > 0 && holds_token_once && !casts;  // senders copy rows
   constexpr int64_t kMuch = 24 * 1024;                                 // chunks of y: 12 MiB
   const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
   // With more than two ranks, the link sets the pace, and prefetching does not help (measured).
@@ -579,7 +579,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
         if (has_few_experts) return kFewExperts;
         return reads_much && top_k <= 2 * num_ranks ? kReceiversRead : kLargeBatch;
       default:
-        if (num_ranks > 2 && copies_rows) return kFewSmsForTokenRows;
+        if (num_ranks > 2 && copies_on_few_sms) return kFewSmsForTokenRows;
         if (num_ranks > 2) return num_sms > 0 || top_k == 0 ? kManyTokensByRow : kManyTokens;
         return num_sms > 0 ? kFewSmsOnTwoRanks : kManyTokensOnTwoRanks;
     }
@@ -587,13 +587,13 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   Shape shape = choose_shape();
   if (variant == Variant::kThroughput && (num_ranks <= 2 || num_sms > 0 || top_k == 0)) {
     // With a warp per part, there are more rounds, but each round is as short as one part. A warp per part is used only
-    // if it takes at most 7/8 of the time of a warp per row. If senders copy rows, a warp has two parts, because copies
-    // wait for memory more than for instructions.
+    // if it takes at most 7/8 of the time of a warp per row. If senders copy rows on few SMs, a warp has two parts in
+    // its place (measured on four ranks).
     const int32_t most_blocks = num_rows > 0 ? sms / 2 : sms - 1;  // with one role; one block moves no rows
     const int32_t warps = std::max(most_blocks - 1, 1) * kMaxBlockWarps;
     const int64_t parts = divide_up(num_chunks, kChunksOfPart), most_rows = std::max(num_rows, num_tokens);
     const auto rounds = [=](int32_t log) { return divide_up(most_rows, std::max(warps >> log, 1)); };
-    const WarpsPerRow& warps_for_parts = copies_rows ? kWarpPerTwoParts : kWarpPerPart;
+    const WarpsPerRow& warps_for_parts = copies_on_few_sms ? kWarpPerTwoParts : kWarpPerPart;
     const int32_t log_parts = warps_for_parts.log_for(most_rows, num_chunks, sms);
     const int64_t parts_of_warp = divide_up(parts, 1 << log_parts);
     if (8 * parts_of_warp * rounds(log_parts) <= 7 * parts * rounds(0)) {

@@ -292,9 +292,11 @@ def test_order_of_sums(make_group, mesh, num_sms):
 
 
 @pytest.mark.parametrize("num_sms", [None, 4])
-def test_rows_that_look_like_missing_units(make_group, mesh, num_sms):
+def test_rows_with_the_bits_of_missing_units_and_of_no_number(make_group, mesh, num_sms):
     shape = dataclasses.replace(SMALL, hidden=2 * WIDE.hidden)
     inputs = inputs_of_every_operation(shape, mesh.size)[:3]
+    inputs[0][:, 2, ::3] = -0.0
+    inputs[0][:, 2, 1::3] = np.array(0xFFA5, np.uint16).view(inputs[0].dtype)  # a NaN
 
     def sums(*inputs, group):
         recv = dispatch_tokens(*inputs, group=group)

@@ -163,6 +163,26 @@ def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wir
     assert_same_bits(sent.scales, results[0].scales)
 
 
+@pytest.mark.parametrize("num_sms", [None, 4])
+def test_scales_with_the_bits_of_missing_units(make_group, mesh, num_sms):
+    """A unit has the four scales of a chunk. A row has two chunks."""
+    shape = dataclasses.replace(SHAPE, hidden=1024)
+    inputs = make_inputs(shape, mesh.size)
+    pair = oracle.quantize(inputs.x, "fp8")
+    words = pair[1].view(np.uint32)
+    words[:, 0, 4:] = words[:, 1, :4] = words[:, 2] = 0xFDFDFDFD  # the sentinel
+    words[:, 2, 3] = 0xFDFDFDFC  # with the words before, its escape
+    group = make_group(mesh, shape, num_sms=num_sms)
+    recv = run_spmd(
+        lambda *pair: ep.dispatch(pair[:2], *pair[2:], group=group, layout="ragged", dequantize=False, zero_pad=True),
+        mesh,
+        *pair,
+        *inputs[1:],
+    )
+    expected = oracle.dispatch(pair, *inputs[1:], num_experts=shape.num_experts, layout="ragged")
+    assert_dispatched(recv, expected, zero_pad=True)
+
+
 @pytest.mark.parametrize(("hidden", "dtype"), [(256, "bfloat16"), (400, "bfloat16"), (528, "float32")])
 def test_mxfp8(make_group, mesh, hidden, dtype):
     """Blocks of 32 channels of all magnitudes, some of them zero or NaN. The last block has the remaining channels."""

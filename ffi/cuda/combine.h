@@ -13,8 +13,8 @@ struct CombineArgs : Call {
   // The experts' side.
   const void* y;                     // [num_rows, row_bytes]
   int64_t row_bytes;                 // 0 if only weights go back
-  const float* row_weights;          // [num_rows], the weights of the sums; null for weights of 1, as they are in a
-                                     // combine in the layout "token"
+  const float* row_weights;          // [num_rows], the weights of the sums. Null for weights of 1: in a combine in the
+                                     // layout "token", and in all other operations.
   const float* weights_cotangent;    // [num_rows], the cotangents of dispatch's weights; or null
   int32_t cast;                      // Cast: how the sums travel
   bool has_token_weights;            // weights_cotangent is [num_rows, K], of a route in the layout "token"

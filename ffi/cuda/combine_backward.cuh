@@ -9,9 +9,9 @@ namespace jax_ep {
 template <typename Config>
 struct CombineBackward : DispatchArrival<Config> {
   using Base = DispatchArrival<Config>;
-  using Base::args, Base::chunk_of, Base::experts_per_rank, Base::is_in_row, Base::kCasts, Base::kReceiveBatch,
+  using Base::args, Base::chunk_of, Base::experts_per_rank, Base::has_result_unit, Base::kCasts, Base::kReceiveBatch,
       Base::kUnitsRead, Base::out_row, Base::peers, Base::scratch, Base::shared, Base::sync_warp_group,
-      Base::unit_in_row, Base::wire_cast;
+      Base::result_unit, Base::wire_cast;
   using typename Base::Arriving;
   using typename Base::X;
   static constexpr int kChannelsInUnit = kUnitsRead * Vector<X>::kSize;  // of a unit in transit
@@ -37,8 +37,8 @@ struct CombineBackward : DispatchArrival<Config> {
       for (int i = 0; i < kReceiveBatch; ++i) {
 #pragma unroll
         for (int v = 0; v < kUnitsRead; ++v) {
-          const int32_t unit = unit_in_row(chunk_of(first, i, warp_group), v);
-          if (is_in_row(unit)) copy_unit_async(y_unit(stage, i, v), row_of_y + unit * kUnitBytes);
+          const int32_t unit = result_unit(chunk_of(first, i, warp_group), v);
+          if (has_result_unit(unit)) copy_unit_async(y_unit(stage, i, v), row_of_y + unit * kUnitBytes);
         }
       }
     }
@@ -59,8 +59,8 @@ struct CombineBackward : DispatchArrival<Config> {
     float product = 0;
 #pragma unroll
     for (int v = 0; v < kUnitsRead; ++v) {
-      const int32_t unit = unit_in_row(chunk, v);
-      if (!is_in_row(unit)) continue;
+      const int32_t unit = result_unit(chunk, v);
+      if (!has_result_unit(unit)) continue;
       Vector<X> y, cotangent;
       y.bits = args.y ? *y_unit(stage, i, v) : uint4{};
 #pragma unroll

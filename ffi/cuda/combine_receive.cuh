@@ -85,11 +85,13 @@ struct CombineReceiver : CombineSender<Config> {
         return add_parts<2, kRanksAtOnce / 2>(token, arena_row, sources, {}, own_rows, warp_group);
       }
     }
-    if constexpr (kHasRing && !kCasts) {
-      if (Base::is_one_row(own_rows)) return add_parts_with_own_row(token, arena_row, sources, own_rows, warp_group);
-    }
     if constexpr (kHasRing) {
-      add_parts_of_ring(token, arena_row, sources, sources.intersection(here), own_rows, warp_group);
+      const RankSet summed_here = sources.intersection(here);
+      if (!kCasts && summed_here.any() && Base::is_one_row(own_rows)) {
+        add_parts_with_own_row(token, arena_row, sources, summed_here, own_rows, warp_group);
+      } else {
+        add_parts_of_ring(token, arena_row, sources, summed_here, own_rows, warp_group);
+      }
     } else {
       add_parts<1, kRanksAtOnce>(token, arena_row, sources, here, own_rows, warp_group);
     }
@@ -141,59 +143,54 @@ struct CombineReceiver : CombineSender<Config> {
           }
         }
       }
-      float total[kChunksAtOnce][kSize];
+      add_sources(token, part, arena_row, sources, here, [&](Sums& own, float (&total)[kChunksAtOnce][kSize]) {
+        if constexpr (kCasts) {
+          add_own_sum(kept, total);
+        } else {
 #pragma unroll
-      for (int c = 0; c < kChunksAtOnce; ++c) start_sum(total[c], sources.any());
-      for_each_word(peers, [&](int w) {
-#pragma unroll 1
-        for (uint32_t left = sources.words[w]; left; left &= left - 1) {
-          const bool is_here = (left & -left & here.words[w]) != 0;
-          if constexpr (kCasts) {
-            if (is_here) {
-              add_own_sum(kept, total);
-              continue;
-            }
-          }
-          Sums sums;
-          if (is_here) {
-#pragma unroll
-            for (int c = 0; c < kChunksAtOnce; ++c) sums.unit[c] = load_shared_unit(kept + c * kChunkBytes);
-          } else {
-            sums = take_sums(32 * w + __ffs(left) - 1, arena_row, part);
-          }
-#pragma unroll
-          for (int c = 0; c < kChunksAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
+          for (int c = 0; c < kChunksAtOnce; ++c) own.unit[c] = load_shared_unit(kept + c * kChunkBytes);
         }
       });
-      store_sums(token, part, total);
     }
   }
 
   // The same for a token whose own sum is one row (is_one_row): the row is added from the ring.
   __device__ void add_parts_with_own_row(int32_t token, const PerRank& arena_row, const RankSet& sources,
-                                         const RowsOfToken& own_rows, const WarpGroup& warp_group) const {
+                                         const RankSet& here, const RowsOfToken& own_rows,
+                                         const WarpGroup& warp_group) const {
     Base::begin_pieces(own_rows, warp_group);
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
-      float total[kChunksAtOnce][kSize];
-#pragma unroll
-      for (int c = 0; c < kChunksAtOnce; ++c) start_sum(total[c]);
-      for_each_word(peers, [&](int w) {
-#pragma unroll 1
-        for (uint32_t left = sources.words[w]; left; left &= left - 1) {
-          const int32_t source = 32 * w + __ffs(left) - 1;
-          Sums sums;
-          if (source == peers.rank) {
-            Base::copy_piece(own_rows, warp_group, sums.unit);
-          } else {
-            sums = take_sums(source, arena_row, part);
-          }
-#pragma unroll
-          for (int c = 0; c < kChunksAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
-        }
+      add_sources(token, part, arena_row, sources, here, [&](Sums& own, float (&)[kChunksAtOnce][kSize]) {
+        Base::copy_piece(own_rows, warp_group, own.unit);
       });
-      store_sums(token, part, total);
     }
+  }
+
+  // Adds a part of the sums from all sources, in the order of ranks, and stores the total. `here`: this rank, if its
+  // sum does not come through the arena. take_own(own, total) then sets `own` to its sum; if sums are cast, it adds its
+  // sum to the total instead.
+  template <typename TakeOwn>
+  __device__ __forceinline__ void add_sources(int32_t token, int32_t part, const PerRank& arena_row,
+                                              const RankSet& sources, const RankSet& here, TakeOwn take_own) const {
+    float total[kChunksAtOnce][kSize];
+#pragma unroll
+    for (int c = 0; c < kChunksAtOnce; ++c) start_sum(total[c], sources.any());
+    for_each_word(peers, [&](int w) {
+#pragma unroll 1
+      for (uint32_t left = sources.words[w]; left; left &= left - 1) {
+        Sums sums;
+        if ((left & -left & here.words[w]) != 0) {
+          take_own(sums, total);
+          if constexpr (kCasts) continue;
+        } else {
+          sums = take_sums(32 * w + __ffs(left) - 1, arena_row, part);
+        }
+#pragma unroll
+        for (int c = 0; c < kChunksAtOnce; ++c) add_sent(sums.unit[c], sums.scale[c], total[c]);
+      }
+    });
+    store_sums(token, part, total);
   }
 
   // Adds a unit from a peer to `total`. `scale` is the scale of its block, and is used only if the unit is cast.

@@ -218,12 +218,13 @@ struct CombineSums : CombineOperands<Config> {
     return __shfl_sync(kAllLanes, token.weight, __ffs(rows) - 1);
   }
 
-  // True if the sum of a token's rows is a row itself, because there is one row, and its weight is 1. In the layout
-  // "token", this is so for all tokens. Such a row is copied: the conversions to float32 and back would take most of
-  // the instructions.
+  // True if the token has one row here, and sums have no weights. Then the sum is this row. It is so for tokens in the
+  // layout "token", for rows of all_to_all_back, and for some tokens of dispatch_back. Such a row is copied: the
+  // conversions to float32 and back would take most of the instructions.
   __device__ bool is_one_row(const RowsOfToken& token) const { return !args.row_weights && __popc(token.rows) == 1; }
 
-  // Copies the next part of a token's only row from the ring. begin_pieces() has been called for the row.
+  // Copies the next part of a token's only row from the ring. begin_pieces() has been called for the row. (The bulk
+  // copy that takes the piece's stage is issued behind a barrier of the warp, after the loads.)
   __device__ void copy_piece(const RowsOfToken& token, const WarpGroup& warp_group,
                              uint4 (&units)[kChunksAtOnce]) const {
     const uint32_t piece = ring.next();

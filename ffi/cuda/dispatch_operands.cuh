@@ -114,8 +114,9 @@ struct DispatchOperands {
   static constexpr bool kHasRounds = has_rounds(kVariant);
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
-  // True if a unit of fp8 in transit has the channels of two units of the result.
-  static constexpr bool kHalves = kDelivery == Delivery::kDequantize || (kDelivery == Delivery::kCombineBack && kCasts);
+  // The units of the result with the channels of one unit in transit: two if receivers convert fp8.
+  static constexpr int kResultUnits =
+      kDelivery == Delivery::kDequantize || (kDelivery == Delivery::kCombineBack && kCasts) ? 2 : 1;
   static constexpr bool kClearsBeforeEntry = kIsLowLatency;  // prepare() runs before the block has entered
   static_assert(std::is_same_v<X, __nv_bfloat16> || (!kCasts && kDelivery != Delivery::kDequantize));
 
@@ -155,12 +156,12 @@ struct DispatchOperands {
     const uint64_t offset = uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(args.out_row_bytes);
     return reinterpret_cast<uint4*>(static_cast<uint8_t*>(args.out) + offset);
   }
-  // The v-th of the units, in a row of y or of the result, with channels of a lane's unit of `chunk`; if rows travel as
-  // fp8, of the lane's unit after pair_channels().
-  __device__ static int32_t unit_in_row(int32_t chunk, int v) {
-    return kHalves ? chunk * 2 * kChunkUnits + paired_unit(v) : chunk * kChunkUnits + lane_id();
+  // The number, in a row of the result or of y, of the lane's v-th unit of `chunk`. If receivers convert fp8, the lane
+  // has the units that pair_channels() gives it.
+  __device__ static int32_t result_unit(int32_t chunk, int v) {
+    return chunk * kResultUnits * kChunkUnits + (kResultUnits == 2 ? paired_unit(v) : lane_id());
   }
-  __device__ bool is_in_row(int32_t unit) const { return unit * kUnitBytes < args.out_row_bytes; }
+  __device__ bool has_result_unit(int32_t unit) const { return unit * kUnitBytes < args.out_row_bytes; }
   // The i-th chunk of a batch, whose chunks are first, first + num_warps, ...
   __device__ static int32_t chunk_of(int32_t first, int32_t i, const WarpGroup& warp_group) {
     return first + i * warp_group.num_warps;
@@ -200,6 +201,23 @@ struct DispatchOperands {
       return cast_to_fp8(x, wire_cast(), scale);
     }
     return units[0];
+  }
+
+  // Returns N units of x in the form in which they are sent: unit i of `read` is of chunk chunk_at(i). If rows have
+  // scales, `scales` becomes, in lane i, the unit with the scales of chunk i. `scale`: the scales, if x is fp8 already.
+  template <int N, typename ChunkAt>
+  __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scale)[N], ChunkAt chunk_at,
+                             uint4* units, uint4* scales) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      float scale_of_lane = scale[i];
+      units[i] = kCasts ? cast(read[i], scale_of_lane) : read[i][0];
+      if constexpr (kMayHaveScales) {
+        if (!has_scales()) continue;
+        const uint4 unit = scales_unit(has_unit(chunk_at(i)) ? scale_of_lane : 0);
+        if (lane_id() == i) *scales = unit;
+      }
+    }
   }
 
   // Returns the cast of rows in transit. Only the backward pass of combine uses E5M2. The comparison lets the compiler

@@ -10,13 +10,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
       Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit,
-      Base::end_token, Base::first_token, Base::in_rounds, Base::is_in_row, Base::is_last_round, Base::is_own,
+      Base::end_token, Base::first_token, Base::in_rounds, Base::has_result_unit, Base::is_last_round, Base::is_own,
       Base::kDelivery, Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
       Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
       Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of,
       Base::rows_from, Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at,
       Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
-      Base::sync_warp_group, Base::take_batch, Base::unit_in_row, Base::write_counts, Base::zero_row;
+      Base::sync_warp_group, Base::take_batch, Base::result_unit, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -222,15 +222,9 @@ struct DispatchReceiver : CombineBackward<Config> {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i)
       load_chunk(arriving.index, chunk_of(first, i, warp_group), read[i], scales[i]);
-#pragma unroll
-    for (int i = 0; i < kReceiveBatch; ++i) {
-      arriving.batch.units[i] = kCasts ? cast(read[i], scales[i]) : read[i][0];
-      if constexpr (kMayHaveScales) {
-        if (!has_scales()) continue;
-        const uint4 unit = scales_unit(has_unit(chunk_of(first, i, warp_group)) ? scales[i] : 0);
-        if (lane_id() == i) arriving.batch.units[kReceiveBatch] = unit;
-      }
-    }
+    Base::cast_batch(
+        read, scales, [&](int i) { return chunk_of(first, i, warp_group); }, arriving.batch.units,
+        &arriving.batch.units[kUnitsTaken - 1]);
   }
 
   // True if the source's rows come over the network with signals. With rail peers, a local rank forwards them.
@@ -348,8 +342,8 @@ struct DispatchReceiver : CombineBackward<Config> {
         uint4* const out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1));
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
-          const int32_t unit = unit_in_row(chunk_of(first, i, warp_group), v);
-          if (is_in_row(unit)) out[unit] = x[v].bits;
+          const int32_t unit = result_unit(chunk_of(first, i, warp_group), v);
+          if (has_result_unit(unit)) out[unit] = x[v].bits;
         }
       }
     }

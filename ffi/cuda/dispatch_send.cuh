@@ -26,7 +26,7 @@ struct DispatchSender : Routing<Config> {
   template <int N>
   struct PackedChunks {
     Chunk units[N], scales;
-    bool has_escapes;
+    bool has_escapes;  // any of the chunks has, or the scales have
   };
   using Packed = PackedChunks<kSendBatch>;
 
@@ -250,19 +250,13 @@ struct DispatchSender : Routing<Config> {
   }
 
   __device__ Packed pack(const Batch& batch, int32_t batch_index) const {
+    const auto chunk_at = [=](int i) { return batch_index * kSendBatch + i; };
     uint4 units[kSendBatch], scales = {};
-#pragma unroll
-    for (int i = 0; i < kSendBatch; ++i) {
-      float scale = batch.scales[i];
-      units[i] = kCasts ? cast(batch.units[i], scale) : batch.units[i][0];
-      if (!has_scales()) continue;
-      const uint4 unit = scales_unit(has_unit(batch_index * kSendBatch + i) ? scale : 0);
-      if (lane_id() == i) scales = unit;
-    }
-    return pack_chunks(units, scales, [=](int i) { return batch_index * kSendBatch + i; });
+    Base::cast_batch(batch.units, batch.scales, chunk_at, units, &scales);
+    return pack_chunks(units, scales, chunk_at);
   }
 
-  // The i-th of the chunks is chunk chunk_at(i) of the row.
+  // Replaces units that equal the sentinel or the escape. The i-th of the chunks is chunk chunk_at(i) of the row.
   template <int N, typename ChunkAt>
   __device__ PackedChunks<N> pack_chunks(const uint4 (&units)[N], const uint4& scales, ChunkAt chunk_at) const {
     PackedChunks<N> packed = {};

@@ -96,8 +96,8 @@ struct RowAtRanks {
   __device__ __forceinline__ static int word_of(int32_t rank) { return kRankWords == 1 ? 0 : rank / 32; }
 };
 
-// The units of a chunk, as a warp sends them: one per lane. For a lane without a unit, `present` is false in of() and
-// send().
+// The units of a chunk, or the scales of several chunks, as a warp sends them: one unit per lane. For a lane without a
+// unit, `present` is false in of() and send().
 struct Chunk {
   uint4 unit;
   uint32_t sentinels;  // if has_escapes: a bit for each lane whose unit equals the sentinel

@@ -163,7 +163,7 @@ __device__ __forceinline__ uint4 pair_channels(const uint4& unit) {
   const uint32_t second = __shfl_xor_sync(kAllLanes, is_odd ? unit.y : unit.w, 1);
   return is_odd ? make_uint4(first, second, unit.z, unit.w) : make_uint4(unit.x, unit.y, first, second);
 }
-// The number, in a chunk of fp8, of the lane's unit v (0 or 1) of two-byte elements.
+// The number, among the 64 units of two-byte elements that a chunk of fp8 becomes, of the lane's unit v (0 or 1).
 __device__ __forceinline__ int32_t paired_unit(int32_t v) { return lane_id() / 2 * 4 + 2 * v + lane_id() % 2; }
 
 // Converts a unit of fp8 to float32.

@@ -20,9 +20,9 @@ bool all_nan(const std::vector<float>& values) {
 
 // An operation that will fail. Before that, its results have arbitrary values.
 struct Failing {
-  bool goes_back;
+  bool goes_back, has_weights;  // has_weights: of the combine
 
-  explicit Failing(Session& session, std::mt19937& random) : goes_back(random() % 2) {
+  explicit Failing(Session& session, std::mt19937& random) : goes_back(random() % 2), has_weights(random() % 2) {
     for (auto& rank : session.ranks()) {
       must(cudaMemset(rank->recv.device, goes_back ? 0 : 1, rank->recv.host.size() * sizeof(float)));
       must(cudaMemset(rank->out.device, 1, rank->out.host.size() * sizeof(float)));
@@ -36,7 +36,12 @@ struct Failing {
       return args;
     };
     if (goes_back) {
-      session.whole([&](Rank& rank) { return adjusted(rank, rank.combine()); }, missing_rank);
+      const auto combine = [&](Rank& rank) {
+        CombineArgs args = rank.combine();
+        if (!has_weights) args.row_weights = nullptr;  // some kernels then copy a token's only row
+        return adjusted(rank, args);
+      };
+      session.whole(combine, missing_rank);
     } else {
       session.whole([&](Rank& rank) { return adjusted(rank, rank.dispatch(0)); }, missing_rank);
     }
