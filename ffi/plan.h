@@ -561,7 +561,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   const int32_t sms = usable_sms(num_sms, device_sms);
   const bool casts = units_read > 1;
   const bool copies_on_few_sms = num_sms > 0 && holds_token_once && !casts;  // senders copy rows
-  constexpr int64_t kMuch = 24 * 1024;                                 // chunks of y: 12 MiB
+  constexpr int64_t kMuch = 24 * 1024;                                       // chunks of y: 12 MiB
   const bool has_few_experts = top_k > 0 && top_k <= 2, reads_much = num_tokens * top_k * num_chunks >= kMuch;
   // With more than two ranks, the link sets the pace, and prefetching does not help (measured).
   const bool is_large_decode = is_large_decode_on_two_ranks(num_tokens, num_ranks, top_k, num_chunks);
