@@ -424,11 +424,12 @@ inline constexpr Shape kCombineBack = {Variant::kThroughput,
                                        Receive{WarpsPerRow::at_most(8, 2).more_for_few_rows(kAny, 1)},
                                        ReceiverSixteenths{14},
                                        Fewest::kSenders};
-// The same with 1024 tokens or more. There, four warps per received row are faster than eight (measured).
+// The same with 1024 tokens or more. There, four warps per received row are faster than eight (measured on two ranks,
+// and with 4096 tokens on four).
 inline constexpr Shape kCombineBackOfManyTokens = {Variant::kThroughput,   BlockWarps{16},
                                                    kCombineBack.send,      Receive{WarpsPerRow::at_most(4, 2)},
                                                    kCombineBack.receivers, Fewest::kSenders};
-// The same on two ranks, where the rows of half of the tokens stay on the rank (the share is measured).
+// The same on two ranks. The receivers' share is measured.
 inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWarps{16},
                                                  kCombineBack.send,      kCombineBackOfManyTokens.receive,
                                                  ReceiverSixteenths{12}, Fewest::kSenders};
@@ -502,7 +503,7 @@ inline constexpr Shape kLargeBatch = {Variant::kBalanced, BlockWarps{16}, Send{W
                                       Receive{WarpsPerRow::at_most(32, 1)}, ReceiverSixteenths{8}};
 inline constexpr WarpsPerRow kWarpPerPart = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, kChunksOfPart);
 inline constexpr WarpsPerRow kWarpPerTwoParts = WarpsPerRow::at_most(WarpsPerRow::kAnyNumber, 2 * kChunksOfPart);
-// plan_combine may use kWarpPerPart or kWarpPerTwoParts in its place.
+// plan_combine may replace kWarpPerRow by kWarpPerPart or kWarpPerTwoParts.
 inline constexpr WarpsPerRow kWarpPerRow = WarpsPerRow::of(1);
 // More than two ranks, without a limit on SMs: more than 256 tokens; or more than 32, if the combine casts.
 inline constexpr Shape kManyTokens = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerPart}, Receive{kWarpPerPart},
@@ -586,9 +587,9 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
   };
   Shape shape = choose_shape();
   if (variant == Variant::kThroughput && (num_ranks <= 2 || num_sms > 0 || top_k == 0)) {
-    // With a warp per part, there are more rounds, but each round is as short as one part. A warp per part is used only
-    // if it takes at most 7/8 of the time of a warp per row. If senders copy rows on few SMs, a warp has two parts in
-    // its place (measured on four ranks).
+    // With several warps per row, there are more rounds, but each round is shorter. Several warps are used only if the
+    // estimated time is at most 7/8 of that of a warp per row. Each warp gets one part; two parts if senders copy rows
+    // on few SMs (measured on four ranks only).
     const int32_t most_blocks = num_rows > 0 ? sms / 2 : sms - 1;  // with one role; one block moves no rows
     const int32_t warps = std::max(most_blocks - 1, 1) * kMaxBlockWarps;
     const int64_t parts = divide_up(num_chunks, kChunksOfPart), most_rows = std::max(num_rows, num_tokens);

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows(const uint4* from, u
   }
 }
 
-// Waits until shared memory may be overwritten that all but the newest kLoadsAhead - 1 bulk copies have read.
+// Waits until all bulk stores except the newest kLoadsAhead - 1 have read their shared memory.
 __device__ void await_oldest_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLoadsAhead - 1) : "memory");
 }

@@ -153,7 +153,8 @@ inline ffi::Error check_pending(const char* op, const Operand& pending) {
   return check_buffers(op, {{"pending", pending, ffi::F32, {2}}});
 }
 
-// An empty row_weights stands for weights of 1. (combine has no attribute that tells the layout.)
+// row_weights may be empty: all weights are then 1. The check cannot restrict this to the layout "token", because
+// combine has no attribute for the layout.
 inline ffi::Error check_combine(const char* op, const Member& member, int64_t cast, const Operand& axis_index,
                                 const Operand& y, const Operand& row_weights, const Operand& send_index,
                                 const Operand& recv_row, const Operand& num_recv_per_rank, const Operand& out) {

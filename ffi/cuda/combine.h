@@ -28,8 +28,8 @@ struct CombineArgs : Call {
   ElementType out_type;
   float* topk_weights_cotangent;  // [T, K], the sums of weights_cotangent over the ranks; or null
 
-  // True in the layout "token": a token has at most one row on a rank. (A backward pass without cotangents of weights
-  // has no sign of the layout.)
+  // True if the call is known to have the layout "token", in which a token has at most one row on a rank. False for a
+  // backward pass without cotangents of weights, whose arguments do not show the layout. Only the plan depends on it.
   constexpr bool holds_token_once() const {
     return op == OpKind::kCombine ? row_weights == nullptr : has_token_weights;
   }

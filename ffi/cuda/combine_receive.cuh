@@ -97,9 +97,9 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // The own sum is the sum of a token's own rows. With a ring, a lane keeps its part of the own sum in the ring's spare
-  // room until the part is added. If sums are cast, the own sum stays in float32, and takes kUnitsKept units for each
-  // unit of a peer's sum. Otherwise, it is rounded like a peer's sum, and takes one unit.
+  // The own sum is the sum of a token's own rows. With a ring, add_parts_of_ring keeps a lane's part of the own sum in
+  // the ring's spare room until the part is added. If sums are cast, the own sum stays in float32, and takes kUnitsKept
+  // units for each unit of a peer's sum. Otherwise, it is rounded like a peer's sum, and takes one unit.
   static constexpr int kUnitsKept = kCasts ? kSize * sizeof(float) / kUnitBytes : 1;
   __device__ static void store_own_sum(uint32_t kept, const float (&sum)[kSize]) {
 #pragma unroll
@@ -167,9 +167,9 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // Adds a part of the sums from all sources, in the order of ranks, and stores the total. `here`: this rank, if its
-  // sum does not come through the arena. take_own(own, total) then sets `own` to its sum; if sums are cast, it adds its
-  // sum to the total instead.
+  // Adds a part of the sums from all sources, in the order of ranks, and stores the total. `here` has this rank if
+  // receivers sum its rows. For this rank, take_own(own, total) is called. Without a cast, it sets `own` to this rank's
+  // sum, which is then added. With a cast, it adds the sum to `total` itself.
   template <typename TakeOwn>
   __device__ __forceinline__ void add_sources(int32_t token, int32_t part, const PerRank& arena_row,
                                               const RankSet& sources, const RankSet& here, TakeOwn take_own) const {

@@ -219,12 +219,13 @@ struct CombineSums : CombineOperands<Config> {
   }
 
   // True if the token has one row here, and sums have no weights. Then the sum is this row. It is so for tokens in the
-  // layout "token", for rows of all_to_all_back, and for some tokens of dispatch_back. Such a row is copied: the
-  // conversions to float32 and back would take most of the instructions.
+  // layout "token", for rows of all_to_all_back, and for some tokens of the backward passes of dispatch and
+  // dispatch_like. (A copy keeps -0, and a sum would be +0. Receivers add to +0, so their results are the same.) Such a
+  // row is copied: the conversions to float32 and back would take most of the instructions.
   __device__ bool is_one_row(const RowsOfToken& token) const { return !args.row_weights && __popc(token.rows) == 1; }
 
-  // Copies the next part of a token's only row from the ring. begin_pieces() has been called for the row. (The bulk
-  // copy that takes the piece's stage is issued behind a barrier of the warp, after the loads.)
+  // Copies the next piece of a token's only row from the ring to registers. begin_pieces() has been called for the row.
+  // (drop() synchronizes the warp. So all lanes have loaded the piece before a lane prefetches into its stage.)
   __device__ void copy_piece(const RowsOfToken& token, const WarpGroup& warp_group,
                              uint4 (&units)[kChunksAtOnce]) const {
     const uint32_t piece = ring.next();

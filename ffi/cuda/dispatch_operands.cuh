@@ -62,7 +62,7 @@ constexpr int receive_batch(Delivery delivery, Variant variant, bool casts) {
   return delivery == Delivery::kDequantize || (delivery == Delivery::kCombineBack && casts) ? 2 : 4;
 }
 
-// The number of units of x, y or the result with the channels of one unit in transit.
+// The number of units of x or y with the channels of one unit in transit.
 constexpr int units_per_unit_in_transit(bool casts) { return casts ? 2 : 1; }
 
 // Backward pass of combine: the rows of y that a warp prefetches, and their bytes in shared memory, per warp.
@@ -114,7 +114,7 @@ struct DispatchOperands {
   static constexpr bool kHasRounds = has_rounds(kVariant);
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
-  // The units of the result with the channels of one unit in transit: two if receivers convert fp8.
+  // The number of units of the result that a unit in transit becomes: two if receivers convert fp8.
   static constexpr int kResultUnits =
       kDelivery == Delivery::kDequantize || (kDelivery == Delivery::kCombineBack && kCasts) ? 2 : 1;
   static constexpr bool kClearsBeforeEntry = kIsLowLatency;  // prepare() runs before the block has entered
@@ -203,8 +203,9 @@ struct DispatchOperands {
     return units[0];
   }
 
-  // Returns N units of x in the form in which they are sent: unit i of `read` is of chunk chunk_at(i). If rows have
-  // scales, `scales` becomes, in lane i, the unit with the scales of chunk i. `scale`: the scales, if x is fp8 already.
+  // Casts N units per lane of a row of x to the wire format, and writes them to `units`. Unit i is of chunk
+  // chunk_at(i). If rows have scales, lane i also gets, in `scales`, the unit with the scales of the i-th chunk; other
+  // lanes keep what they have there. `scale`: the scales, if x is fp8 already.
   template <int N, typename ChunkAt>
   __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scale)[N], ChunkAt chunk_at,
                              uint4* units, uint4* scales) const {

@@ -26,7 +26,7 @@ struct DispatchSender : Routing<Config> {
   template <int N>
   struct PackedChunks {
     Chunk units[N], scales;
-    bool has_escapes;  // any of the chunks has, or the scales have
+    bool has_escapes;  // a unit of a chunk, or one with scales, is an escape
   };
   using Packed = PackedChunks<kSendBatch>;
 
@@ -276,9 +276,8 @@ struct DispatchSender : Routing<Config> {
     send_chunks(packed, [=](int i) { return batch_index * kSendBatch + i; }, route, index, row);
   }
 
-  // Sends chunks to each rank at which the row has an `index` of at least 0. The i-th of them is chunk chunk_at(i) of
-  // the row. The header goes with chunk 0. All units are stored before the escape masks, so that one branch is enough
-  // for chunks without escapes.
+  // Sends chunks to each rank at which the row has an `index` of at least 0. packed.units[i] is chunk chunk_at(i) of
+  // the row. The header goes with chunk 0. The sender stores all units first, and then tests once for escapes.
   template <int N, typename ChunkAt>
   __device__ __forceinline__ void send_chunks(const PackedChunks<N>& packed, ChunkAt chunk_at, const Route& route,
                                               const PerRank& index, const RowAtRanks& row) const {

@@ -120,7 +120,8 @@ struct Chunk {
   __device__ __forceinline__ void send_escape_mask(const Operation& op, int32_t peer, unsigned long long* word) const {
     if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels));
   }
-  // The same if each lane's unit has an escape mask of its own, at `word`.
+  // The same if each lane's unit has an escape mask of its own, at the lane's `word`: bit 0 is set if the unit is the
+  // sentinel. (For scales.)
   __device__ __forceinline__ void send_own_escape_mask(const Operation& op, int32_t peer, unsigned long long* word,
                                                        bool present) const {
     if (present) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels >> lane_id() & 1));

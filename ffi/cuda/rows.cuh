@@ -153,17 +153,17 @@ __device__ __forceinline__ uint4 cast_to_fp8(const ChannelsOfUnit& x, Cast cast,
   return cast_by_scale(channels, fp8, cast);
 }
 
-// Gives neighbouring lanes 2j and 2j + 1 the channels of whole 32-byte sectors of a row of two-byte elements. `unit`:
-// the lane's 16 channels of fp8. Lane 2j gives its last eight channels for the first eight of lane 2j + 1. Converted to
-// two bytes each, the channels of the result are two units of the row, with the numbers paired_unit(). So when a warp
-// reads or writes a unit per lane, each pair of lanes accesses a whole sector. Whole warps call it.
+// Exchanges channels between lanes 2j and 2j + 1, so that together they access whole 32-byte sectors of a row of
+// two-byte elements. Before, each lane has 16 consecutive channels of fp8, which become two consecutive units of the
+// row. After, lane 2j has units 4j and 4j + 2, and lane 2j + 1 has units 4j + 1 and 4j + 3. Both lanes have the same
+// scale. Whole warps call it.
 __device__ __forceinline__ uint4 pair_channels(const uint4& unit) {
   const bool is_odd = lane_id() % 2 != 0;
   const uint32_t first = __shfl_xor_sync(kAllLanes, is_odd ? unit.x : unit.z, 1);
   const uint32_t second = __shfl_xor_sync(kAllLanes, is_odd ? unit.y : unit.w, 1);
   return is_odd ? make_uint4(first, second, unit.z, unit.w) : make_uint4(unit.x, unit.y, first, second);
 }
-// The number, among the 64 units of two-byte elements that a chunk of fp8 becomes, of the lane's unit v (0 or 1).
+// After pair_channels(): the index of this lane's unit v (0 or 1) among the 64 units that a chunk of fp8 becomes.
 __device__ __forceinline__ int32_t paired_unit(int32_t v) { return lane_id() / 2 * 4 + 2 * v + lane_id() % 2; }
 
 // Converts a unit of fp8 to float32.
