@@ -60,6 +60,9 @@ struct Failing {
   }
 };
 
+// The time in which an operation of a failed group ends. Each of its rounds is a launch.
+uint64_t soon_ns(const Session& session) { return divide_up(num_tokens, session.round_tokens()) * kSoonNs; }
+
 // Checks that the group has failed for this reason, and that a later operation fails at once.
 void check_failed(Session& session, FailureReason reason, int32_t peer = -1) {
   const std::optional<FailureRecord> failure = session.group().failure();
@@ -70,8 +73,7 @@ void check_failed(Session& session, FailureReason reason, int32_t peer = -1) {
   const uint64_t begun = emulator::now_ns();
   session.whole([](Rank& rank) { return rank.combine(); });
   session.wait();
-  const int64_t num_rounds = divide_up(num_tokens, session.round_tokens());  // each is a launch
-  EXPECT_EQ(emulator::now_ns() - begun < num_rounds * kSoonNs, true);
+  EXPECT_EQ(emulator::now_ns() - begun < soon_ns(session), true);
   for (auto& rank : session.ranks()) EXPECT_EQ(all_nan(rank->out.download()), true);
 }
 
@@ -102,7 +104,7 @@ void run_until_failure(Session& session, const Failing& operation, FailureReason
   }
   EXPECT_EQ(first.has_value(), true);
   session.wait();
-  EXPECT_EQ(emulator::now_ns() - begun < kSoonNs, true);
+  EXPECT_EQ(emulator::now_ns() - begun < soon_ns(session), true);
   if (first) {
     EXPECT_EQ(static_cast<int32_t>(first->reason), static_cast<int32_t>(reason));
     EXPECT_EQ(first->epoch != 0, true);
