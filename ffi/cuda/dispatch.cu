@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
   dispatch.op.stamp(Stamp::kBegun);
   const auto forwards = [&](int32_t role) { return dispatch.uses_rail_peers() && plan.forwards(role); };
   if (dispatch.op.is_control_warp()) {
-    if (lane_id() == 0) shared.gives_up = 0;
+    if (lane_id() == 0) shared.gives_up = 0, shared.step_with_repeats = -1;
     dispatch.op.template enter<kRoleByIndex>([&](int32_t role) { return plan.is_sender(role) || forwards(role); },
                                              plan.senders_enter_first ? plan.num_senders : 0);
   }

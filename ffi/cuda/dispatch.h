@@ -87,7 +87,7 @@ struct DispatchArgs : Call {
 constexpr int64_t max_dispatch_scratch(bool has_network) { return (has_network ? 90 : 96) * 1024; }
 constexpr int64_t dispatch_scratch_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   const int64_t num_experts = int64_t{num_ranks} * experts_per_rank;
-  return align_up(4 * std::max(num_experts + num_ranks, num_experts + 3 * experts_per_rank), 16);
+  return align_up(4 * std::max(2 * (num_experts + num_ranks), num_experts + 3 * experts_per_rank), 16);
 }
 
 // The plan for a launch of this module's kernels, from the plan that plan_dispatch() gives: over a network, it differs.

@@ -20,10 +20,10 @@ inline constexpr int32_t kDestinationsBarrier = kFirstBarrier, kWarpGroupsBarrie
 struct DispatchShared {
   State state;
   float products[kMaxBlockWarps][kMaxTopK];
-  // The experts (top_k per token) and the ranks of the tokens that the block's warp groups send in one step. There are
-  // two of each array, for steps with even and with odd numbers.
-  int32_t experts[2][kMaxBlockWarps * kMaxTopK];
-  RankSet ranks[2][kMaxBlockWarps];
+  // The experts (top_k per token) of the tokens that the block's warp groups send in one step; and the newest step in
+  // which one of these tokens names an expert twice.
+  int32_t experts[kMaxBlockWarps * kMaxTopK];
+  int32_t step_with_repeats;
   int32_t dropped;
   // The indices of the rows that each source sends here: they begin with first_index_from, which is 0 without rounds.
   int32_t first_index_from[kMaxRanksOfKernels], end_index_from[kMaxRanksOfKernels];
@@ -32,10 +32,13 @@ struct DispatchShared {
 };
 
 // What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all
-// tokens. A sender counts the tokens before those that it sends.
+// tokens. A sender counts the tokens before those that it sends. Its warp groups tell one another what their tokens of
+// one step name.
 struct SendCounts {
   int32_t* experts;  // [num_experts]: pairs (token, k) that name the expert
   int32_t* ranks;    // [num_ranks]: tokens with an expert on the rank
+  // [num_experts], [num_ranks]: bit g is set if the token of the block's warp group g names the expert, or the rank.
+  uint32_t *groups_of_expert, *groups_of_rank;
 };
 
 // The destinations of arriving rows; in dynamic shared memory.
@@ -107,9 +110,12 @@ struct DispatchOperands {
   static constexpr bool kMayHaveScales = Config::kMayHaveScales;
   // The batches are the chunks that a warp processes at once.
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
-  static constexpr int kSendBatch = kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) ? 1 : 2;
+  static constexpr int kSendBatch =
+      kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) || (kCasts && kDelivery == Delivery::kCombineBack)
+          ? 1
+          : 2;
   static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant, kCasts);
-  // Work stealing (DispatchReceiver::steal_rows): warp groups claim rows and padding.
+  // Work stealing (DispatchReceiver::may_steal_rows): warp groups claim rows and padding.
   static constexpr bool kStealsRows = kVariant == Variant::kThroughput;
   static constexpr bool kHasRounds = has_rounds(kVariant);
   static constexpr int kUnroll = kStealsRows ? 2 : 1;

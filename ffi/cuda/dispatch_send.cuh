@@ -8,11 +8,12 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
-  using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::count_earlier,
-      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::in_rounds,
-      Base::is_own, Base::end_token, Base::first_token, Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch,
-      Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts, Base::new_route, Base::num_experts,
-      Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_of, Base::row_here, Base::plan, Base::shared;
+  using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::clear_groups,
+      Base::count_earlier, Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit,
+      Base::ids_to_count, Base::in_rounds, Base::is_own, Base::end_token, Base::first_token, Base::kCasts,
+      Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts,
+      Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_of,
+      Base::row_here, Base::plan, Base::shared;
   using typename Base::Ids;
 
   // The units of x that a warp reads at once.
@@ -51,6 +52,7 @@ struct DispatchSender : Routing<Config> {
   // count_all_tokens() loads these ids.) A sender block also zeroes its counts.
   __device__ Outgoing prepare(int32_t role) const {
     if (plan.is_sender(role)) clear(this->send_counts());
+    if (plan.is_sender(role)) clear_groups(this->send_counts());
     const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id(), true);
     const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups;
     Outgoing outgoing = sends ? load_token(first_token() + warp_group.index, 0, warp_group) : Outgoing{};
@@ -73,6 +75,7 @@ struct DispatchSender : Routing<Config> {
     if (warp_group.index >= warp_group.num_groups) return;
     const int32_t group_in_block = this->group_in_block();
     int32_t token = first_token() + warp_group.index, counted = 0;
+    Named former = {-1, {}};
 #pragma unroll 1
     for (int32_t step = 0; token - group_in_block < end_token(); ++step) {
       const int32_t first_of_step = token - group_in_block;  // the first token that this block sends in this step
@@ -82,10 +85,11 @@ struct DispatchSender : Routing<Config> {
       const Packed packed = pack(now.batch, warp_group.warp);
       Route& route = now.route;
       if (new_route()) {
-        const BlockTokens block_tokens = {group_in_block, shared.experts[step % 2], shared.ranks[step % 2]};
-        publish_route(route, block_tokens, warp_group);
-        count_tokens(counts, counted, first_of_step, now.ids, kClearsBeforeEntry && step == 0);
-        finish_route(counts, route, block_tokens, warp_group);
+        begin_route(route, warp_group);
+        count_tokens(counts, counted, first_of_step, now.ids, kClearsBeforeEntry && step == 0,
+                     [&] { publish_route(counts, route, former, step, warp_group); });
+        finish_route(counts, route, step, warp_group);
+        former = {route.expert, route.ranks};
         if (args.named_slot) name_slots(route, token, warp_group);
         for_each_word(peers, [&](int w) {
           int32_t& index = route.index.of_word[w];
@@ -177,56 +181,70 @@ struct DispatchSender : Routing<Config> {
     return route;
   }
 
-  // The tokens that a block's warp groups send in the same step.
-  struct BlockTokens {
-    int32_t group_in_block;  // the index of this warp group's token
-    int32_t* experts;
-    RankSet* ranks;
+  // What a token names: an expert for k = lane, or -1 for none; and the ranks of the experts.
+  struct Named {
+    int32_t expert;
+    RankSet ranks;
   };
 
-  // Publishes the token's destinations in shared memory. The block's other warp groups read them after the next
-  // barrier.
-  __device__ void publish_route(Route& route, const BlockTokens& block_tokens, const WarpGroup& warp_group) const {
+  // Begins a route: finds the token's destinations, and counts the pairs of the token itself.
+  __device__ void begin_route(Route& route, const WarpGroup& warp_group) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
     route.ranks = RankSet::of_lanes(present, present ? peers.rank_of(route.expert) : 0);
-    if (warp_group.warp != 0) return;
-    route.position_in_source = count_earlier(route.expert, lane_id());
-    if (warp_group.num_warps >= plan.block_warps()) return;
-    if (lane_id() < args.top_k)
-      block_tokens.experts[block_tokens.group_in_block * args.top_k + lane_id()] = route.expert;
-    if (lane_id() == 0) block_tokens.ranks[block_tokens.group_in_block] = route.ranks;
+    if (warp_group.warp == 0) route.position_in_source = count_earlier(route.expert, lane_id());
+  }
+
+  // Tells the block's other warp groups what the token names, in place of `former`, which the warp group's token of the
+  // former step named. A warp group calls it between two barriers: the other warp groups have finished their routes of
+  // the former step, and will finish those of this step.
+  __device__ void publish_route(const SendCounts& counts, const Route& route, const Named& former, int32_t step,
+                                const WarpGroup& warp_group) const {
+    if (warp_group.warp != 0 || warp_group.num_warps >= plan.block_warps()) return;
+    const uint32_t bit = 1u << group_in_block();
+    if (former.expert >= 0) atomicAnd(&counts.groups_of_expert[former.expert], ~bit);
+    for_each_word(peers, [&](int w) {
+      if (former.ranks.words[w] >> lane_id() & 1) atomicAnd(&counts.groups_of_rank[rank_of_lane(w)], ~bit);
+    });
+    __syncwarp();
+    if (lane_id() < args.top_k) shared.experts[group_in_block() * args.top_k + lane_id()] = route.expert;
+    if (route.expert >= 0 && route.position_in_source > 0) shared.step_with_repeats = step;
+    if (route.expert >= 0) atomicOr(&counts.groups_of_expert[route.expert], bit);
+    for_each_word(peers, [&](int w) {
+      if (route.ranks.words[w] >> lane_id() & 1) atomicOr(&counts.groups_of_rank[rank_of_lane(w)], bit);
+    });
   }
 
   // Completes route.index and route.position_in_source: adds the rows of all earlier steps (`counts`), and those of
-  // this step's tokens with a lower group_in_block.
-  __device__ void finish_route(const SendCounts& counts, Route& route, const BlockTokens& block_tokens,
+  // this step's tokens of the warp groups before this one.
+  __device__ void finish_route(const SendCounts& counts, Route& route, int32_t step,
                                const WarpGroup& warp_group) const {
+    const uint32_t groups_before = (1u << group_in_block()) - 1;
     for_each_word(peers, [&](int w) {
-      if (route.ranks.words[w] >> lane_id() & 1) route.index.of_word[w] = counts.ranks[rank_of_lane(w)];
+      const int32_t rank = rank_of_lane(w);
+      if (route.ranks.words[w] >> lane_id() & 1)
+        route.index.of_word[w] = counts.ranks[rank] + __popc(counts.groups_of_rank[rank] & groups_before);
     });
-    if (warp_group.warp == 0 && route.expert >= 0) route.position_in_source += counts.experts[route.expert];
-    if (block_tokens.group_in_block == 0) return;
-    // For the ranks, lane i holds the ranks of the block's token i. For the experts, the lanes hold the experts of the
-    // block's pairs (token, k), 32 pairs at a time.
-    for_each_word(peers, [&](int w) {
-      const uint32_t ranks = lane_id() < block_tokens.group_in_block ? block_tokens.ranks[lane_id()].words[w] : 0;
-      int32_t& index = route.index.of_word[w];
-      const int32_t num_ranks = kRankWords == 1 ? peers.num_ranks : min(peers.num_ranks - 32 * w, 32);
-#pragma unroll 1
-      for (int32_t rank = 0; rank < num_ranks; ++rank) {  // of this word
-        const int32_t number = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
-        if (lane_id() == rank && index >= 0) index += number;
-      }
-    });
-    const int32_t num_pairs = warp_group.warp == 0 ? block_tokens.group_in_block * args.top_k : 0;
+    if (warp_group.warp != 0) return;
+    const bool repeats = shared.step_with_repeats == step;
+    if (route.expert >= 0) {
+      route.position_in_source += counts.experts[route.expert];
+      if (!repeats) route.position_in_source += __popc(counts.groups_of_expert[route.expert] & groups_before);
+    }
+    if (repeats) count_pairs(route);
+  }
+
+  // Adds this step's pairs (token, k) of the warp groups before this one to route.position_in_source. It is slow, and
+  // only needed if a token names an expert twice. The lanes hold the experts of 32 pairs at a time.
+  __device__ void count_pairs(Route& route) const {
+    const int32_t num_pairs = group_in_block() * args.top_k;
 #pragma unroll 1
     for (int32_t first = 0; first < num_pairs; first += 32) {
-      const int32_t pair = first + lane_id(), expert = pair < num_pairs ? block_tokens.experts[pair] : -1;
+      const int32_t pair = first + lane_id(), expert = pair < num_pairs ? shared.experts[pair] : -1;
 #pragma unroll 1
       for (int32_t k = 0; k < args.top_k; ++k) {
         const int32_t number = __popc(__ballot_sync(kAllLanes, expert == __shfl_sync(kAllLanes, route.expert, k)));
-        if (lane_id() == k) route.position_in_source += number;
+        if (lane_id() == k && route.expert >= 0) route.position_in_source += number;
       }
     }
   }

@@ -49,7 +49,9 @@ struct Routing : DispatchOperands<Config> {
   }
 
   __device__ SendCounts send_counts() const {
-    return {static_cast<int32_t*>(scratch), static_cast<int32_t*>(scratch) + num_experts()};
+    auto* const counts = static_cast<int32_t*>(scratch);
+    auto* const groups = reinterpret_cast<uint32_t*>(counts + num_experts() + peers.num_ranks);
+    return {counts, counts + num_experts(), groups, groups + num_experts()};
   }
 
   // Zeroes the counts. The workers may count after their next barrier.
@@ -57,6 +59,11 @@ struct Routing : DispatchOperands<Config> {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_worker_threads)
       counts.experts[i] = 0;
+  }
+  __device__ void clear_groups(const SendCounts& counts) const {
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_worker_threads)
+      counts.groups_of_expert[i] = 0;
   }
 
   __device__ void count_splits(const SendCounts& counts) const {
@@ -72,13 +79,13 @@ struct Routing : DispatchOperands<Config> {
   // one, and in all rounds to the end of this one. `ids`: the first ids, from ids_to_count(); not used in rounds.
   __device__ void count_all_tokens(const SendCounts& counts, const Ids& ids) const {
     if constexpr (!kHasRounds) {
-      count_tokens(counts, 0, args.num_tokens, ids, kClearsBeforeEntry);
+      count_tokens(counts, 0, args.num_tokens, ids, kClearsBeforeEntry, [] {});
     } else {
       int32_t begin = 0;
 #pragma unroll 1
       for (int32_t part = in_rounds() ? 0 : 2; part < 3; ++part) {  // earlier rounds, this round, all others
         const int32_t end = part == 0 ? first_token() : part == 1 ? end_token() : args.num_tokens;
-        count_tokens(counts, begin, end, in_rounds() ? ids_to_count(begin, end) : ids, kClearsBeforeEntry);
+        count_tokens(counts, begin, end, in_rounds() ? ids_to_count(begin, end) : ids, kClearsBeforeEntry, [] {});
         // The next count_tokens() begins with a barrier, after which it may change the counts.
         if (part < 2 && !op.state.failed) op.send_num_rows(counts.ranks, part == 0 ? kSlotsWithRounds : 0);
         begin = end;
@@ -102,9 +109,10 @@ struct Routing : DispatchOperands<Config> {
 
   // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier before
   // they count, and at another one at the end. `skips_first_barrier`: they have already met since the counts were
-  // zeroed, or there are no tokens to count.
-  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids,
-                               bool skips_first_barrier) const {
+  // zeroed, or there are no tokens to count. Between the barriers, each thread also calls publish().
+  template <typename Publish>
+  __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids, bool skips_first_barrier,
+                               Publish publish) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
     Pair pairs[kCountsAtOnce];
@@ -115,6 +123,7 @@ struct Routing : DispatchOperands<Config> {
     look_at();
     if (!skips_first_barrier) op.sync_workers();
     op.stamp(Stamp::kEntered);
+    publish();
 #pragma unroll 1
     while (first < last) {
       first += stride;

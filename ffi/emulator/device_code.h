@@ -102,6 +102,14 @@ T atomicAdd(T* p, T value) {
   return emulator::atomic(p, [=](T before) { return before + value; });
 }
 template <typename T>
+T atomicAnd(T* p, T value) {
+  return emulator::atomic(p, [=](T before) { return before & value; });
+}
+template <typename T>
+T atomicOr(T* p, T value) {
+  return emulator::atomic(p, [=](T before) { return before | value; });
+}
+template <typename T>
 T atomicExch(T* p, T value) {
   return emulator::atomic(p, [=](T) { return value; });
 }
