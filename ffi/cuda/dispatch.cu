@@ -56,18 +56,16 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
     if constexpr (kHasNetwork) {
       if (forwards(role)) dispatch.forward();
     }
-    if constexpr (Dispatch::kStealsRows) {
-      if (role < plan.first_receiver) dispatch.steal_rows();
-    }
   } else if (counts_sender) {
     dispatch.op.learn_roles_to_take(counts_before, plan.num_senders);
   }
-  // A block that sends and then receives: the counts of send() and the destinations of receive() share the scratch
-  // memory.
+  // The counts of send() and the destinations of receive() share the scratch memory. So a block that sends meets at a
+  // barrier before it receives.
+  const bool steals = Dispatch::kStealsRows && role < plan.first_receiver && dispatch.may_steal_rows();
   if (plan.is_sender(role) && role >= plan.first_receiver) __syncthreads();
   const bool takes_roles = kRoleByIndex && plan.is_sender(role) && role < plan.first_receiver;
   if (takes_roles) role = dispatch.op.take_given_role();
-  while (role >= plan.first_receiver && role != kNoRole) {
+  while ((role >= plan.first_receiver || steals) && role != kNoRole) {
     if (dispatch.op.is_worker()) {
       dispatch.receive();
     } else {

@@ -26,8 +26,11 @@ struct DispatchReceiver : CombineBackward<Config> {
   // computes the destinations, the other warps load the parts of their first rows that have arrived.
   __device__ void receive() const {
     op.stamp(Stamp::kEntered);
-    const WarpGroup warp_group = WarpGroup::of_receivers(plan, op.state.role, warp_id());
-    const bool takes_rows = plan.row_receiver(op.state.role) >= 0 && warp_group.index < warp_group.num_groups;
+    // A block that steals has warp groups of the size that receivers have. Items that are claimed do not depend on the
+    // index of a warp group.
+    const int32_t role = steals_rows() ? plan.num_blocks - 1 : op.state.role;
+    const WarpGroup warp_group = WarpGroup::of_receivers(plan, role, warp_id());
+    const bool takes_rows = !steals_rows() && plan.row_receiver(role) >= 0 && warp_group.index < warp_group.num_groups;
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_recv_per_rank;
@@ -76,18 +79,12 @@ struct DispatchReceiver : CombineBackward<Config> {
   // A block may steal only if all blocks of its launch have entered by then; otherwise, it returns at once. A block
   // that waits for rows keeps its SM. If a sender of its launch still needed the SM, this sender could not start. If a
   // peer did the same, each rank would wait for rows that the other rank's sender never sends.
-  __device__ void steal_rows() const {
+  __device__ bool may_steal_rows() const {
     const bool decides = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
-    if (named_barrier_or(kWorkersBarrier, op.num_worker_threads, decides && !op.all_have_entered())) return;
-    const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
-    open_claims();
-    learn_destinations();
-    if (!await_destinations()) return;
-    // A warp group of the size that receivers have. Claimed items do not depend on its index.
-    const WarpGroup warp_group = WarpGroup::of_receivers(plan, plan.num_blocks - 1, warp_id());
-    Arriving arriving = {};
-    receive_claimed_items(claimed_item(claim_item(warp_group), warp_group), arriving, false, destinations, warp_group);
+    return !named_barrier_or(kWorkersBarrier, op.num_worker_threads, decides && !op.all_have_entered());
   }
+  // True if this block receives although its role is not that of a receiver.
+  __device__ bool steals_rows() const { return kStealsRows && op.state.role < plan.first_receiver; }
 
   __device__ uint32_t num_items() const { return peers.num_ranks * (end_token() - first_token()); }
   // The first item that warp groups claim. The receivers' warp groups take the items before it without a claim: each
