@@ -13,7 +13,7 @@ struct CombineSender : CombineSums<Config> {
       Base::end_of_parts, Base::has_unit, Base::kCasts, Base::kSenderLoadsAhead, Base::kHasRing, Base::kVariant,
       Base::kChunksAtOnce, Base::num_destinations, Base::op, Base::partial_sums, Base::payload_bytes, Base::peers,
       Base::place_of, Base::plan, Base::ranges, Base::complete_row, Base::send_num_rows, Base::step, Base::sums_own,
-      Base::drain_ring, Base::weight_cotangent_to_send;
+      Base::weight_cotangent_to_send;
   using typename Base::RowsOfToken;
   using typename Base::Sums;
 
@@ -32,6 +32,10 @@ struct CombineSender : CombineSums<Config> {
     }
     op.tell_former_finished();
   }
+
+  // True if prepare() sums the first part of a sender's first row. Then the kernel has the code of the sums more than
+  // once. In the other variants, that would take registers from the loops that sum.
+  static constexpr bool kPrepares = is_low_latency(kVariant);
 
   // A row that a warp group sends, and the warp's first part of its sum.
   struct Outgoing {
@@ -56,36 +60,32 @@ struct CombineSender : CombineSums<Config> {
     uint32_t num_items = warp_group.index < warp_group.num_groups ? num_destinations() * num_tokens : 0;
     uint32_t item = warp_group.index;
     if (in_rounds()) await_ranges();
-    RowsOfToken row = {}, next = {};
+    const bool loads_ahead = kSenderLoadsAhead && !is_all_to_all();
+    RowsOfToken next = {};
     Sums sums = {};
-    const auto load_next_and_sum = [&](RowsOfToken issued) {
-      const uint32_t next_item = item + warp_group.num_groups;
-      if (kSenderLoadsAhead && !is_all_to_all() && next_item < num_items) next = issue_row_loads(next_item);
-      row = complete_row(issued);
-      sums = partial_sums(row, warp_group.warp, warp_group);
-    };
-    if constexpr (is_low_latency(kVariant)) {
-      row = first.row;
-      sums = first.sums;
-    } else if (item < num_items && !is_all_to_all()) {
-      const RowsOfToken issued = issue_row_loads(item);
+    if (loads_ahead && item < num_items) {
+      next = issue_row_loads(item);
       // These loads overlap those above.
       if (kHasRing && sums_own()) num_items = num_destinations() * most_rows_of_peer();
-      load_next_and_sum(issued);
     }
     op.stamp(Stamp::kEntered);
     bool gives_up = op.warp_has_failed();
     // The warps of a warp group meet at a barrier for each row to a remote rank. So they must agree: all of them go on
     // to the end, or none begins.
     if (kHasNetwork) gives_up = any_of_warp_group(warp_group, kFirstBarrier, gives_up);
-    if (gives_up) {
-      if constexpr (kHasRing) drain_ring(row);
-      return;
-    }
+    if (gives_up) return;
 #pragma unroll 1
     for (; item < num_items; item += warp_group.num_groups) {
-      if (item >= warp_group.num_groups || is_all_to_all())
-        load_next_and_sum(kSenderLoadsAhead && !is_all_to_all() ? next : issue_row_loads(item));
+      RowsOfToken row;
+      if (kPrepares && item < warp_group.num_groups) {
+        row = first.row, sums = first.sums;
+      } else {
+        const RowsOfToken issued = loads_ahead ? next : issue_row_loads(item);
+        const uint32_t next_item = item + warp_group.num_groups;
+        if (loads_ahead && next_item < num_items) next = issue_row_loads(next_item);
+        row = complete_row(issued);
+        if (kPrepares) sums = partial_sums(row, warp_group.warp, warp_group);
+      }
       if (row.present) send_row(row, sums, warp_group);
       if (is_remote(peers, row.peer) && !uses_rail_peers())
         put_staged(row.peer, peers.rank, row.index, row.present, warp_group);
@@ -103,7 +103,7 @@ struct CombineSender : CombineSums<Config> {
     return __reduce_max_sync(kAllLanes, most);
   }
 
-  // Sends a partial sum. `sums` is this warp's first part of it.
+  // Sends a partial sum. `sums`: with kPrepares, this warp's first part of it.
   __device__ void send_row(const RowsOfToken& row, Sums sums, const WarpGroup& warp_group) const {
     const Hop to = next_hop(row.peer);
     const RowAddress address(op, to.rank, to.source, place_of(row.index));
@@ -113,7 +113,7 @@ struct CombineSender : CombineSums<Config> {
     }
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
-      if (part != warp_group.warp) sums = partial_sums(row, part, warp_group);
+      if (!kPrepares || part != warp_group.warp) sums = partial_sums(row, part, warp_group);
 #pragma unroll
       for (int i = 0; i < kChunksAtOnce; ++i) {
         const int32_t chunk = chunk_of(part, i, warp_group);

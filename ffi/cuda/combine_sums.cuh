@@ -279,14 +279,6 @@ struct CombineSums : CombineOperands<Config> {
       next_piece.bytes_left -= warp_group.num_warps * kPartBytes;
     }
   }
-
-  // Waits for all pieces that have been prefetched: a block must not end before its bulk copies.
-  __device__ void drain_ring(const RowsOfToken& token) const {
-    if (!token.rows) return;
-    const int32_t end = __reduce_min_sync(kAllLanes, token.row >= 0 ? next_piece.number : INT32_MAX);
-#pragma unroll 1
-    while (ring.num_taken() < end) ring.next(), ring.drop();
-  }
 };
 
 }  // namespace jax_ep

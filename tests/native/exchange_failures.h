@@ -163,8 +163,7 @@ void run_wrong_rank_of_few_tokens(uint64_t seed) {
 
 // One rank has a wrong position in the mesh. About half of the blocks stall once, so some blocks find the failure long
 // before others. The block that poisons the results must wait for the stalled blocks, because they may still write
-// results. With one warp per row, a combine's sender has several bulk copies in flight when it learns of the failure.
-// The sender must wait for these copies before its block ends.
+// results.
 void run_wrong_rank_with_stalled_blocks(uint64_t seed) {
   const Settings former;
   emulator::adversary.shuffles_blocks = emulator::adversary.shuffles_warps = true;
