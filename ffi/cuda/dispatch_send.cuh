@@ -30,6 +30,10 @@ struct DispatchSender : Routing<Config> {
     bool has_escapes;  // a unit of a chunk, or one with scales, is an escape
   };
   using Packed = PackedChunks<kSendBatch>;
+  // A warp's first batch of a row, before the row has its route. It is packed, except in the throughput variant: with
+  // the code of pack() once in the kernel, the loop that sends has more registers.
+  static constexpr bool kPacksFirst = Base::kVariant != Variant::kThroughput;
+  using FirstBatch = std::conditional_t<kPacksFirst, Packed, Batch>;
 
   // The destinations of a token.
   struct Route {
@@ -52,7 +56,7 @@ struct DispatchSender : Routing<Config> {
   // count_all_tokens() loads these ids.) A sender block also zeroes its counts.
   __device__ Outgoing prepare(int32_t role) const {
     if (plan.is_sender(role)) clear(this->send_counts());
-    if (plan.is_sender(role)) clear_groups(this->send_counts());
+    if (plan.is_sender(role) && has_several_groups()) clear_groups(this->send_counts());
     const WarpGroup warp_group = WarpGroup::of_senders(plan, role, warp_id(), true);
     const bool sends = plan.sends_rows(role) && warp_group.index < warp_group.num_groups;
     Outgoing outgoing = sends ? load_token(first_token() + warp_group.index, 0, warp_group) : Outgoing{};
@@ -66,6 +70,7 @@ struct DispatchSender : Routing<Config> {
   }
 
   __device__ int32_t group_in_block() const { return warp_id() >> plan.log_send_warps; }
+  __device__ bool has_several_groups() const { return plan.log_send_warps < plan.log_block_warps; }  // in a block
 
   // Sends the tokens of the round. In each step, a block's warp groups send consecutive tokens, one each. A warp group
   // loads its next token's row while it counts and sends the current one. `now`: what prepare() has returned.
@@ -82,7 +87,7 @@ struct DispatchSender : Routing<Config> {
       const int32_t next_token = token + warp_group.num_groups;
       Outgoing next = {};
       if (next_token - group_in_block < end_token()) next = load_token(next_token, first_of_step, warp_group);
-      const Packed packed = pack(now.batch, warp_group.warp);
+      const FirstBatch first_batch = pack_first(now.batch, warp_group);
       Route& route = now.route;
       if (new_route()) {
         begin_route(route, warp_group);
@@ -101,7 +106,7 @@ struct DispatchSender : Routing<Config> {
       if (args.send_index && warp_group.warp == 0 && token < end_token()) keep_route(token, route.index);
       const bool sends = !op.warp_has_failed();
       const PerRank index = index_to_send(route, token);
-      if (sends) send_row(token, packed, route, index, warp_group);
+      if (sends) send_row(token, first_batch, route, index, warp_group);
       if constexpr (kHasNetwork) put_rows(token, index, warp_group, sends);
       op.stamp(Stamp::kMoved);
       token = next_token;
@@ -135,9 +140,9 @@ struct DispatchSender : Routing<Config> {
     return index;
   }
 
-  // Sends a row. `packed` is the first batch of this warp. Each next batch is loaded before the current one is stored,
+  // Sends a row. `batch` is the first batch of this warp. Each next batch is loaded before the current one is stored,
   // because a load waits until the stores before it are issued.
-  __device__ void send_row(int32_t token, Packed packed, const Route& route, const PerRank& index,
+  __device__ void send_row(int32_t token, FirstBatch batch, const Route& route, const PerRank& index,
                            const WarpGroup& warp_group) const {
     const RowAtRanks row(
         op, index, [&](int32_t rank) { return source_at(rank); }, [&](int32_t of) { return place_of(of); });
@@ -148,12 +153,20 @@ struct DispatchSender : Routing<Config> {
       const int32_t next = batch_index + warp_group.num_warps;
       Batch ahead = {};
       if (next < end) ahead = load(token, next);
-      send_batch(packed, batch_index, route, index, row);
+      if constexpr (kPacksFirst) {
+        send_batch(batch, batch_index, route, index, row);
+      } else {
+        send_batch(pack(batch, batch_index), batch_index, route, index, row);
+      }
       // This rank's receiver waits for a header of every own token, even of a token without an expert here.
       if (batch_index == 0 && new_route() && token < end_token()) {
         write_header(row_here(peers.rank, token), route, peers.rank);
       }
-      if (next < end) packed = pack(ahead, next);
+      if constexpr (kPacksFirst) {
+        if (next < end) batch = pack(ahead, next);
+      } else {
+        batch = ahead;
+      }
     }
   }
 
@@ -200,7 +213,7 @@ struct DispatchSender : Routing<Config> {
   // the former step, and will finish those of this step.
   __device__ void publish_route(const SendCounts& counts, const Route& route, const Named& former, int32_t step,
                                 const WarpGroup& warp_group) const {
-    if (warp_group.warp != 0 || warp_group.num_warps >= plan.block_warps()) return;
+    if (warp_group.warp != 0 || !has_several_groups()) return;
     const uint32_t bit = 1u << group_in_block();
     if (former.expert >= 0) atomicAnd(&counts.groups_of_expert[former.expert], ~bit);
     for_each_word(peers, [&](int w) {
@@ -222,16 +235,18 @@ struct DispatchSender : Routing<Config> {
     const uint32_t groups_before = (1u << group_in_block()) - 1;
     for_each_word(peers, [&](int w) {
       const int32_t rank = rank_of_lane(w);
-      if (route.ranks.words[w] >> lane_id() & 1)
-        route.index.of_word[w] = counts.ranks[rank] + __popc(counts.groups_of_rank[rank] & groups_before);
+      if (!(route.ranks.words[w] >> lane_id() & 1)) return;
+      route.index.of_word[w] = counts.ranks[rank];
+      if (groups_before) route.index.of_word[w] += __popc(counts.groups_of_rank[rank] & groups_before);
     });
     if (warp_group.warp != 0) return;
-    const bool repeats = shared.step_with_repeats == step;
-    if (route.expert >= 0) {
-      route.position_in_source += counts.experts[route.expert];
-      if (!repeats) route.position_in_source += __popc(counts.groups_of_expert[route.expert] & groups_before);
+    if (route.expert >= 0) route.position_in_source += counts.experts[route.expert];
+    if (!groups_before) return;
+    if (shared.step_with_repeats == step) {
+      count_pairs(route);
+    } else if (route.expert >= 0) {
+      route.position_in_source += __popc(counts.groups_of_expert[route.expert] & groups_before);
     }
-    if (repeats) count_pairs(route);
   }
 
   // Adds this step's pairs (token, k) of the warp groups before this one to route.position_in_source. It is slow, and
@@ -272,6 +287,14 @@ struct DispatchSender : Routing<Config> {
     uint4 units[kSendBatch], scales = {};
     Base::cast_batch(batch.units, batch.scales, chunk_at, units, &scales);
     return pack_chunks(units, scales, chunk_at);
+  }
+
+  __device__ FirstBatch pack_first(const Batch& batch, const WarpGroup& warp_group) const {
+    if constexpr (kPacksFirst) {
+      return pack(batch, warp_group.warp);
+    } else {
+      return batch;
+    }
   }
 
   // Replaces units that equal the sentinel or the escape. The i-th of the chunks is chunk chunk_at(i) of the row.
