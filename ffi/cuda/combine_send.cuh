@@ -53,7 +53,7 @@ struct CombineSender : CombineSums<Config> {
   }
 
   // Sends rows. An item is a row that may exist. Consecutive items go to different ranks, beginning with the rank after
-  // this one. `first`: in the low-latency variant, what prepare() has returned.
+  // this one. `first`: with kPrepares, what prepare() has returned.
   __device__ void send([[maybe_unused]] const Outgoing& first) const {
     const WarpGroup warp_group = WarpGroup::of_senders(plan, op.state.role, warp_id());
     const int32_t num_tokens = end_token() - first_token();
