@@ -32,12 +32,13 @@ struct DispatchShared {
 };
 
 // What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all
-// tokens. A sender counts the tokens before those that it sends. Its warp groups tell one another what their tokens of
-// one step name.
+// tokens. A sender counts the tokens before those that it sends. It also has a bit per warp group for the tokens that
+// it sends in one step.
 struct SendCounts {
   int32_t* experts;  // [num_experts]: pairs (token, k) that name the expert
   int32_t* ranks;    // [num_ranks]: tokens with an expert on the rank
-  // [num_experts], [num_ranks]: bit g is set if the token of the block's warp group g names the expert, or the rank.
+  // [num_experts] and [num_ranks]. Bit g: the token that warp group g of the block sends in this step names the expert,
+  // or has an expert on the rank.
   uint32_t *groups_of_expert, *groups_of_rank;
 };
 
@@ -110,6 +111,7 @@ struct DispatchOperands {
   static constexpr bool kMayHaveScales = Config::kMayHaveScales;
   // The batches are the chunks that a warp processes at once.
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
+  // With two chunks, the backward pass of combine with a cast would spill registers.
   static constexpr int kSendBatch =
       kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) || (kCasts && kDelivery == Delivery::kCombineBack)
           ? 1

@@ -76,14 +76,15 @@ struct DispatchReceiver : CombineBackward<Config> {
   // that no other block has claimed. Receivers claim their work in the same way, except the first item of each warp
   // group.
   //
-  // A block may steal only if all blocks of its launch have entered by then; otherwise, it returns at once. A block
-  // that waits for rows keeps its SM. If a sender of its launch still needed the SM, this sender could not start. If a
-  // peer did the same, each rank would wait for rows that the other rank's sender never sends.
+  // Returns true if the block may steal, which it does by calling receive(). It may steal if all blocks of its launch
+  // have entered. A block that waits for rows keeps its SM. If a sender of its launch still needed the SM, this sender
+  // could not start. If a peer did the same, each rank would wait for rows that the other rank's sender never sends.
+  // All workers call this function: it is also the barrier between send() and receive(), which use the same memory.
   __device__ bool may_steal_rows() const {
     const bool decides = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
     return !named_barrier_or(kWorkersBarrier, op.num_worker_threads, decides && !op.all_have_entered());
   }
-  // True if this block receives although its role is not that of a receiver.
+  // In receive(): true if the block steals, that is, if its role is that of a sender or a forwarder.
   __device__ bool steals_rows() const { return kStealsRows && op.state.role < plan.first_receiver; }
 
   __device__ uint32_t num_items() const { return peers.num_ranks * (end_token() - first_token()); }

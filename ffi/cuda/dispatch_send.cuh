@@ -30,8 +30,8 @@ struct DispatchSender : Routing<Config> {
     bool has_escapes;  // a unit of a chunk, or one with scales, is an escape
   };
   using Packed = PackedChunks<kSendBatch>;
-  // A warp's first batch of a row, before the row has its route. It is packed, except in the throughput variant: with
-  // the code of pack() once in the kernel, the loop that sends has more registers.
+  // True if a sender packs a row's first batch before it knows the row's route. False in the throughput variant: there,
+  // the code of pack() is in the kernel once, so the loop that sends has more registers.
   static constexpr bool kPacksFirst = Base::kVariant != Variant::kThroughput;
   using FirstBatch = std::conditional_t<kPacksFirst, Packed, Batch>;
 
@@ -53,7 +53,7 @@ struct DispatchSender : Routing<Config> {
   };
 
   // Loads what a sender needs of its first token, or the ids that the notifying block counts first. (In rounds,
-  // count_all_tokens() loads these ids.) A sender block also zeroes its counts.
+  // count_all_tokens() loads these ids.) A sender block also zeroes its counts and its bits of warp groups.
   __device__ Outgoing prepare(int32_t role) const {
     if (plan.is_sender(role)) clear(this->send_counts());
     if (plan.is_sender(role) && has_several_groups()) clear_groups(this->send_counts());
@@ -194,7 +194,7 @@ struct DispatchSender : Routing<Config> {
     return route;
   }
 
-  // What a token names: an expert for k = lane, or -1 for none; and the ranks of the experts.
+  // The experts of a token, for k = lane (-1 for none), and the ranks that have them.
   struct Named {
     int32_t expert;
     RankSet ranks;
@@ -208,9 +208,9 @@ struct DispatchSender : Routing<Config> {
     if (warp_group.warp == 0) route.position_in_source = count_earlier(route.expert, lane_id());
   }
 
-  // Tells the block's other warp groups what the token names, in place of `former`, which the warp group's token of the
-  // former step named. A warp group calls it between two barriers: the other warp groups have finished their routes of
-  // the former step, and will finish those of this step.
+  // Publishes the token's experts and ranks to the block's other warp groups. Removes `former`, which this warp group
+  // has published in the former step. It runs after the barrier at which all warp groups have finished the routes of
+  // the former step, and before the barrier after which they finish those of this step.
   __device__ void publish_route(const SendCounts& counts, const Route& route, const Named& former, int32_t step,
                                 const WarpGroup& warp_group) const {
     if (warp_group.warp != 0 || !has_several_groups()) return;
@@ -228,8 +228,8 @@ struct DispatchSender : Routing<Config> {
     });
   }
 
-  // Completes route.index and route.position_in_source: adds the rows of all earlier steps (`counts`), and those of
-  // this step's tokens of the warp groups before this one.
+  // Completes route.index and route.position_in_source. Adds the rows of the tokens before the block's first token of
+  // this step (`counts`), and the rows of this step's tokens in warp groups with a lower group_in_block.
   __device__ void finish_route(const SendCounts& counts, Route& route, int32_t step,
                                const WarpGroup& warp_group) const {
     const uint32_t groups_before = (1u << group_in_block()) - 1;
@@ -249,8 +249,8 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // Adds this step's pairs (token, k) of the warp groups before this one to route.position_in_source. It is slow, and
-  // only needed if a token names an expert twice. The lanes hold the experts of 32 pairs at a time.
+  // Adds this step's pairs (token, k) in warp groups with a lower group_in_block to route.position_in_source. It is
+  // slow, and needed only if a token names an expert twice. The lanes hold the experts of 32 pairs at a time.
   __device__ void count_pairs(Route& route) const {
     const int32_t num_pairs = group_in_block() * args.top_k;
 #pragma unroll 1

@@ -60,6 +60,7 @@ struct Routing : DispatchOperands<Config> {
     for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_worker_threads)
       counts.experts[i] = 0;
   }
+  // Zeroes the bits of experts and of ranks, which are adjacent. publish_route() may set bits after the next barrier.
   __device__ void clear_groups(const SendCounts& counts) const {
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i < num_experts() + peers.num_ranks; i += op.num_worker_threads)
