@@ -33,8 +33,8 @@ struct CombineSender : CombineSums<Config> {
     op.tell_former_finished();
   }
 
-  // True if prepare() sums the first part of a sender's first row. Then the kernel has the code of the sums more than
-  // once. In the other variants, that would take registers from the loops that sum.
+  // True if prepare() sums the first part of a sender's first row. This needs a second copy of the code that sums. In
+  // the other variants, a second copy would take registers from the loops that sum.
   static constexpr bool kPrepares = is_low_latency(kVariant);
 
   // A row that a warp group sends, and the warp's first part of its sum.

@@ -260,8 +260,8 @@ struct CombineSums : CombineOperands<Config> {
   }
 
   // Begins to prefetch a token's rows. Each row's lane prefetches the pieces of its row, as far ahead as the ring has
-  // room. The caller takes all pieces of the rows, even if the operation fails: a block must not end before its bulk
-  // copies have landed.
+  // room. After this call, the warp must take all pieces of the rows, even if the operation fails: a block must not end
+  // before its bulk copies have landed.
   __device__ void begin_pieces(const RowsOfToken& token, const WarpGroup& warp_group) const {
     const int32_t begin = warp_group.warp * kPartBytes;
     const uint32_t rows_before = token.rows & ((1u << lane_id()) - 1);

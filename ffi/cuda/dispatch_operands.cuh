@@ -32,13 +32,13 @@ struct DispatchShared {
 };
 
 // What a block has counted of this rank's tokens so far; in dynamic shared memory. The block that notifies counts all
-// tokens. A sender counts the tokens before those that it sends. It also has a bit per warp group for the tokens that
-// it sends in one step.
+// tokens. A sender counts the tokens before those that it sends. For each expert and each rank, a sender also has a
+// word with one bit per warp group.
 struct SendCounts {
   int32_t* experts;  // [num_experts]: pairs (token, k) that name the expert
   int32_t* ranks;    // [num_ranks]: tokens with an expert on the rank
-  // [num_experts] and [num_ranks]. Bit g: the token that warp group g of the block sends in this step names the expert,
-  // or has an expert on the rank.
+  // Arrays of num_experts and of num_ranks words. Bit g is set if the token that warp group g sends in this step names
+  // the expert, or has an expert on the rank.
   uint32_t *groups_of_expert, *groups_of_rank;
 };
 
@@ -109,9 +109,9 @@ struct DispatchOperands {
   static constexpr Delivery kDelivery = Config::kDelivery;
   static constexpr Variant kVariant = Config::kVariant;
   static constexpr bool kMayHaveScales = Config::kMayHaveScales;
-  // The batches are the chunks that a warp processes at once.
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
-  // With two chunks, the backward pass of combine with a cast would spill registers.
+  // The chunks that a sender's warp packs at once: its batch. (With a cast, combine's backward pass would spill
+  // registers if the batch had two chunks.)
   static constexpr int kSendBatch =
       kIsLowLatency || (kCasts && kVariant != Variant::kThroughput) || (kCasts && kDelivery == Delivery::kCombineBack)
           ? 1

@@ -22,12 +22,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   using typename Base::BatchAddresses;
 
   // Receives rows. A warp group processes one item at a time. An item is a row that may arrive; find_row_of_item() maps
-  // it to its source and index. Each warp group first takes the item with its own index. While the control warp
-  // computes the destinations, the other warps load the parts of their first rows that have arrived.
+  // it to its source and index. In a receiver block, each warp group first takes the item with its own index. While the
+  // control warp computes the destinations, the other warps load the parts of their first rows that have arrived. A
+  // block that steals claims all its items, also the first.
   __device__ void receive() const {
     op.stamp(Stamp::kEntered);
-    // A block that steals has warp groups of the size that receivers have. Items that are claimed do not depend on the
-    // index of a warp group.
+    // A block that steals has warp groups as the last block, a receiver, has them. Their indices do not matter, because
+    // it claims all its items.
     const int32_t role = steals_rows() ? plan.num_blocks - 1 : op.state.role;
     const WarpGroup warp_group = WarpGroup::of_receivers(plan, role, warp_id());
     const bool takes_rows = !steals_rows() && plan.row_receiver(role) >= 0 && warp_group.index < warp_group.num_groups;
@@ -76,15 +77,15 @@ struct DispatchReceiver : CombineBackward<Config> {
   // that no other block has claimed. Receivers claim their work in the same way, except the first item of each warp
   // group.
   //
-  // Returns true if the block may steal, which it does by calling receive(). It may steal if all blocks of its launch
+  // Returns true if the block may steal. The caller then calls receive(). A block may steal if all blocks of its launch
   // have entered. A block that waits for rows keeps its SM. If a sender of its launch still needed the SM, this sender
   // could not start. If a peer did the same, each rank would wait for rows that the other rank's sender never sends.
-  // All workers call this function: it is also the barrier between send() and receive(), which use the same memory.
+  // All workers call this function. It is a barrier, also between send() and receive(), which use the same memory.
   __device__ bool may_steal_rows() const {
     const bool decides = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
     return !named_barrier_or(kWorkersBarrier, op.num_worker_threads, decides && !op.all_have_entered());
   }
-  // In receive(): true if the block steals, that is, if its role is that of a sender or a forwarder.
+  // Only for receive(). There, a block with the role of a sender or forwarder steals, in the throughput variant.
   __device__ bool steals_rows() const { return kStealsRows && op.state.role < plan.first_receiver; }
 
   __device__ uint32_t num_items() const { return peers.num_ranks * (end_token() - first_token()); }

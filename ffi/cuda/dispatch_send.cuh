@@ -200,7 +200,7 @@ struct DispatchSender : Routing<Config> {
     RankSet ranks;
   };
 
-  // Begins a route: finds the token's destinations, and counts the pairs of the token itself.
+  // Begins a route: finds the token's ranks and, for each k, counts the lower k of the token that name the same expert.
   __device__ void begin_route(Route& route, const WarpGroup& warp_group) const {
     const bool present = is_expert(route.expert, num_experts());
     if (!present) route.expert = -1;
@@ -208,9 +208,9 @@ struct DispatchSender : Routing<Config> {
     if (warp_group.warp == 0) route.position_in_source = count_earlier(route.expert, lane_id());
   }
 
-  // Publishes the token's experts and ranks to the block's other warp groups. Removes `former`, which this warp group
-  // has published in the former step. It runs after the barrier at which all warp groups have finished the routes of
-  // the former step, and before the barrier after which they finish those of this step.
+  // Sets this warp group's bits for the token's experts and ranks. First clears its bits for the token of the previous
+  // step (`former`). count_tokens() calls it between its two barriers. After the first barrier, all warp groups have
+  // finished their routes of the previous step. After the second, they read the bits of this step.
   __device__ void publish_route(const SendCounts& counts, const Route& route, const Named& former, int32_t step,
                                 const WarpGroup& warp_group) const {
     if (warp_group.warp != 0 || !has_several_groups()) return;
@@ -219,6 +219,7 @@ struct DispatchSender : Routing<Config> {
     for_each_word(peers, [&](int w) {
       if (former.ranks.words[w] >> lane_id() & 1) atomicAnd(&counts.groups_of_rank[rank_of_lane(w)], ~bit);
     });
+    // A lane may clear the bit of an expert that another lane sets below. So all lanes clear first.
     __syncwarp();
     if (lane_id() < args.top_k) shared.experts[group_in_block() * args.top_k + lane_id()] = route.expert;
     if (route.expert >= 0 && route.position_in_source > 0) shared.step_with_repeats = step;
@@ -228,8 +229,8 @@ struct DispatchSender : Routing<Config> {
     });
   }
 
-  // Completes route.index and route.position_in_source. Adds the rows of the tokens before the block's first token of
-  // this step (`counts`), and the rows of this step's tokens in warp groups with a lower group_in_block.
+  // Sets route.index and completes route.position_in_source, from the counts of the tokens before the block's first
+  // token of this step, and from the bits of warp groups with a lower group_in_block.
   __device__ void finish_route(const SendCounts& counts, Route& route, int32_t step,
                                const WarpGroup& warp_group) const {
     const uint32_t groups_before = (1u << group_in_block()) - 1;
@@ -249,8 +250,9 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // Adds this step's pairs (token, k) in warp groups with a lower group_in_block to route.position_in_source. It is
-  // slow, and needed only if a token names an expert twice. The lanes hold the experts of 32 pairs at a time.
+  // For each k, adds to route.position_in_source the number of this step's pairs (token, k) that name the same expert,
+  // in warp groups with a lower group_in_block. It is slow. It runs only if a token of this step names an expert twice,
+  // because a bit cannot count two pairs. The lanes hold the experts of 32 pairs at a time.
   __device__ void count_pairs(Route& route) const {
     const int32_t num_pairs = group_in_block() * args.top_k;
 #pragma unroll 1

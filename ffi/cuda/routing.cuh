@@ -110,7 +110,8 @@ struct Routing : DispatchOperands<Config> {
 
   // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier before
   // they count, and at another one at the end. `skips_first_barrier`: they have already met since the counts were
-  // zeroed, or there are no tokens to count. Between the barriers, each thread also calls publish().
+  // zeroed, or there are no tokens to count and publish() does nothing. Each thread calls publish() after the first
+  // barrier and before the last.
   template <typename Publish>
   __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids, bool skips_first_barrier,
                                Publish publish) const {
