@@ -78,7 +78,7 @@ constexpr int32_t dispatch_blocks_per_sm(Variant variant) { return is_low_latenc
 //     combine that needs more blocks than there are SMs. A low-latency dispatch has no such block: while the workers of
 //     a receiver wait, its control warp writes the destinations of rows to the memory in which a sender counts rows.
 //   - Work stealing, in a dispatch of the throughput variant: every sender and forwarder that has sent its rows, if all
-//     blocks have entered by then (may_steal_rows in dispatch_receive.cuh).
+//     blocks have entered by then (sync_and_decide_to_steal in dispatch_receive.cuh).
 //   - Roles given away, in the low-latency variant: the sender that enters last takes them (roles.cuh).
 //
 // Role 0 notifies the peers of the call and of the number of rows. If there are several senders, role 0 sends no rows.

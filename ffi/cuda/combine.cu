@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), 1)
   const bool is_role_thread = kRoleByIndex && combine.op.is_control_warp() && lane_id() == 0;
   const bool counts_sender = is_role_thread && plan.is_sender(blockIdx.x);
   const unsigned long long counts_before = counts_sender ? combine.op.count_sender() : 0;
-  const Outgoing outgoing = kRoleByIndex && is_worker ? combine.prepare(blockIdx.x) : Outgoing{};
+  const Outgoing outgoing = Combine::kPrepares && is_worker ? combine.prepare(blockIdx.x) : Outgoing{};
   __syncthreads();  // the block has entered
   const int32_t role = state.role;
   bool gives_role_away = false;

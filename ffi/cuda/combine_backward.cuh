@@ -87,7 +87,7 @@ struct CombineBackward : DispatchArrival<Config> {
     if constexpr (kCasts) {
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
-        const float scale = scale_of_block(arriving.batch.units[kReceiveBatch], i);
+        const float scale = scale_of_block(arriving.batch.scales(), i);
         cast_from_fp8(pair_channels(arriving.batch.units[i]), scale, wire_cast(), g[i]);
       }
     }

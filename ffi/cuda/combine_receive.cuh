@@ -87,8 +87,8 @@ struct CombineReceiver : CombineSender<Config> {
     }
     if constexpr (kHasRing) {
       const RankSet summed_here = sources.intersection(here);
-      if (!kCasts && summed_here.any() && Base::is_one_row(own_rows)) {
-        add_parts_with_own_row(token, arena_row, sources, summed_here, own_rows, warp_group);
+      if (has_no_own_sum(sources, summed_here, own_rows)) {
+        add_prefetched_rows(token, arena_row, sources.words[0], summed_here.words[0], own_rows, warp_group);
       } else {
         add_parts_of_ring(token, arena_row, sources, summed_here, own_rows, warp_group);
       }
@@ -154,16 +154,37 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // The same for a token whose own sum is one row (is_one_row): the row is added from the ring.
-  __device__ void add_parts_with_own_row(int32_t token, const PerRank& arena_row, const RankSet& sources,
-                                         const RankSet& here, const RowsOfToken& own_rows,
-                                         const WarpGroup& warp_group) const {
-    Base::begin_pieces(own_rows, warp_group);
+  // True if no own rows must be summed before they are added: the token has none, or one that is added as it is
+  // (is_one_row). Then all that is added is in memory as it is needed.
+  __device__ bool has_no_own_sum(const RankSet& sources, const RankSet& here, const RowsOfToken& own_rows) const {
+    if (kCasts || !sources.any() || peers.num_ranks > kMaxLocalRanks) return false;  // a lane per rank
+    return !here.any() || Base::is_one_row(own_rows);
+  }
+
+  // Adds a token's sums, if has_no_own_sum(). The ring prefetches the own row, from y, and the sums in the arena: lane
+  // r prefetches those from rank r. `sources`, `here`: a bit per rank. A prefetch may read a unit before the unit
+  // arrives. Then take_units() loads it again.
+  __device__ void add_prefetched_rows(int32_t token, const PerRank& arena_row, uint32_t sources, uint32_t here,
+                                      const RowsOfToken& own_rows, const WarpGroup& warp_group) const {
+    const uint8_t* const own_row = Base::row_of_y(own_rows, own_rows.rows);
+    const uint8_t* const sum = RowAddress(op, arena_row.of_word[0]).begin + peers.layout.header_bytes;
+    Base::template begin_pieces<false>(sources, here >> lane_id() & 1 ? own_row : sum, warp_group);
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
-      add_sources(token, part, arena_row, sources, here, [&](Sums& own, float (&)[kChunksAtOnce][kSize]) {
-        Base::copy_piece(own_rows, warp_group, own.unit);
-      });
+      float total[kChunksAtOnce][kSize];
+#pragma unroll
+      for (int c = 0; c < kChunksAtOnce; ++c) start_sum(total[c]);
+      uint32_t left = sources;
+#pragma unroll 1
+      do {  // There is a source. With `for`, the compiler would set the total to zero twice.
+        uint4 units[kChunksAtOnce];
+        Base::copy_piece(sources, warp_group, units);
+        if ((left & -left & here) == 0) take_prefetched_sums(__ffs(left) - 1, arena_row, part, units);
+#pragma unroll
+        for (int c = 0; c < kChunksAtOnce; ++c) add_sent(units[c], 0, total[c]);
+        left &= left - 1;
+      } while (left);
+      store_sums(token, part, total);
     }
   }
 
@@ -219,23 +240,33 @@ struct CombineReceiver : CombineSender<Config> {
     __device__ __forceinline__ uint8_t* at(int i) const { return i < kChunksAtOnce ? units + i * kChunkBytes : scales; }
   };
 
-  // Waits for a part of the sum from `source`, and takes it.
-  __device__ Sums take_sums(int32_t source, const PerRank& arena_row, int32_t part) const {
-    const RowAddress from(op, arena_row.at(source));
-    const int32_t first = part * kChunksAtOnce;
-    const int32_t chunk_of_scales = first + lane_id();
-    const PartAddresses addresses = {from.unit(op, first), from.scales(op, payload_bytes(), chunk_of_scales),
-                                     payload_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes),
-                                     kCasts && lane_id() < kChunksAtOnce && chunk_of_scales < chunks()};
+  __device__ PartAddresses part_at(const RowAddress& from, int32_t part) const {
+    const int32_t first = part * kChunksAtOnce, chunk_of_scales = first + lane_id();
+    return {from.unit(op, first), from.scales(op, payload_bytes(), chunk_of_scales),
+            payload_bytes() - (first * kChunkBytes + lane_id() * kUnitBytes),
+            kCasts && lane_id() < kChunksAtOnce && chunk_of_scales < chunks()};
+  }
+
+  // Waits for a part of the sum from `source`, and takes it. `units`: what the addresses held at an earlier time.
+  __device__ __forceinline__ void take_part(int32_t source, const RowAddress& from, int32_t part,
+                                            const PartAddresses& addresses,
+                                            uint4 (&units)[kChunksAtOnce + kCasts]) const {
+    const int32_t first = part * kChunksAtOnce, chunk_of_scales = first + lane_id();
     const auto resolve = [&](int i) {
       const bool is_unit = i < kChunksAtOnce;
       return true_unit(op.state, source, from.escape_masks + (is_unit ? first + i : chunks() + chunk_of_scales),
                        is_unit ? lane_id() : 0);
     };
-    uint4 units[kChunksAtOnce + kCasts];
-    look_at_units(units, addresses);
     take_units(op, [=](int) { return source; }, units, addresses, resolve, [] { return true; });
     __syncwarp();
+  }
+
+  __device__ Sums take_sums(int32_t source, const PerRank& arena_row, int32_t part) const {
+    const RowAddress from(op, arena_row.at(source));
+    const PartAddresses addresses = part_at(from, part);
+    uint4 units[kChunksAtOnce + kCasts];
+    look_at_units(units, addresses);
+    take_part(source, from, part, addresses, units);
     Sums sums;
 #pragma unroll
     for (int c = 0; c < kChunksAtOnce; ++c) {
@@ -243,6 +274,20 @@ struct CombineReceiver : CombineSender<Config> {
       if constexpr (kCasts) sums.scale[c] = scale_of_block(units[kChunksAtOnce], c);
     }
     return sums;
+  }
+
+  // The same for units that the ring has prefetched. (Where there is no unit, the ring has garbage.)
+  __device__ void take_prefetched_sums(int32_t source, const PerRank& arena_row, int32_t part,
+                                       uint4 (&units)[kChunksAtOnce]) const {
+    if constexpr (!kCasts) {
+      const RowAddress from(op, arena_row.at(source));
+      const PartAddresses addresses = part_at(from, part);
+#pragma unroll
+      for (int c = 0; c < kChunksAtOnce; ++c) {
+        if (!addresses.has(c)) units[c] = uint4{};
+      }
+      take_part(source, from, part, addresses, units);
+    }
   }
 
   __device__ void store_sums(int32_t token, int32_t part, const float (&total)[kChunksAtOnce][kSize]) const {

@@ -103,6 +103,11 @@ struct CombineSender : CombineSums<Config> {
     return __reduce_max_sync(kAllLanes, most);
   }
 
+  // The rank to which a sum for `peer` is sent, and the source under which that rank keeps it.
+  struct Hop {
+    int32_t rank, source;
+  };
+
   // Sends a partial sum. `sums`: with kPrepares, this warp's first part of it.
   __device__ void send_row(const RowsOfToken& row, Sums sums, const WarpGroup& warp_group) const {
     const Hop to = next_hop(row.peer);
@@ -114,14 +119,42 @@ struct CombineSender : CombineSums<Config> {
 #pragma unroll 1
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
       if (!kPrepares || part != warp_group.warp) sums = partial_sums(row, part, warp_group);
-#pragma unroll
-      for (int i = 0; i < kChunksAtOnce; ++i) {
-        const int32_t chunk = chunk_of(part, i, warp_group);
-        const bool present = has_unit(chunk);
-        Chunk::of(sums.unit[i], present)
-            .send(op, to.rank, address.unit(op, chunk), [&] { return address.escape_masks + chunk; }, present);
-        if constexpr (kCasts) send_scales(to.rank, address, chunk, sums.scale[i]);
+      if (kCasts || part_may_have_escapes(sums, part, warp_group)) {
+        send_part(sums, part, to, address, warp_group);
+      } else {
+        store_part(sums, part, address, warp_group);
       }
+    }
+  }
+
+  // One vote for all chunks of a part takes few instructions. It is seldom true.
+  __device__ bool part_may_have_escapes(const Sums& sums, int32_t part, const WarpGroup& warp_group) const {
+    bool may_have_escapes = false;
+#pragma unroll
+    for (int i = 0; i < kChunksAtOnce; ++i)
+      may_have_escapes |= has_unit(chunk_of(part, i, warp_group)) && begins_like_sentinel(sums.unit[i]);
+    return __any_sync(kAllLanes, may_have_escapes);
+  }
+
+  // Sends a part that has no escapes.
+  __device__ void store_part(const Sums& sums, int32_t part, const RowAddress& address,
+                             const WarpGroup& warp_group) const {
+#pragma unroll
+    for (int i = 0; i < kChunksAtOnce; ++i) {
+      const int32_t chunk = chunk_of(part, i, warp_group);
+      if (has_unit(chunk)) store_unit(address.unit(op, chunk), sums.unit[i]);
+    }
+  }
+
+  __device__ void send_part(const Sums& sums, int32_t part, const Hop& to, const RowAddress& address,
+                            const WarpGroup& warp_group) const {
+#pragma unroll
+    for (int i = 0; i < kChunksAtOnce; ++i) {
+      const int32_t chunk = chunk_of(part, i, warp_group);
+      const bool present = has_unit(chunk);
+      Chunk::of(sums.unit[i], present)
+          .send(op, to.rank, address.unit(op, chunk), [&] { return address.escape_masks + chunk; }, present);
+      if constexpr (kCasts) send_scales(to.rank, address, chunk, sums.scale[i]);
     }
   }
 
@@ -133,11 +166,6 @@ struct CombineSender : CombineSums<Config> {
             op, peer, address.scales(op, payload_bytes(), chunk),
             [&] { return address.escape_masks + chunks() + chunk; }, present);
   }
-
-  // The rank to which a sum for `peer` is sent, and the source under which that rank keeps it.
-  struct Hop {
-    int32_t rank, source;
-  };
 
   // With rail peers, a sum for remote rank d first goes to p, the rank of this node with d's number in its node. In p's
   // arena, it takes the place of source q: this rank's rail peer in d's node. The place is free: q sends nothing to p

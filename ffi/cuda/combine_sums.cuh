@@ -98,8 +98,8 @@ struct CombineSums : CombineOperands<Config> {
     UnitSums<kChunksAtOnce> sums;
     if constexpr (kHasRing && !kCasts) {
       if (is_one_row(token)) {
-        if (part == warp_group.warp) begin_pieces(token, warp_group);
-        if (part * kPartBytes < row_bytes()) copy_piece(token, warp_group, sums.unit);
+        if (part == warp_group.warp) begin_rows<false>(token, warp_group);
+        if (part * kPartBytes < row_bytes()) copy_piece(token.rows, warp_group, sums.unit);
         return sums;
       }
     }
@@ -142,8 +142,7 @@ struct CombineSums : CombineOperands<Config> {
     for (int c = 0; c < N; ++c) {
       const int32_t chunk = Base::template chunk_of<N>(part, c, warp_group);
       const auto offset = static_cast<uint32_t>(offset_in_y(chunk));
-      of_first_row[c] =
-          keep_address(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitsRead * kUnitBytes));
+      of_first_row[c] = keep(static_cast<const uint8_t*>(args.y) + min(offset, bytes - kUnitsRead * kUnitBytes));
       has_chunk[c] = chunk < chunks();
     }
 #pragma unroll 1
@@ -224,15 +223,14 @@ struct CombineSums : CombineOperands<Config> {
   // row is copied: the conversions to float32 and back would take most of the instructions.
   __device__ bool is_one_row(const RowsOfToken& token) const { return !args.row_weights && __popc(token.rows) == 1; }
 
-  // Copies the next piece of a token's only row from the ring to registers. begin_pieces() has been called for the row.
+  // Copies the next piece from the ring to registers. `lanes`: as for begin_pieces().
   // (drop() synchronizes the warp. So all lanes have loaded the piece before a lane prefetches into its stage.)
-  __device__ void copy_piece(const RowsOfToken& token, const WarpGroup& warp_group,
-                             uint4 (&units)[kChunksAtOnce]) const {
+  __device__ void copy_piece(uint32_t lanes, const WarpGroup& warp_group, uint4 (&units)[kChunksAtOnce]) const {
     const uint32_t piece = ring.next();
 #pragma unroll
     for (int c = 0; c < kChunksAtOnce; ++c) units[c] = load_shared_unit(piece + offset_in_y(c));
     ring.drop();
-    prefetch_pieces(token, warp_group);
+    prefetch_pieces<false>(lanes, warp_group);
   }
 
   // Sums a part from the ring, in which the pieces of a part follow one another in the order of rows. (Garbage behind
@@ -241,7 +239,7 @@ struct CombineSums : CombineOperands<Config> {
   __device__ void add_pieces(const RowsOfToken& token, int32_t part, const WarpGroup& warp_group,
                              float (&total)[N][kSize]) const {
     static_assert(N == kChunksAtOnce);
-    if (part == warp_group.warp) begin_pieces(token, warp_group);
+    if (part == warp_group.warp) begin_rows<true>(token, warp_group);
 #pragma unroll 1
     for (uint32_t rows = part * kPartBytes < row_bytes() ? token.rows : 0; rows; rows &= rows - 1) {
       const float weight = weight_of_first(token, rows);
@@ -255,27 +253,36 @@ struct CombineSums : CombineOperands<Config> {
 #pragma unroll
       for (int c = 0; c < N; ++c) add_weighted(y[c], weight, total[c]);
       ring.drop();
-      prefetch_pieces(token, warp_group);
+      prefetch_pieces<true>(token.rows, warp_group);
     }
   }
 
-  // Begins to prefetch a token's rows. Each row's lane prefetches the pieces of its row, as far ahead as the ring has
-  // room. After this call, the warp must take all pieces of the rows, even if the operation fails: a block must not end
-  // before its bulk copies have landed.
-  __device__ void begin_pieces(const RowsOfToken& token, const WarpGroup& warp_group) const {
-    const int32_t begin = warp_group.warp * kPartBytes;
-    const uint32_t rows_before = token.rows & ((1u << lane_id()) - 1);
-    const auto* const row = static_cast<const uint8_t*>(args.y) + int64_t{token.row} * args.row_bytes;
-    next_piece = {ring.num_taken() + __popc(rows_before), token.row >= 0 ? row_bytes() - begin : 0,
-                  keep_address(row + begin)};
-    prefetch_pieces(token, warp_group);
+  // Begins to prefetch a token's rows of y.
+  template <bool kEvictsFirst>
+  __device__ void begin_rows(const RowsOfToken& token, const WarpGroup& warp_group) const {
+    begin_pieces<kEvictsFirst>(token.rows, static_cast<const uint8_t*>(args.y) + int64_t{token.row} * args.row_bytes,
+                               warp_group);
   }
 
-  __device__ void prefetch_pieces(const RowsOfToken& token, const WarpGroup& warp_group) const {
+  // Begins to prefetch rows. Each of `lanes` prefetches the pieces of the row that it passes, as far ahead as the ring
+  // has room. kEvictsFirst: the L2 cache evicts them first. (Measured: for rows that are added as they are, this is
+  // slower.) The pieces of a part follow one another in the order of lanes. After this call, the warp must take all
+  // pieces of the rows, even if the operation fails: a block must not end before its bulk copies have landed.
+  template <bool kEvictsFirst>
+  __device__ void begin_pieces(uint32_t lanes, const uint8_t* row, const WarpGroup& warp_group) const {
+    const int32_t begin = warp_group.warp * kPartBytes;
+    const uint32_t lanes_before = lanes & ((1u << lane_id()) - 1);
+    next_piece = {ring.num_taken() + __popc(lanes_before), lanes >> lane_id() & 1 ? row_bytes() - begin : 0,
+                  keep(row + begin)};
+    prefetch_pieces<kEvictsFirst>(lanes, warp_group);
+  }
+
+  template <bool kEvictsFirst>
+  __device__ void prefetch_pieces(uint32_t lanes, const WarpGroup& warp_group) const {
 #pragma unroll 1
     while (next_piece.bytes_left > 0 && ring.has_room_for(next_piece.number)) {
-      ring.prefetch(next_piece.number, next_piece.from, min(next_piece.bytes_left, kPartBytes));
-      next_piece.number += __popc(token.rows);
+      ring.template prefetch<kEvictsFirst>(next_piece.number, next_piece.from, min(next_piece.bytes_left, kPartBytes));
+      next_piece.number += __popc(lanes);
       next_piece.from += warp_group.num_warps * kPartBytes;
       next_piece.bytes_left -= warp_group.num_warps * kPartBytes;
     }

@@ -60,9 +60,9 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
     dispatch.op.learn_roles_to_take(counts_before, plan.num_senders);
   }
   // send() keeps counts, and receive() keeps destinations, in the same scratch memory. So a barrier is between them:
-  // may_steal_rows() for a block that steals, __syncthreads() for a block with both roles, and take_given_role() for a
-  // block that takes a role.
-  const bool steals = Dispatch::kStealsRows && role < plan.first_receiver && dispatch.may_steal_rows();
+  // sync_and_decide_to_steal() for a block that steals, __syncthreads() for a block with both roles, and
+  // take_given_role() for a block that takes a role.
+  const bool steals = Dispatch::kStealsRows && role < plan.first_receiver && dispatch.sync_and_decide_to_steal();
   if (plan.is_sender(role) && role >= plan.first_receiver) __syncthreads();
   const bool takes_roles = kRoleByIndex && plan.is_sender(role) && role < plan.first_receiver;
   if (takes_roles) role = dispatch.op.take_given_role();

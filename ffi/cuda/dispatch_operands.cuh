@@ -117,7 +117,7 @@ struct DispatchOperands {
           ? 1
           : 2;
   static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant, kCasts);
-  // Work stealing (DispatchReceiver::may_steal_rows): warp groups claim rows and padding.
+  // Work stealing (DispatchReceiver::sync_and_decide_to_steal): warp groups claim rows and padding.
   static constexpr bool kStealsRows = kVariant == Variant::kThroughput;
   static constexpr bool kHasRounds = has_rounds(kVariant);
   static constexpr int kUnroll = kStealsRows ? 2 : 1;
@@ -158,6 +158,10 @@ struct DispatchOperands {
   __device__ int32_t place_of(int32_t index) const { return kHasRounds ? args.round.place_of(index) : index; }
   // True if this lane has a unit in the chunk.
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
+  // True if the chunk has a unit of this lane's block.
+  __device__ bool has_block(int32_t chunk) const {
+    return chunk * kChunkBytes + lane_id() / kLanesOfBlock * kLanesOfBlock * kUnitBytes < payload_bytes;
+  }
 
   // `row` is at least 0. A product of unsigned 32-bit numbers takes one instruction.
   __device__ uint4* out_row(int32_t row) const {
@@ -212,21 +216,20 @@ struct DispatchOperands {
   }
 
   // Casts N units per lane of a row of x to the wire format, and writes them to `units`. Unit i is of chunk
-  // chunk_at(i). If rows have scales, lane i also gets, in `scales`, the unit with the scales of the i-th chunk; other
-  // lanes keep what they have there. `scale`: the scales, if x is fp8 already.
+  // chunk_at(i). If rows have scales, lane i < N also gets, in `scales`, the unit with the scales of the i-th chunk.
+  // `scale`: the scales, if x is fp8 already.
   template <int N, typename ChunkAt>
   __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scale)[N], ChunkAt chunk_at,
                              uint4* units, uint4* scales) const {
+    static_assert(N <= kLanesOfBlock);
+    float scale_of_chunk = 0;  // of the i-th chunk, in the i-th lane of each block
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      float scale_of_lane = scale[i];
-      units[i] = kCasts ? cast(read[i], scale_of_lane) : read[i][0];
-      if constexpr (kMayHaveScales) {
-        if (!has_scales()) continue;
-        const uint4 unit = scales_unit(has_unit(chunk_at(i)) ? scale_of_lane : 0);
-        if (lane_id() == i) *scales = unit;
-      }
+      float scale_of_block = scale[i];
+      units[i] = kCasts ? cast(read[i], scale_of_block) : read[i][0];
+      if (kMayHaveScales && lane_id() % kLanesOfBlock == i && has_block(chunk_at(i))) scale_of_chunk = scale_of_block;
     }
+    if (kMayHaveScales && has_scales()) *scales = scales_unit(scale_of_chunk);
   }
 
   // Returns the cast of rows in transit. Only the backward pass of combine uses E5M2. The comparison lets the compiler
@@ -236,16 +239,28 @@ struct DispatchOperands {
     return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;
   }
 
-  // Loads the part of x that this lane needs for its unit of a chunk. If the lane has no unit in the chunk, `units` and
-  // `scale` stay as they are. The caller sets `units` to zero first, because block_amax() reads the units of all lanes.
-  __device__ void load_chunk(int32_t token, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
-    if (!has_unit(chunk)) return;
-    const auto* row = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(args.x) + token * args.row_bytes);
+  // A row of x, from what this lane needs for its first unit in transit. A warp computes it once per row.
+  struct RowOfX {
+    const uint8_t* units;
+    const float* scales;  // if x is fp8 already
+    int32_t bytes_left;   // in transit, from the lane's first unit on; 0 if the token is not in this round
+  };
+  __device__ RowOfX row_of_x(int32_t token) const {
+    const uint8_t* const row = static_cast<const uint8_t*>(args.x) + token * args.row_bytes;
+    return {keep(row + lane_id() * (kUnitsRead * kUnitBytes)),
+            args.x_scales + token * args.num_scales + lane_id() / kLanesOfBlock,
+            keep(token < end_token() ? payload_bytes - lane_id() * kUnitBytes : 0)};
+  }
+
+  // Loads the part of a row of x that this lane needs for its unit of a chunk. If the lane has no unit in the chunk,
+  // `units` and `scale` stay as they are. The caller sets `units` to zero first, because block_amax() reads the units
+  // of all lanes.
+  __device__ void load_chunk(const RowOfX& row, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
+    if (chunk * kChunkBytes >= row.bytes_left) return;
+    const auto* const from = reinterpret_cast<const uint4*>(row.units + chunk * (kUnitsRead * kChunkBytes));
 #pragma unroll
-    for (int v = 0; v < kUnitsRead; ++v) units[v] = __ldg(row + (chunk * kChunkUnits + lane_id()) * kUnitsRead + v);
-    if (!kCasts && has_scales()) {
-      scale = __ldg(args.x_scales + token * args.num_scales + chunk * 4 + lane_id() / 8);
-    }
+    for (int v = 0; v < kUnitsRead; ++v) units[v] = __ldg(from + v);
+    if (!kCasts && has_scales()) scale = __ldg(row.scales + chunk * kBlocksOfChunk);
   }
 
   __device__ void poison() const {

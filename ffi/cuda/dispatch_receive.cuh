@@ -26,12 +26,13 @@ struct DispatchReceiver : CombineBackward<Config> {
   // control warp computes the destinations, the other warps load the parts of their first rows that have arrived. A
   // block that steals claims all its items, also the first.
   __device__ void receive() const {
-    op.stamp(Stamp::kEntered);
+    stamp(Stamp::kEntered);
     // A block that steals has warp groups as the last block, a receiver, has them. Their indices do not matter, because
     // it claims all its items.
-    const int32_t role = steals_rows() ? plan.num_blocks - 1 : op.state.role;
-    const WarpGroup warp_group = WarpGroup::of_receivers(plan, role, warp_id());
-    const bool takes_rows = !steals_rows() && plan.row_receiver(role) >= 0 && warp_group.index < warp_group.num_groups;
+    const int32_t role_of_groups = is_stealing() ? plan.num_blocks - 1 : op.state.role;
+    const WarpGroup warp_group = WarpGroup::of_receivers(plan, role_of_groups, warp_id());
+    const bool takes_rows =
+        !is_stealing() && plan.row_receiver(role_of_groups) >= 0 && warp_group.index < warp_group.num_groups;
     const Destinations destinations(scratch, peers.num_ranks, experts_per_rank());
     if (op.state.role == plan.first_receiver && op.waits_for_peers()) {
       const int32_t* num_rows = sends_numbers() ? nullptr : args.known_num_recv_per_rank;
@@ -46,9 +47,9 @@ struct DispatchReceiver : CombineBackward<Config> {
     if (kStealsRows) open_claims();
     if (!kIsLowLatency) learn_destinations();
     if (kIsLowLatency && arriving.is_sent) await_row(arriving, warp_group);  // all rows arrive at about the same time
-    op.stamp(Stamp::kLooked);
+    stamp(Stamp::kLooked);
     if (!await_destinations()) return;
-    op.stamp(Stamp::kRouted);
+    stamp(Stamp::kRouted);
     if (op.state.role == plan.first_receiver && is_last_round()) write_counts(destinations);
     if constexpr (kStealsRows) {
       if (!args.is_all_to_all && is_last_round()) pad(destinations);
@@ -81,12 +82,17 @@ struct DispatchReceiver : CombineBackward<Config> {
   // have entered. A block that waits for rows keeps its SM. If a sender of its launch still needed the SM, this sender
   // could not start. If a peer did the same, each rank would wait for rows that the other rank's sender never sends.
   // All workers call this function. It is a barrier, also between send() and receive(), which use the same memory.
-  __device__ bool may_steal_rows() const {
-    const bool decides = op.is_control_warp() && lane_id() == 0;  // one thread decides for the block
+  __device__ bool sync_and_decide_to_steal() const {
+    static_assert(!kStealsRows || !has_extra_control_warp(Base::kVariant));  // all threads are workers
+    const bool decides = op.is_control_warp() && lane_id() == 0;             // one thread decides for the block
     return !named_barrier_or(kWorkersBarrier, op.num_worker_threads, decides && !op.all_have_entered());
   }
   // Only for receive(). There, a block with the role of a sender or forwarder steals, in the throughput variant.
-  __device__ bool steals_rows() const { return kStealsRows && op.state.role < plan.first_receiver; }
+  __device__ bool is_stealing() const { return kStealsRows && op.state.role < plan.first_receiver; }
+  // A block that steals has stamped these times as a sender.
+  __device__ void stamp(Stamp time) const {
+    if (!is_stealing()) op.stamp(time);
+  }
 
   __device__ uint32_t num_items() const { return peers.num_ranks * (end_token() - first_token()); }
   // The first item that warp groups claim. The receivers' warp groups take the items before it without a claim: each
@@ -218,9 +224,9 @@ struct DispatchReceiver : CombineBackward<Config> {
   __device__ void read_own(Arriving& arriving, int32_t first, const WarpGroup& warp_group) const {
     uint4 read[kReceiveBatch][kUnitsRead] = {};
     float scales[kReceiveBatch] = {};
+    const auto row = Base::row_of_x(arriving.index);
 #pragma unroll
-    for (int i = 0; i < kReceiveBatch; ++i)
-      load_chunk(arriving.index, chunk_of(first, i, warp_group), read[i], scales[i]);
+    for (int i = 0; i < kReceiveBatch; ++i) load_chunk(row, chunk_of(first, i, warp_group), read[i], scales[i]);
     Base::cast_batch(
         read, scales, [&](int i) { return chunk_of(first, i, warp_group); }, arriving.batch.units,
         &arriving.batch.units[kUnitsTaken - 1]);
@@ -323,7 +329,7 @@ struct DispatchReceiver : CombineBackward<Config> {
         if (has_unit(chunk)) out[chunk * kChunkUnits] = batch.units[i];
       }
       if constexpr (kMayHaveScales) {
-        if (writes_scales) ScalesWriter{args}.write(batch.units[kReceiveBatch], chunk_of_scales, row_of_k);
+        if (writes_scales) ScalesWriter{args}.write(batch.scales(), chunk_of_scales, row_of_k);
       }
     }
   }
@@ -334,7 +340,7 @@ struct DispatchReceiver : CombineBackward<Config> {
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) {
       ChannelsOfUnit x;
-      const float scale = scale_of_block(batch.units[kReceiveBatch], i);
+      const float scale = scale_of_block(batch.scales(), i);
       cast_from_fp8(pair_channels(batch.units[i]), scale, Cast::kAmax, x);
 #pragma unroll 1
       for (uint32_t left = targets; left; left &= left - 1) {

@@ -15,6 +15,7 @@ struct DispatchSender : Routing<Config> {
       Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_of,
       Base::row_here, Base::plan, Base::shared;
   using typename Base::Ids;
+  using typename Base::RowOfX;
 
   // The units of x that a warp reads at once.
   struct Batch {
@@ -27,7 +28,7 @@ struct DispatchSender : Routing<Config> {
   template <int N>
   struct PackedChunks {
     Chunk units[N], scales;
-    bool has_escapes;  // a unit of a chunk, or one with scales, is an escape
+    bool has_escapes;  // a unit of a chunk, or one with scales, may be an escape
   };
   using Packed = PackedChunks<kSendBatch>;
   // True if a sender packs a row's first batch before it knows the row's route. False in the throughput variant: there,
@@ -66,7 +67,8 @@ struct DispatchSender : Routing<Config> {
 
   // `counted`: the number of tokens that the block has counted.
   __device__ Outgoing load_token(int32_t token, int32_t counted, const WarpGroup& warp_group) const {
-    return {load_route(token, warp_group), load(token, warp_group.warp), ids_ahead(counted, token - group_in_block())};
+    return {load_route(token, warp_group), load(Base::row_of_x(token), warp_group.warp),
+            ids_ahead(counted, token - group_in_block())};
   }
 
   __device__ int32_t group_in_block() const { return warp_id() >> plan.log_send_warps; }
@@ -80,14 +82,14 @@ struct DispatchSender : Routing<Config> {
     if (warp_group.index >= warp_group.num_groups) return;
     const int32_t group_in_block = this->group_in_block();
     int32_t token = first_token() + warp_group.index, counted = 0;
-    Named former = {-1, {}};
+    PublishedRoute former = {-1, {}};
 #pragma unroll 1
     for (int32_t step = 0; token - group_in_block < end_token(); ++step) {
       const int32_t first_of_step = token - group_in_block;  // the first token that this block sends in this step
       const int32_t next_token = token + warp_group.num_groups;
       Outgoing next = {};
       if (next_token - group_in_block < end_token()) next = load_token(next_token, first_of_step, warp_group);
-      const FirstBatch first_batch = pack_first(now.batch, warp_group);
+      const FirstBatch first_batch = first_batch_of(now.batch, warp_group);
       Route& route = now.route;
       if (new_route()) {
         begin_route(route, warp_group);
@@ -146,18 +148,15 @@ struct DispatchSender : Routing<Config> {
                            const WarpGroup& warp_group) const {
     const RowAtRanks row(
         op, index, [&](int32_t rank) { return source_at(rank); }, [&](int32_t of) { return place_of(of); });
+    const RowOfX row_of_x = Base::row_of_x(token);
     // If the row goes to no peer, one step is enough. This step writes the header for this rank.
     const int32_t end = RankSet::of(index).any() ? num_batches() : 1;
 #pragma unroll 1
     for (int32_t batch_index = warp_group.warp; batch_index < end; batch_index += warp_group.num_warps) {
       const int32_t next = batch_index + warp_group.num_warps;
       Batch ahead = {};
-      if (next < end) ahead = load(token, next);
-      if constexpr (kPacksFirst) {
-        send_batch(batch, batch_index, route, index, row);
-      } else {
-        send_batch(pack(batch, batch_index), batch_index, route, index, row);
-      }
+      if (next < end) ahead = load(row_of_x, next);
+      send_batch(batch, batch_index, route, index, row);
       // This rank's receiver waits for a header of every own token, even of a token without an expert here.
       if (batch_index == 0 && new_route() && token < end_token()) {
         write_header(row_here(peers.rank, token), route, peers.rank);
@@ -195,7 +194,7 @@ struct DispatchSender : Routing<Config> {
   }
 
   // The experts of a token, for k = lane (-1 for none), and the ranks that have them.
-  struct Named {
+  struct PublishedRoute {
     int32_t expert;
     RankSet ranks;
   };
@@ -211,8 +210,8 @@ struct DispatchSender : Routing<Config> {
   // Sets this warp group's bits for the token's experts and ranks. First clears its bits for the token of the previous
   // step (`former`). count_tokens() calls it between its two barriers. After the first barrier, all warp groups have
   // finished their routes of the previous step. After the second, they read the bits of this step.
-  __device__ void publish_route(const SendCounts& counts, const Route& route, const Named& former, int32_t step,
-                                const WarpGroup& warp_group) const {
+  __device__ void publish_route(const SendCounts& counts, const Route& route, const PublishedRoute& former,
+                                int32_t step, const WarpGroup& warp_group) const {
     if (warp_group.warp != 0 || !has_several_groups()) return;
     const uint32_t bit = 1u << group_in_block();
     if (former.expert >= 0) atomicAnd(&counts.groups_of_expert[former.expert], ~bit);
@@ -275,11 +274,12 @@ struct DispatchSender : Routing<Config> {
     route.expert = is_expert(slot, num_experts()) ? slot : -1;
   }
 
-  __device__ Batch load(int32_t token, int32_t batch_index) const {
+  // Loads a batch of a row. A batch behind the end of the row is zero.
+  __device__ Batch load(const RowOfX& row, int32_t batch_index) const {
     Batch batch = {};
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
-      if (token < end_token()) load_chunk(token, batch_index * kSendBatch + i, batch.units[i], batch.scales[i]);
+      load_chunk(row, batch_index * kSendBatch + i, batch.units[i], batch.scales[i]);
     }
     return batch;
   }
@@ -291,7 +291,7 @@ struct DispatchSender : Routing<Config> {
     return pack_chunks(units, scales, chunk_at);
   }
 
-  __device__ FirstBatch pack_first(const Batch& batch, const WarpGroup& warp_group) const {
+  __device__ FirstBatch first_batch_of(const Batch& batch, const WarpGroup& warp_group) const {
     if constexpr (kPacksFirst) {
       return pack(batch, warp_group.warp);
     } else {
@@ -303,17 +303,25 @@ struct DispatchSender : Routing<Config> {
   template <int N, typename ChunkAt>
   __device__ PackedChunks<N> pack_chunks(const uint4 (&units)[N], const uint4& scales, ChunkAt chunk_at) const {
     PackedChunks<N> packed = {};
+    bool may_have_escapes = has_scales() && lane_id() < N && begins_like_sentinel(scales);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      packed.units[i] = Chunk::of(units[i], has_unit(chunk_at(i)));
-      packed.has_escapes |= packed.units[i].has_escapes;
+      packed.units[i].unit = units[i];
+      may_have_escapes |= has_unit(chunk_at(i)) && begins_like_sentinel(units[i]);
     }
-    if (!has_scales()) return packed;
-    packed.scales = Chunk::of(scales, lane_id() < N);
-    packed.has_escapes |= packed.scales.has_escapes;
+    packed.scales.unit = scales;
+    packed.has_escapes = __any_sync(kAllLanes, may_have_escapes);
+    if (!packed.has_escapes) return packed;
+#pragma unroll
+    for (int i = 0; i < N; ++i) packed.units[i] = Chunk::of(units[i], has_unit(chunk_at(i)));
+    packed.scales = Chunk::of(scales, has_scales() && lane_id() < N);
     return packed;
   }
 
+  __device__ void send_batch(const Batch& batch, int32_t batch_index, const Route& route, const PerRank& index,
+                             const RowAtRanks& row) const {
+    send_batch(pack(batch, batch_index), batch_index, route, index, row);
+  }
   __device__ void send_batch(const Packed& packed, int32_t batch_index, const Route& route, const PerRank& index,
                              const RowAtRanks& row) const {
     send_chunks(packed, [=](int i) { return batch_index * kSendBatch + i; }, route, index, row);

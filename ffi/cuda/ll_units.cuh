@@ -22,6 +22,8 @@ inline constexpr uint32_t kSentinelWord = kSentinelByte * 0x01010101u;
 __device__ __forceinline__ uint4 sentinel_unit() {
   return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord);
 }
+// True for the sentinel, the escape, and a few other units. Most other units take one comparison.
+__device__ __forceinline__ bool begins_like_sentinel(uint4 u) { return u.x == kSentinelWord; }
 __device__ __forceinline__ bool is_sentinel_but_last(uint4 u) {
   return u.x == kSentinelWord && u.y == kSentinelWord && u.z == kSentinelWord;
 }
@@ -104,7 +106,7 @@ struct Chunk {
   bool has_escapes;
 
   __device__ __forceinline__ static Chunk of(uint4 unit, bool present) {
-    if (__any_sync(kAllLanes, present && unit.x == kSentinelWord)) return with_escape_mask(unit, present);
+    if (__any_sync(kAllLanes, present && begins_like_sentinel(unit))) return with_escape_mask(unit, present);
     return {unit, 0, false};
   }
 
@@ -136,12 +138,17 @@ struct Chunk {
   }
 };
 
-// Packs the four scales of a chunk of fp8 into a unit. Eight consecutive lanes share a block of 128 channels, and only
-// the scale that the first of them passes is used. Whole warps call it.
+constexpr int kLanesOfBlock = 8;  // consecutive lanes, which share a block of 128 channels of fp8
+constexpr int kBlocksOfChunk = kChunkUnits / kLanesOfBlock;
+
+// Packs the four scales of a chunk of fp8 into a unit. Lane i < 8 gets the scales that lane i of each block passes. So
+// lanes can pack the scales of eight chunks at once. Whole warps call it.
 __device__ __forceinline__ uint4 scales_unit(float scale) {
   const uint32_t bits = __float_as_uint(scale);
-  return make_uint4(__shfl_sync(kAllLanes, bits, 0), __shfl_sync(kAllLanes, bits, 8), __shfl_sync(kAllLanes, bits, 16),
-                    __shfl_sync(kAllLanes, bits, 24));
+  const int32_t first = lane_id() % kLanesOfBlock;
+  return make_uint4(__shfl_sync(kAllLanes, bits, first), __shfl_sync(kAllLanes, bits, first + kLanesOfBlock),
+                    __shfl_sync(kAllLanes, bits, first + 2 * kLanesOfBlock),
+                    __shfl_sync(kAllLanes, bits, first + 3 * kLanesOfBlock));
 }
 // The scale of this lane's block, from the unit that lane `from` has. Whole warps call it.
 __device__ __forceinline__ float scale_of_block(const uint4& unit, int32_t from) {
@@ -180,10 +187,11 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
   const auto any_needs_check = [&] {  // a sentinel or an escape, or data that begins like them
     bool any = false;
 #pragma unroll
-    for (int i = 0; i < N; ++i) any |= units[i].x == kSentinelWord;
+    for (int i = 0; i < N; ++i) any |= begins_like_sentinel(units[i]);
     return any;
   };
-  if (!poll_more() || any_needs_check()) {
+  const bool needs_check = !poll_more() || any_needs_check();
+  if (needs_check) {
     int awaited = 0;
     const auto all_arrived = [&] {
       bool missing = !poll_more();
@@ -198,11 +206,12 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
     };
     op.wait_until([&] { return peer(awaited); }, all_arrived);
   }
+  const uint4 sentinel = keep(sentinel_unit());
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (addresses.has(i)) store_unit(addresses.at(i), sentinel_unit());
+    if (addresses.has(i)) store_unit(addresses.at(i), sentinel);
   }
-  if (!any_needs_check()) return;
+  if (!needs_check) return;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if (addresses.has(i) && is_escape(units[i])) units[i] = resolve(i);

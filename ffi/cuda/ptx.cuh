@@ -252,15 +252,23 @@ __device__ __forceinline__ void keep_alive(uint32_t v) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9e3779b9;\n@never nanosleep.u32 0;\n}" ::"r"(v));
 }
 
-// Makes the compiler keep an address in a register instead of computing it again. The compiler no longer knows in which
-// address space a pointer is.
-__device__ __forceinline__ const uint8_t* keep_address(const uint8_t* p) {
+// Makes the compiler keep a value in registers instead of computing it again where it is used. The compiler no longer
+// knows in which address space a pointer is.
+__device__ __forceinline__ const uint8_t* keep(const uint8_t* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
-__device__ __forceinline__ uint32_t keep_address(uint32_t shared) {
-  asm volatile("" : "+r"(shared));
-  return shared;
+__device__ __forceinline__ uint32_t keep(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ int32_t keep(int32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ uint4 keep(uint4 unit) {
+  asm volatile("" : "+r"(unit.x), "+r"(unit.y), "+r"(unit.z), "+r"(unit.w));
+  return unit;
 }
 
 // Waits for the kernels that this kernel depends on. XLA (jax 0.11) lets a kernel in a CUDA graph start when those are

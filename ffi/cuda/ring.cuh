@@ -23,8 +23,8 @@ class PrefetchRing {
   using LandedOfWarps = Landed[kMaxBlockWarps];
 
   __device__ __forceinline__ void open(uint8_t* pieces, Landed& landed) {
-    pieces_ = keep_address(shared_address(pieces));
-    landed_ = keep_address(shared_address(landed));
+    pieces_ = keep(shared_address(pieces));
+    landed_ = keep(shared_address(landed));
     if (lane_id() < kPieces) init_landed(landed_ + 8 * lane_id());
     publish_landed();
     __syncwarp();
@@ -37,9 +37,10 @@ class PrefetchRing {
   __device__ __forceinline__ int32_t num_taken() const { return num_taken_; }
 
   __device__ __forceinline__ bool has_room_for(int32_t number) const { return number - num_taken_ < kPieces; }
+  template <bool kEvictsFirst>
   __device__ __forceinline__ void prefetch(int32_t number, const uint8_t* from, uint32_t bytes) const {
     const uint32_t stage = static_cast<uint32_t>(number) % kPieces;
-    copy_bulk(pieces_ + stage * kPieceBytes, from, bytes, landed_ + 8 * stage);
+    copy_bulk<kEvictsFirst>(pieces_ + stage * kPieceBytes, from, bytes, landed_ + 8 * stage);
   }
 
   // Waits for the next piece and returns its address. The piece stays in the ring until drop(). (The wait needs no

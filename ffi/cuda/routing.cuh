@@ -110,11 +110,11 @@ struct Routing : DispatchOperands<Config> {
 
   // Counts tokens [first, last). `ids` are their first ids, from ids_to_count(). The workers meet at a barrier before
   // they count, and at another one at the end. `skips_first_barrier`: they have already met since the counts were
-  // zeroed, or there are no tokens to count and publish() does nothing. Each thread calls publish() after the first
-  // barrier and before the last.
-  template <typename Publish>
+  // zeroed, or there are no tokens to count and between_barriers() does nothing. Each thread calls between_barriers()
+  // after the first barrier and before the last.
+  template <typename BetweenBarriers>
   __device__ void count_tokens(const SendCounts& counts, int32_t first, int32_t last, Ids ids, bool skips_first_barrier,
-                               Publish publish) const {
+                               BetweenBarriers between_barriers) const {
     const int32_t stride = peers.by_top_k.quotient(32) * plan.block_warps() * kCountsAtOnce;
     const int32_t k = lane_id() - peers.by_top_k.quotient(lane_id()) * args.top_k;
     Pair pairs[kCountsAtOnce];
@@ -125,7 +125,7 @@ struct Routing : DispatchOperands<Config> {
     look_at();
     if (!skips_first_barrier) op.sync_workers();
     op.stamp(Stamp::kEntered);
-    publish();
+    between_barriers();
 #pragma unroll 1
     while (first < last) {
       first += stride;

@@ -57,7 +57,7 @@ __device__ __forceinline__ void to_floats(const Vector<__nv_bfloat16>& x, float 
 }
 
 // Loads a unit of y. With kReadsOnce, the L2 cache evicts the data first. It does not return a Vector, which would be
-// copied: then each load would wait for the one before. It does not load `*unit`: after keep_address, the compiler does
+// copied: then each load would wait for the one before. It does not load `*unit`: after keep(), the compiler does
 // not know that the address is global.
 template <bool kReadsOnce>
 __device__ __forceinline__ uint4 load_unit_of_y(const uint8_t* address) {

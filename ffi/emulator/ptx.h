@@ -69,6 +69,7 @@ void await_copies() {
 
 inline void init_landed(uint32_t landed) { emulator::init_landed(landed_at_address(landed)); }
 inline void publish_landed() {}
+template <bool kEvictsFirst = true>
 inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t landed) {
   emulator::expect_bytes(landed_at_address(landed), bytes);
   emulator::start_bulk_copy(at_shared_address(to), static_cast<const uint8_t*>(from), bytes, landed_at_address(landed));
@@ -89,8 +90,8 @@ inline void fence_system() { emulator::fence(); }
 inline void compiler_barrier() {}
 inline void keep_alive(uint32_t) {}
 template <typename T>
-T keep_address(T p) {
-  return p;
+T keep(T value) {
+  return value;
 }
 template <typename T>
 T* address_in_lane_0(T* p) {
