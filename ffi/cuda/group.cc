@@ -131,6 +131,7 @@ void Group::open() {
     others = config_.exchange(handle());
   }
   for (const ProcessHandle& other : others) {
+    if (other.descriptors.empty()) continue;  // the process is on another host
     const size_t num_ranks = other.ranks.size();
     records_.push_back({HostMemory::map(other.descriptors.at(0), Records::bytes(num_ranks)), num_ranks});
   }
@@ -139,8 +140,8 @@ void Group::open() {
     if (config_.network) {
       member.table = find_peers(member);
     } else {
-      // With kIpc, a peer's memory ends with its process. The kernels of other groups must not write to it.
-      if (config_.sharing != Sharing::kIpc)
+      // The kernels of other groups write to the memory of peers, also after the peer's process has ended.
+      if (outlives_owner(config_.sharing))
         member.entry = reserve_device_group(member.ordinal, static_cast<uint32_t>(member.num_sms));
       member.table = {{map_peers(member, others), member.entry.list, member.entry.index}, {}, {}};
     }
@@ -331,7 +332,7 @@ void Group::close() {
     if (member.split_phase) member.split_phase->close();
   }
   for (Member& member : members_) member.peer_arenas.clear();
-  if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();
+  if (outlives_owner(config_.sharing) && config_.network == nullptr) free_arenas();
 }
 
 void Group::fail(const Member& member, const FailureRecord& why) const {

@@ -32,8 +32,8 @@ static_assert(std::is_trivially_copyable_v<RankHandle>);
 // What a process sends to the other processes of a group.
 struct ProcessHandle {
   std::vector<RankHandle> ranks;
-  // The first descriptor is that of the failure records, which has one record for each of `ranks`. With
-  // Sharing::kFileDescriptor, the descriptors of each rank's arena and control memory follow.
+  // The first descriptor is that of the failure records of `ranks`. With Sharing::kFileDescriptor, the descriptors of
+  // each rank's arena and control memory follow. There are none from a process of another host.
   std::vector<FileDescriptor> descriptors;
 };
 // Sends this process's handle to all others, and returns theirs.
@@ -86,7 +86,7 @@ struct Member {
   std::vector<DeviceMemory> peer_controls;  // the same
   NetworkTable table = {};                  // the host's copy
   uint32_t nonce = 0;                       // random
-  DeviceGroupsEntry entry = {};             // not over a network, nor with Sharing::kIpc
+  DeviceGroupsEntry entry = {};             // empty over a network, and without outlives_owner(sharing)
   std::unique_ptr<SplitPhaseCalls> split_phase;
 
   bool is_over_network() const { return symmetric_arena != nullptr; }
@@ -100,8 +100,8 @@ class Group {
   ~Group() { close(); }
 
   // Ends the operations that still run on this process's devices, unmaps the peers' arenas and frees the own arenas.
-  // Control memory stays mapped, also the peers', because compiled programs may still read it. With Sharing::kIpc, or
-  // over a network, the caller must call free_arenas() after all processes have closed.
+  // Control memory stays mapped, also the peers', because compiled programs may still read it. Over a network, and
+  // without outlives_owner(sharing), the caller must call free_arenas() after all processes have closed.
   void close();
   void free_arenas();
 
@@ -159,7 +159,7 @@ class Group {
   GroupConfig config_;
   ArenaLayout layout_;
   std::vector<Member> members_;
-  std::vector<Records> records_;  // of this process, then of the others
+  std::vector<Records> records_;  // of this process, then of the others of this host
   mutable std::mutex host_records_mutex_;
   std::atomic<bool> closed_ = false;
 };
