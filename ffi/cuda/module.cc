@@ -59,9 +59,14 @@ JAX_EP_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
 
 // (reason, op, waiting rank, missing rank, expected, seen) of the group's first failure, or None.
 nb::object group_failure(int64_t id) {
-  const std::optional<FailureRecord> failure = find_group(id)->failure();
+  const Group& group = *find_group(id);
+  {
+    const nb::gil_scoped_release no_gil;
+    group.record_failures_elsewhere();
+  }
+  const std::optional<FailureRecord> failure = group.failure();
   if (!failure) return nb::none();
-  return nb::make_tuple(kFailureReasonNames[failure->reason], kOpNames[failure->op], failure->rank, failure->peer,
+  return nb::make_tuple(kFailureReasonNames[failure->reason], op_name(*failure), failure->rank, failure->peer,
                         failure->expected, failure->seen);
 }
 
