@@ -106,8 +106,8 @@ def _fabric_limit(num_ranks: int, given: dict[int, str]) -> str:
 def _fabric_obstacle(native: ModuleType, ep_groups: np.ndarray, rendezvous: _processes.Rendezvous) -> str:
     """Returns why processes cannot map each other's memory by fabric handles, and the fix; "" if they can.
 
-    They try it, because the driver reports fabric handles as supported where they do not work. The result is the same
-    in all processes, apart from the name of this process.
+    They try it, because the driver reports fabric handles as supported where they do not work: on an H200 without an
+    IMEX channel, allocating such memory is "not permitted". The result is the same in all processes.
     """
     ordinals, offer, handles, reason = _processes.local_ordinals(ep_groups), None, "", ""
     try:
