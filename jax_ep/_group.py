@@ -106,10 +106,11 @@ class Group(GroupSettings):
             replicas=replicas,
             max_arena_bytes=max_arena_bytes,
         )
-        self.backend: str = _backends.choose(backend, self.mesh, axis_name, self.timeout)
+        choice = _backends.choose(backend, self.mesh, axis_name, self.timeout)
+        self.backend: str = choice.backend
         """Name of the backend in use."""
-        self._impl = _backends.open_backend(self.backend, self)
-        self._without_tokens = _backends.open_backend("reference", self)
+        self._impl = _backends.open_backend(choice, self)
+        self._without_tokens = _backends.open_backend(_backends.Choice("reference"), self)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:

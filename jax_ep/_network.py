@@ -1,4 +1,4 @@
-"""Groups over a network: decides whether ranks can map each other's memory, and starts NVSHMEM if they cannot.
+"""Groups over a network: decides which ranks form a node, and starts NVSHMEM.
 
 docs/network.md explains how rows travel over a network. The module _nvshmem is imported only when a group needs it.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from jax_ep import _compat, _processes
 from jax_ep._errors import Error
 
-_NODE_SIZE = "JAX_EP_NODE_SIZE"  # environment variable: this many consecutive ranks form a node
+NODE_SIZE = "JAX_EP_NODE_SIZE"  # environment variable: this many consecutive ranks form a node
 _INSTALLING = "install nvidia-nvshmem-cu13 as docs/multi_host.md says (over a network)"
 _LAST_CALL_S = 10.0  # seconds that a process waits for the others when it ends
 
@@ -29,7 +29,7 @@ _started: list[int] = []  # the processes for which NVSHMEM runs, in the order o
 
 def override() -> str:
     """Returns the value of JAX_EP_NODE_SIZE in this process. It must be the same in all processes."""
-    return os.environ.get(_NODE_SIZE, "")
+    return os.environ.get(NODE_SIZE, "")
 
 
 def expect_same_override(published: dict[int, str]) -> None:
@@ -38,7 +38,7 @@ def expect_same_override(published: dict[int, str]) -> None:
     for process, other in published.items():
         if other != mine:
             raise Error(
-                f"Group: {_NODE_SIZE} is {other!r} in process {process}, and {mine!r} in process "
+                f"Group: {NODE_SIZE} is {other!r} in process {process}, and {mine!r} in process "
                 f"{jax.process_index()}; set it to the same number in all, or in none"
             )
 
@@ -47,7 +47,7 @@ def given_node_size() -> int:
     """Returns the number of ranks per node that the user has set, or 0."""
     text = override()
     if text and not (text.isdecimal() and int(text) > 0):
-        raise ValueError(f"{_NODE_SIZE} is {text!r}; it must be a number of ranks, or not be set")
+        raise ValueError(f"{NODE_SIZE} is {text!r}; it must be a number of ranks, or not be set")
     return int(text or 0)
 
 
@@ -61,7 +61,7 @@ def node_size(ep_groups: np.ndarray, hosts: dict[int, str]) -> int:
         return num_ranks
     if given:
         if num_ranks % given:
-            raise ValueError(f"{_NODE_SIZE} is {given}; it must divide the group's {num_ranks} ranks")
+            raise ValueError(f"{NODE_SIZE} is {given}; it must divide the group's {num_ranks} ranks")
         return given
     neighbours = (groupby(ep_group, key=lambda device: hosts[device.process_index]) for ep_group in ep_groups)
     return math.gcd(*(len(list(of_host)) for ep_group in neighbours for _, of_host in ep_group))
@@ -74,7 +74,10 @@ def nodes(ep_group: Sequence[jax.Device], hosts: dict[int, str]) -> list[int]:
 
 
 def is_needed(ep_groups: np.ndarray, hosts: dict[int, str]) -> bool:
-    """Returns True if NVSHMEM must allocate the group's memory: its ranks are on several nodes, or on several hosts."""
+    """Returns True if the group's ranks are on several nodes, or on several hosts.
+
+    The group then needs NVSHMEM, unless fabric handles work (`_transport`).
+    """
     hosts_of_groups = [{hosts[device.process_index] for device in ep_group} for ep_group in ep_groups]
     return node_size(ep_groups, hosts) < ep_groups.shape[1] or any(len(used) > 1 for used in hosts_of_groups)
 

@@ -63,6 +63,19 @@ def ep_groups(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> np.n
     return np.moveaxis(mesh.devices, axes, range(-len(axes), 0)).reshape(-1, num_ranks)
 
 
+def local_ordinals(devices: np.ndarray) -> list[int]:
+    """Returns the CUDA ordinals of this process's devices in `devices`."""
+    me = jax.process_index()
+    return [device.local_hardware_id for device in devices.flat if device.process_index == me]
+
+
+def peers(ep_groups: np.ndarray) -> list[int]:
+    """Returns the other processes that share an EP group with this process."""
+    me = jax.process_index()
+    owners = [{device.process_index for device in ep_group} for ep_group in ep_groups]
+    return sorted(set().union(*(processes for processes in owners if me in processes)) - {me})
+
+
 def host() -> str:
     """Returns a name of this host. Processes with the same name share a kernel and a network namespace.
 

@@ -20,6 +20,7 @@ from jax_ep._placement import PlanArrays
 from jax_ep._scales import ScalesFormat
 from jax_ep._settings import GroupSettings
 from jax_ep._split_calls import BackwardCall, EndBack
+from jax_ep._transport import Transport
 from jax_ep._wires import GradWire, Wire
 
 
@@ -40,6 +41,7 @@ class Backend(Protocol):
     group: GroupSettings
     memory_bytes: int  # device memory held per rank, outside XLA's
     closed: bool
+    transport: Transport = "host"  # how ranks reach one another's memory; in plain JAX, XLA decides
     has_grouped_gemm: bool = False  # all devices of the group can run it, and all processes have its extension
     splits_calls: bool = False  # a start and its done are two calls: it has start_dispatch_back and start_combine_back
     sends_pairs: bool = False  # in the layout "token", slots and weights travel with the rows: see dispatch

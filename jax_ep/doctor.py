@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep as ep
-from jax_ep import _backends, _checks, _hardware, _native, _network, _processes
+from jax_ep import _backends, _checks, _hardware, _native, _network, _processes, _transport
 from jax_ep._backends import native_group
 from jax_ep._constants import MAX_LOCAL_RANKS, MAX_RANKS, MAX_TOP_K
 from jax_ep._errors import Error
@@ -44,12 +44,14 @@ _TRANSPORTS = {
     "none": "peer memory: all devices are of this process",
     "descriptor": "peer memory, which processes share as file descriptors",
     "ipc": "peer memory, which processes share by CUDA IPC",
+    "fabric": "peer memory, which processes share by fabric handles, also between hosts of one NVLink domain",
     "network": "NVSHMEM between hosts (or between nodes of JAX_EP_NODE_SIZE ranks), and peer memory within each",
 }
 _WAYS = {  # how a rank of a CUDA group stores into another rank's memory: the letter in the matrix, and its meaning
     "none": ("P", "peer memory within a process"),
     "descriptor": ("D", _TRANSPORTS["descriptor"]),
     "ipc": ("I", _TRANSPORTS["ipc"]),
+    "fabric": ("F", _TRANSPORTS["fabric"]),
     "mapped": ("M", "peer memory, which processes share by NVSHMEM"),
     "network": ("N", "over the network, by NVSHMEM (NVIDIA's library for transfers between GPUs)"),
 }
@@ -135,12 +137,11 @@ def _agreed_group(devices: Sequence[jax.Device], rendezvous: _processes.Rendezvo
     hosts = {process: answer["host"] for process, answer in published.items()}
     backend = sharing = None
     try:
-        backend, reason = _choice(mesh)
+        (backend, way), reason = _choice(mesh)
         if backend == "cuda":
             native_group.expect_own_gpus(published)
-            is_network = _network.is_needed(np.array([devices]), hosts)
             native = cast(ModuleType, _native.cuda)
-            sharing = "network" if is_network else native_group.choose_sharing(np.array(devices), native)
+            sharing = "network" if way == "network" else _transport.sharing(way, np.array(devices), native)
         transport = _TRANSPORTS[sharing or backend]
     except (ValueError, Error) as error:  # the error that a group would raise: the environment is wrong
         backend, reason, transport = None, str(error), str(error)
@@ -162,12 +163,12 @@ def _agreed_group(devices: Sequence[jax.Device], rendezvous: _processes.Rendezvo
     }
 
 
-def _choice(mesh: jax.sharding.Mesh) -> tuple[str, str]:
-    """Returns the backend, and the reason."""
+def _choice(mesh: jax.sharding.Mesh) -> tuple[_backends.Choice, str]:
+    """Returns the backend with its transport, and the reason."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        backend = _backends.choose("auto", mesh, "ep")
-    return backend, str(caught[0].message) if caught else f"the best on platform {mesh.devices.flat[0].platform!r}"
+        choice = _backends.choose("auto", mesh, "ep")
+    return choice, str(caught[0].message) if caught else f"the best on platform {mesh.devices.flat[0].platform!r}"
 
 
 def _gpus(devices: Sequence[jax.Device]) -> list[str]:
@@ -192,11 +193,11 @@ def _ways(
         owner = devices[to].process_index
         if source == to:
             return None
-        if nodes[source] != nodes[to]:
-            return "network"
         if devices[source].process_index == owner:
             return "none"
-        return "mapped" if sharings[owner] == "network" else sharings[owner]
+        if sharings[owner] != "network":
+            return sharings[owner]
+        return "mapped" if nodes[source] == nodes[to] else "network"
 
     ranks = range(len(devices))
     return [[way(source, to) for to in ranks] for source in ranks]

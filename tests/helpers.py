@@ -83,7 +83,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch, **functions: Callable) -> None
         "group_stats": lambda group_id: [],
     }
     monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(**idle | functions))
-    monkeypatch.setattr(_backends, "choose", lambda *arguments: "cuda")
+    monkeypatch.setattr(_backends, "choose", lambda *arguments: _backends.Choice("cuda"))
 
 
 def open_group(mesh: Mesh, shape: Shape, **settings) -> ep.Group:

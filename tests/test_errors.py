@@ -84,7 +84,7 @@ def test_cuda_backend_needs_an_axis_of_at_most_256():
         _backends.choose("cuda", mesh, "ep")
     assert_names(raised.value, "backend", "'cuda'", "'ep'", 257, "at most 256", "('data', 'ep')")
     with pytest.warns(UserWarning, match="uses XLA's collectives on GPUs, not its kernels: axis_name is 'ep'"):
-        assert _backends.choose("auto", mesh, "ep") == "collectives"
+        assert _backends.choose("auto", mesh, "ep").backend == "collectives"
 
 
 @pytest.mark.skipif(not HAS_EMULATED, reason="there are no emulated GPUs")
@@ -97,12 +97,10 @@ def test_a_cuda_group_without_a_network_needs_an_axis_of_at_most_32(monkeypatch)
     """33 GPUs of one host: the processes agree that they need no network."""
     devices = np.full(33, SimpleNamespace(platform="gpu", process_index=0))
     mesh = SimpleNamespace(devices=devices, shape={"ep": 33}, local_devices=[])
-    answer = {"reason": "", "host": "a", "override": "", "gpus": {}}
     monkeypatch.setattr(_processes, "owners", lambda mesh: [0])
     monkeypatch.setattr(_processes, "ep_groups", lambda mesh, axis_name: devices.reshape(1, 33))
-    monkeypatch.setattr(_processes, "exchange", lambda key, mine, *_: {0: mine if key.startswith("links") else answer})
     monkeypatch.setattr(_backends, "_link_reason", lambda *_: "")
-    reason = _backends._agreed_reason("", mesh, "ep", 1.0)
+    reason = _backends._agree("", mesh, "ep", 1.0)[0]
     assert_names(reason, "'ep'", 33, "without a network has at most 32", "('data', 'ep')")
 
 

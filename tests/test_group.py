@@ -108,9 +108,9 @@ def test_auto_takes_cuda_on_gpus_that_run_it(monkeypatch):
     mesh = mesh_of_fake_gpus(monkeypatch, unsupported_pair=lambda ordinals: asked.append(ordinals) or "")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _backends.choose("auto", mesh, "ep") == "cuda"
+        assert _backends.choose("auto", mesh, "ep").backend == "cuda"
     assert asked == [[4, 5], [6, 7]]
-    assert _backends.choose("cuda", mesh, "data") == "cuda"
+    assert _backends.choose("cuda", mesh, "data").backend == "cuda"
     assert asked[2:] == [[4, 6], [5, 7]]
 
 
@@ -121,7 +121,7 @@ def test_links_of_gpus_that_this_process_does_not_see(monkeypatch):
         find_device=lambda uuid: -1 if uuid == bytes([5]) else uuid[0],
         unsupported_pair=lambda ordinals: asked.append(ordinals) or "",
     )
-    assert _backends.choose("cuda", mesh_of_two, "ep") == "cuda"
+    assert _backends.choose("cuda", mesh_of_two, "ep").backend == "cuda"
     assert asked == [[4], [6, 7]]
 
 
@@ -141,7 +141,7 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch, function, subject, reason
     with pytest.warns(
         UserWarning, match=f"^jax_ep uses XLA's collectives on GPUs, not its kernels: {re.escape(reason)}$"
     ):
-        assert _backends.choose("auto", mesh, "ep") == "collectives"
+        assert _backends.choose("auto", mesh, "ep").backend == "collectives"
     with pytest.raises(ValueError, match=f"^backend is 'cuda', which cannot be used here: {re.escape(reason)}. Use"):
         _backends.choose("cuda", mesh, "ep")
     is_of_device = function == "unsupported_device"

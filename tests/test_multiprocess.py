@@ -1,8 +1,10 @@
 """Several processes of jax.distributed; this file is also the program that each of them runs."""
 
 import atexit
+import contextlib
 import dataclasses
 import faulthandler
+import importlib
 import json
 import os
 import shlex
@@ -11,6 +13,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -39,7 +42,7 @@ from helpers import (
     there_and_back,
     traffic,
 )
-from jax_ep import _backends, _compat, _native, _network, _processes, doctor
+from jax_ep import _backends, _compat, _native, _network, _processes, _transport, doctor
 from shapes import SMALL, make_inputs, np_dtype
 
 pytestmark = in_one_process
@@ -228,12 +231,16 @@ class FakeNative:
         self.closed = []
         self.freed = []
         self.fails = False
+        self.no_fabric = "operation not permitted"  # why this process has no fabric handles
+        self.unreachable = []  # processes whose fabric handles this process cannot map
+        self.num_offers = 0
+        self.tried = []
 
     def group_round_tokens(self, group_id):
         return 2**20
 
     def open_group(self, group_id, *, devices, sharing, exchange, network, pes, node_size, **config):
-        """Every process of a line writes its number into the pipe of every other, if there is no network."""
+        """Without a network, every process writes its number into the pipes of its peers on the same host."""
         if self.fails:
             raise RuntimeError("the group needs 1 byte too many")
         if network is not None:
@@ -251,8 +258,11 @@ class FakeNative:
         os.close(writer)
         with open(reader, "rb") as pipe:  # it ends when all have closed it
             from_others = sorted(map(int, pipe.read().decode()))
-        assert from_others == sorted(int(handles.split()[-1]) for handles, _ in others)
-        self.opened.append(SimpleNamespace(id=group_id, devices=devices, others=from_others, sharing=sharing))
+        reached = {int(handles.split()[-1]): descriptors for handles, descriptors in others}
+        assert from_others == sorted(process for process, descriptors in reached.items() if descriptors)
+        opened = SimpleNamespace(id=group_id, devices=devices, others=from_others, sharing=sharing)
+        self.opened.append(opened)
+        opened.reached = sorted(reached)
 
     def close_group(self, group_id):
         self.closed.append(group_id)
@@ -262,6 +272,20 @@ class FakeNative:
 
     def best_sharing(self, ordinals):
         return "descriptor"
+
+    def outlives_owner(self, sharing):
+        return sharing not in ("ipc", "fabric")
+
+    def offer_fabric(self, ordinals):
+        self.num_offers += 1
+        if self.no_fabric:
+            raise RuntimeError(self.no_fabric)
+        return SimpleNamespace(handles=lambda: b"%d" % jax.process_index())
+
+    def try_fabric(self, ordinals, handles):
+        self.tried.append(int(handles))
+        if int(handles) in self.unreachable:
+            raise RuntimeError("not the same NVLink domain")
 
     def device_uuid(self, ordinal):
         return b"%d of %d" % (ordinal, jax.process_index())
@@ -285,9 +309,12 @@ class FakeNative:
 def pretend_cuda():
     """The CUDA backend's way of making groups, on CPU devices."""
     _native.cuda = FakeNative()
-    _backends.choose = lambda requested, mesh, axis_name, timeout=20.0: (
-        "cuda" if not _backends._agreed_reason("", mesh, axis_name, timeout) else "reference"
-    )
+
+    def choose(requested, mesh, axis_name, timeout=20.0):
+        reason, transport = _backends._agree("", mesh, axis_name, timeout)
+        return _backends.Choice("reference" if reason else "cuda", transport)
+
+    _backends.choose = choose
     return _native.cuda
 
 
@@ -420,34 +447,122 @@ def devices_of_several_hosts():
     _native.cuda = FakeNative()
     _processes.host = lambda: f"host {me}"
     across, inside = (jax.sharding.Mesh(devices.reshape(2, 2), names) for names in (("ep", "data"), ("data", "ep")))
-    assert _backends._agreed_reason("", inside, "ep", 20.0) == ""
+    assert _backends._agree("", inside, "ep", 20.0)[0] == ""
     hosts = {0: "host 0", 1: "host 1"}
     assert _network.node_size(_processes.ep_groups(across, "ep"), hosts) == 1
     assert _network.node_size(_processes.ep_groups(inside, "ep"), hosts) == 2
     assert _network.node_size(devices.reshape(1, 4), hosts) == 2
     assert _network.node_size(devices[[0, 2, 1, 3]].reshape(1, 4), hosts) == 1
-    reason = _backends._agreed_reason("", across, "ep", 20.0)
+    reason = _backends._agree("", across, "ep", 20.0)[0]
     assert "on several hosts" in reason
     assert "process 0 cannot use the network: 2 devices of the mesh in one process" in reason
     ours = jax.sharding.Mesh(devices.reshape(4)[[0, 2]], ("ep",))
     sys.modules["jax_ep._nvshmem"] = None  # as if it had not been built
-    reason = _backends._agreed_reason("", ours, "ep", 20.0)
+    reason = _backends._agree("", ours, "ep", 20.0)[0]
     assert "without NVSHMEM; install nvidia-nvshmem-cu13 as docs/multi_host.md says" in reason
     if me == 1:
         os.environ["JAX_EP_NODE_SIZE"] = "2"
         time.sleep(1)  # what it said before must not be taken for what it says now
     with pytest.raises(ep.Error, match=r"JAX_EP_NODE_SIZE is '2?' in process \d, and '2?' in process \d; set it"):
-        _backends._agreed_reason("", across, "ep", 20.0)
+        _backends._agree("", across, "ep", 20.0)
     if me == 0:
         os.environ["JAX_EP_NODE_SIZE"] = "1"
         alone = jax.sharding.Mesh(jax.local_devices(), ("ep",))
-        assert "one process per GPU" in _backends._agreed_reason("", alone, "ep", 20.0)
+        assert "one process per GPU" in _backends._agree("", alone, "ep", 20.0)[0]
         os.environ["JAX_EP_NODE_SIZE"] = "two"
         with pytest.raises(ValueError, match="JAX_EP_NODE_SIZE is 'two'; it must be a number of ranks"):
-            _backends._agreed_reason("", alone, "ep", 20.0)
+            _backends._agree("", alone, "ep", 20.0)
         os.environ["JAX_EP_NODE_SIZE"] = "3"
         with pytest.raises(ValueError, match="JAX_EP_NODE_SIZE is 3; it must divide the group's 4 ranks"):
             _network.node_size(devices.reshape(1, 4), hosts)
+
+
+def test_fabric_or_network():
+    run_program("fabric_or_network", 4)
+
+
+def fabric_or_network():
+    """Two processes on each of two hosts."""
+    native, me, devices = pretend_cuda(), jax.process_index(), np.array(jax.devices())
+    _processes.host = lambda: f"host {me // 2}"
+    whole = jax.sharding.Mesh(devices, ("ep",))
+
+    def agree(mesh=whole, **variables):
+        native.tried.clear()
+        os.environ.update(variables)
+        try:
+            return _backends._agree("", mesh, "ep", 20.0)
+        finally:
+            for name in variables:
+                del os.environ[name]
+
+    _network._module = FakeNvshmem
+    native.no_fabric = ""
+    assert agree() == ("", "fabric")
+    assert native.tried == sorted({0, 1, 2, 3} - {me})
+    assert agree(JAX_EP_NODE_SIZE="4") == ("", "fabric")
+    assert agree(JAX_EP_SHARING="fabric") == ("", "fabric")
+    native.num_offers = 0
+    with make_group(whole) as group:
+        opened = native.opened[-1]
+        assert native.num_offers == 1  # the processes try only once, and then have one answer
+        assert (opened.sharing, opened.reached, opened.others) == ("fabric", sorted({0, 1, 2, 3} - {me}), [me ^ 1])
+        assert group._impl.transport == "fabric"
+    assert native.freed == [opened.id]  # when all have closed
+
+    # No process tries fabric handles if the group does not need them, or if the user asks for another way.
+    inside = jax.sharding.Mesh(devices.reshape(2, 2), ("data", "ep"))
+    assert (agree(inside), native.tried) == (("", "host"), [])
+    assert (agree(JAX_EP_NODE_SIZE="2"), native.tried) == (("", "network"), [])
+    descriptor = {"JAX_EP_SHARING": "descriptor"} if me == 1 else {}
+    assert (agree(**descriptor), native.tried) == (("", "network"), [])
+    assert agree(inside, JAX_EP_SHARING="fabric") == ("", "fabric")
+    assert native.tried == [me ^ 1]
+
+    # All processes choose the network if a process cannot share its memory, or cannot map another's.
+    native.no_fabric = "operation not permitted" if me == 3 else ""
+    assert (agree(), native.tried) == (("", "network"), [])
+    refused = (
+        "process 3: it has no fabric handles for its memory: operation not permitted. The service nvidia-imex must"
+    )
+    with pytest.raises(
+        ep.Error, match=f"JAX_EP_SHARING is 'fabric', but fabric handles cannot be used here: {refused}"
+    ):
+        agree(JAX_EP_SHARING="fabric")
+    native.no_fabric = ""
+    native.unreachable = [1] if me == 2 else []
+    assert agree() == ("", "network")
+    unreachable = (
+        "process 2: it cannot map the memory of process 1: not the same NVLink domain. The service nvidia-imex"
+    )
+    with pytest.raises(ep.Error, match=unreachable):
+        agree(JAX_EP_SHARING="fabric")
+
+    # Without NVSHMEM, the reason for collectives says why neither works.
+    sys.modules["jax_ep._nvshmem"] = None
+    _network._module = lambda: importlib.import_module("jax_ep._nvshmem")
+    reason, _ = agree()
+    assert "without NVSHMEM" in reason
+    assert f"Fabric handles cannot be used either: {unreachable}" in reason
+
+    native.unreachable = []
+    with pytest.raises(ep.Error, match="JAX_EP_NODE_SIZE is 2, which asks for a network between nodes of 2 ranks"):
+        agree(JAX_EP_SHARING="fabric", JAX_EP_NODE_SIZE="2")
+    with pytest.raises(ep.Error, match="JAX_EP_SHARING is 'fabric' in process 0, 2 only; set it in all, or in none"):
+        agree(JAX_EP_SHARING="" if me % 2 else "fabric")
+    message = "JAX_EP_SHARING is 'post'; it must be 'descriptor', 'ipc' or 'fabric', or not be set"
+    error, begin = (ValueError, "^") if me == 1 else (ep.Error, "^process 1: ")
+    with pytest.raises(error, match=begin + message):
+        agree(JAX_EP_SHARING="post" if me == 1 else "")
+    assert agree() == ("", "fabric")
+
+
+def test_no_more_ranks_by_fabric_handles_than_kernels_have():
+    devices = np.array([[SimpleNamespace(process_index=rank) for rank in range(36)]])
+    hosts = {process: f"host {process // 4}" for process in range(36)}
+    transport, reason = _transport.choose(None, devices, hosts, dict.fromkeys(hosts, ""), None)
+    assert transport == "network"
+    assert reason == "the group has 36 ranks, and with fabric handles it has at most 32"
 
 
 def test_one_process_without_cuda():
@@ -457,10 +572,10 @@ def test_one_process_without_cuda():
 def one_process_without_cuda():
     me, mesh = jax.process_index(), jax.sharding.Mesh(jax.devices(), ("ep",))
     _native.cuda = FakeNative()
-    reason = _backends._agreed_reason("no GPU" if me == 1 else "", mesh, "ep", 20.0)
+    reason = _backends._agree("no GPU" if me == 1 else "", mesh, "ep", 20.0)[0]
     assert reason == ("no GPU" if me == 1 else "process 1: no GPU")
     elsewhere = jax.sharding.Mesh([device for device in jax.devices() if device.process_index != me], ("ep",))
-    assert _backends._agreed_reason("", elsewhere, "ep", 20.0) == f"process {me} has no device in the mesh"
+    assert _backends._agree("", elsewhere, "ep", 20.0)[0] == f"process {me} has no device in the mesh"
 
 
 def test_links_between_processes():
@@ -475,13 +590,13 @@ def links_between_processes():
         native.find_device = lambda uuid: int(uuid.split()[-1])
     native.unsupported_pair = lambda ordinals: f"the link of {ordinals} splits" if len(ordinals) > 1 else ""
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
-    reason = _backends._agreed_reason("", mesh, "ep", 20.0)
+    reason = _backends._agree("", mesh, "ep", 20.0)[0]
     assert reason == ("" if me == 0 else "process 0: ") + "the link of [0, 1] splits"
     alone = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 1), ("data", "ep"))
-    assert _backends._agreed_reason("", alone, "ep", 20.0) == ""
+    assert _backends._agree("", alone, "ep", 20.0)[0] == ""
     os.environ["JAX_EP_NODE_SIZE"] = "1"
     sys.modules["jax_ep._nvshmem"] = None  # as if it had not been built
-    assert "without NVSHMEM" in _backends._agreed_reason("", mesh, "ep", 20.0)
+    assert "without NVSHMEM" in _backends._agree("", mesh, "ep", 20.0)[0]
 
 
 class FakeNvshmem:
@@ -549,7 +664,7 @@ def test_doctor_of_groups_that_use_cuda():
 
 
 def doctor_of_groups_that_use_cuda():
-    pretend_cuda()
+    native = pretend_cuda()
     me = jax.process_index()
 
     def examine():
@@ -568,6 +683,12 @@ def doctor_of_groups_that_use_cuda():
     _, ways, text = examine()
     assert ways == []
     assert "process 1 cannot make a group: JAX_EP_SHARING is 'post'; it must be" in text
+    native.no_fabric = ""
+    os.environ["JAX_EP_SHARING"] = "fabric"
+    auto, ways, text = examine()
+    assert auto["transport"].startswith("peer memory, which processes share by fabric handles")
+    assert ways[2] == ["fabric", "fabric", None, "fabric"]
+    assert "F: peer memory, which processes share by fabric handles" in text
     os.environ["JAX_EP_SHARING"] = ""
 
     def not_built():
@@ -740,6 +861,9 @@ def kernels():
     return "cuda" if jax.default_backend() == "gpu" else "emulated"
 
 
+emulated = pytest.mark.skipif(_native.emulated is None, reason="needs emulated GPUs")
+
+
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), *(["emulated"] if _native.emulated else [])])
 def kernel_backend(request):
     """Where the processes run the kernels. They have emulated GPUs of their own, and share memory like others."""
@@ -758,10 +882,15 @@ def run_processes(kernel_backend):
     return run
 
 
-@pytest.fixture(params=["descriptor", "ipc"])
+@pytest.fixture(params=["descriptor", "ipc", "fabric"])
 def sharing(request, monkeypatch):
     """How the processes map each other's memory."""
     monkeypatch.setenv("JAX_EP_SHARING", request.param)
+    if request.param == "fabric" and "emulated" not in request.node.name:
+        try:
+            _native.cuda.offer_fabric([0])
+        except RuntimeError as error:
+            pytest.skip(f"no fabric handles: {error}")
     return request.param
 
 
@@ -773,7 +902,7 @@ def test_a_layer_on_gpus(sharing, run_processes):
 def test_doctor_on_gpus(sharing):
     done = launch(2, *JAX_EP, "doctor", platform="gpu")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f" 1   {'D' if sharing == 'descriptor' else 'I'}" in done.stdout
+    assert f" 1   {sharing[0].upper()}" in done.stdout
 
 
 def test_processes_of_two_gpus(run_processes, kernel_backend):
@@ -826,6 +955,81 @@ def groups_again_and_again():
             for name, result in results:
                 here = [np.asarray(local.data) for local in result.addressable_shards]
                 assert_trees_same_bits(here, first.setdefault(name, here))
+
+
+@emulated
+def test_ranks_of_two_hosts():
+    run_program("ranks_of_two_hosts", 2, devices=2)
+
+
+def ranks_of_two_hosts():
+    """As if NVLink connected the GPUs of two hosts. The processes cannot exchange file descriptors."""
+    me, mesh = jax.process_index(), jax.sharding.Mesh(jax.devices(), ("ep",))
+    _processes.host = lambda: f"host {me}"
+    _processes.send_descriptors = None
+    layers_on_gpus()
+    x, topk_idx = (shard(a, mesh) for a in make_inputs(SMALL, mesh.size, "uneven")[:2])
+    with make_group(mesh, backend="emulated", timeout=5.0) as group:
+        assert (group._impl.transport, group._impl._sharing) == ("fabric", "fabric")
+        layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
+        jax.block_until_ready(layer(x, topk_idx))
+        if me == 0:  # rank 2 does not come
+            expect_failure(
+                group, layer, x, topk_idx, r"gave up waiting for rank [23]|rank 1 gave up, and rank 0 with it"
+            )
+        _processes.exchange("failed", None, [0, 1], 60.0)
+        if me == 1:  # whose processes do not see the record
+            with pytest.raises(ep.PeerTimeoutError, match=r"an operation: rank [01] gave up, and rank [23] with it"):
+                group.check()
+    with pytest.raises(ep.PeerTimeoutError, match="gave up"):
+        group.check()
+
+    # Closing a group keeps the failure of the other host.
+    with make_group(mesh, backend="emulated", timeout=5.0) as group:
+        layer = jax.jit(spmd(partial(there_and_back, group, "ragged"), mesh))
+        if me == 0:
+            expect_failure(group, layer, x, topk_idx, "gave up")
+        _processes.exchange("failed", None, [0, 1], 60.0)
+    with pytest.raises(ep.PeerTimeoutError, match="gave up"):
+        group.check()
+
+
+def expect_failure(group, layer, x, topk_idx, message):
+    with emulated_patience(0.5), contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+        jax.block_until_ready(layer(x, topk_idx))
+    with pytest.raises(ep.PeerTimeoutError, match=message):
+        group.check()
+
+
+@emulated
+@pytest.mark.parametrize("way", ["ipc", "fabric"])
+def test_memory_is_freed_when_all_have_closed(way, monkeypatch):
+    monkeypatch.setenv("JAX_EP_SHARING", way)
+    run_program("memory_freed_when_all_have_closed", 2)
+
+
+def memory_freed_when_all_have_closed():
+    me, mesh = jax.process_index(), jax.sharding.Mesh(jax.devices(), ("ep",))
+
+    def num_arenas():
+        """The files of emulated device memory, also mapped ones of the other process, without control memory."""
+        files = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+        emulated = [file.stat() for file in files if "jax_ep_emulated" in os.path.realpath(file)]
+        return len({file.st_ino for file in emulated if file.st_size > 2 << 20})
+
+    group = make_group(mesh, dataclasses.replace(SMALL, tokens=2048), backend="emulated")
+    assert num_arenas() > 0
+    closing = threading.Thread(target=group.close)
+    if me == 0:
+        closing.start()
+        time.sleep(1)
+        assert closing.is_alive()
+        assert num_arenas() == 1  # its own
+    _processes.exchange("looked", None, [0, 1], 60.0)
+    if me == 1:
+        closing.start()
+    closing.join()
+    assert num_arenas() == 0
 
 
 def test_groups_in_other_order(run_processes):
@@ -981,6 +1185,13 @@ def test_a_process_that_dies(when, kernel_backend):
         expect_death_to_be_noticed(when, 2, "cpu")
 
 
+@emulated
+def test_a_process_that_dies_with_fabric_handles(monkeypatch):
+    monkeypatch.setenv("JAX_EP_SHARING", "fabric")
+    done = expect_death_to_be_noticed("between_operations", 2, "cpu")
+    assert "Group.close: its memory stays taken" in done.stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["between_operations", "in_a_kernel"])
 def test_a_process_that_dies_over_a_network(node_size, when):
@@ -992,6 +1203,7 @@ def expect_death_to_be_noticed(when, num_processes, platform):
     done = launch(num_processes, sys.executable, __file__, f"dies_{when}", platform=platform, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr  # 124: one hangs
     assert done.stdout.count("gave up") == num_processes - 1, done.stdout + done.stderr
+    return done
 
 
 def dies_between_operations():

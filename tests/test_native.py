@@ -209,3 +209,15 @@ def test_numbers_without_meaning_are_refused(function, arguments, message):
 def test_unknown_layout_is_named():
     with pytest.raises(ValueError, match="layout is 'jagged', but must be 'expert' or 'ragged'"):
         _native.cpu.place_groups([1], layout="jagged", capacity=8, alignment=1)
+
+
+@pytest.mark.skipif(_native.emulated is None, reason="needs emulated GPUs")
+def test_a_fabric_handle_does_not_keep_the_memory():
+    """So a process must not free its memory before the others have unmapped it."""
+    offer = _native.emulated.offer_fabric([0, 1])
+    handles = offer.handles()
+    for _ in range(2):
+        _native.emulated.try_fabric([0, 1], handles)
+    del offer
+    with pytest.raises(RuntimeError, match="cuMemImportFromShareableHandle"):
+        _native.emulated.try_fabric([0], handles)

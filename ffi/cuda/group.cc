@@ -39,33 +39,6 @@ Control* control_at(uint8_t* data) { return reinterpret_cast<Control*>(data); }
 
 }  // namespace
 
-std::string summary(const FailureRecord& failure) {
-  const std::string op = kOpNames[failure.op], rank = std::to_string(failure.rank), peer = std::to_string(failure.peer);
-  switch (static_cast<FailureReason>(failure.reason)) {
-    case FailureReason::kTimeout:
-      return "PeerTimeoutError: " + op + ": rank " + rank + " gave up waiting for rank " + peer;
-    case FailureReason::kOtherOp:
-      return "Error: " + op + ": rank " + peer + " was in another call than rank " + rank;
-    case FailureReason::kWrongRank:
-      return "Error: " + op + ": the program runs rank " + std::to_string(failure.seen) +
-             " on the device that group.mesh has as rank " + rank;
-    case FailureReason::kSlotTaken:
-      return "Error: " + op + ": rank " + rank +
-             " has no room for another operation while older split-phase calls are in flight";
-    case FailureReason::kElsewhere:
-      return "PeerTimeoutError: " + op + ": rank " + peer + " gave up, and rank " + rank + " with it";
-    case FailureReason::kOtherOrder:
-      return "Error: " + op + ": ranks " + rank + " and " + peer +
-             " run operations of this group and of another group in different order";
-    case FailureReason::kOtherRun:
-      return "Error: " + op + ": ranks " + rank + " and " + peer +
-             " run programs with operations of this group in different order";
-    case FailureReason::kOverlap:
-      return "Error: " + op + ": rank " + rank + " runs another operation of the group at the same time";
-  }
-  return "Error: " + op;
-}
-
 Group::Group(GroupConfig config) : config_(std::move(config)) {
   const int32_t num_ranks = this->num_ranks();
   const int32_t most_ranks = config_.network ? kMaxRanks : kMaxLocalRanks;
@@ -131,6 +104,10 @@ void Group::open() {
     others = config_.exchange(handle());
   }
   for (const ProcessHandle& other : others) {
+    if (other.descriptors.empty()) {  // the process is on another host
+      has_hidden_records_ = true;
+      continue;
+    }
     const size_t num_ranks = other.ranks.size();
     records_.push_back({HostMemory::map(other.descriptors.at(0), Records::bytes(num_ranks)), num_ranks});
   }
@@ -139,8 +116,8 @@ void Group::open() {
     if (config_.network) {
       member.table = find_peers(member);
     } else {
-      // With kIpc, a peer's memory ends with its process. The kernels of other groups must not write to it.
-      if (config_.sharing != Sharing::kIpc)
+      // The kernels of other groups write to the memory of peers, also after the peer's process has ended.
+      if (outlives_owner(config_.sharing))
         member.entry = reserve_device_group(member.ordinal, static_cast<uint32_t>(member.num_sms));
       member.table = {{map_peers(member, others), member.entry.list, member.entry.index}, {}, {}};
     }
@@ -317,6 +294,7 @@ NetworkTable Group::find_peers(const Member& member) const {
 void Group::close() {
   if (closed_.exchange(true)) return;
   const Span span("jax_ep.Group: close");
+  record_failures_elsewhere();  // before the next lines replace `failed`
   for (const Member& member : members_) {
     const OnDevice device(member.ordinal);
     if (Control* control = member.peers.control) {
@@ -331,33 +309,7 @@ void Group::close() {
     if (member.split_phase) member.split_phase->close();
   }
   for (Member& member : members_) member.peer_arenas.clear();
-  if (config_.sharing != Sharing::kIpc && config_.network == nullptr) free_arenas();
-}
-
-void Group::fail(const Member& member, const FailureRecord& why) const {
-  auto* const records = static_cast<FailureRecord*>(records_[0].memory.data());
-  const size_t index = index_of(member);
-  {
-    const std::lock_guard<std::mutex> lock(host_records_mutex_);
-    FailureRecord& record = records[Records::of_host(index)];
-    if (load_acquire_on_host(&records[records_[0].of_kernels(index)].valid) || record.valid) return;
-    FailureRecord written = why;
-    written.valid = 0;
-    record = written;
-    store_release_on_host(&record.valid, 1);
-  }
-
-  const OnDevice device(member.ordinal);
-  // A copy on the default stream could wait for the kernels that it shall end.
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  const uint32_t failed = 1u + why.rank;
-  for (int32_t rank = 0; rank < num_ranks(); ++rank) {
-    cudaMemcpyAsync(&member.table.control[rank]->failed, &failed, sizeof(failed), cudaMemcpyHostToDevice, stream);
-  }
-  const cudaError_t status = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  check(status, "telling the ranks that their group has failed");
+  if (outlives_owner(config_.sharing) && config_.network == nullptr) free_arenas();
 }
 
 void Group::free_arenas() {
@@ -400,19 +352,6 @@ Traffic Group::traffic() const {
     sum = {sum.rows + traffic.rows, sum.bytes + traffic.bytes};
   }
   return sum;
-}
-
-std::optional<FailureRecord> Group::failure() const {
-  std::optional<FailureRecord> elsewhere;
-  for (const Records& records : records_) {
-    const auto* first = static_cast<const FailureRecord*>(records.memory.data());
-    for (const FailureRecord* record = first; record != first + 2 * records.num_ranks; ++record) {
-      if (!load_acquire_on_host(&record->valid)) continue;  // the record was written before `valid`
-      if (static_cast<FailureReason>(record->reason) != FailureReason::kElsewhere) return *record;
-      elsewhere = *record;
-    }
-  }
-  return elsewhere;  // if no record says why
 }
 
 std::vector<RankStats> Group::stats() const {

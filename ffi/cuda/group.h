@@ -32,8 +32,8 @@ static_assert(std::is_trivially_copyable_v<RankHandle>);
 // What a process sends to the other processes of a group.
 struct ProcessHandle {
   std::vector<RankHandle> ranks;
-  // The first descriptor is that of the failure records, which has one record for each of `ranks`. With
-  // Sharing::kFileDescriptor, the descriptors of each rank's arena and control memory follow.
+  // The first descriptor is that of the failure records of `ranks`. With Sharing::kFileDescriptor, the descriptors of
+  // each rank's arena and control memory follow. There are none from a process of another host.
   std::vector<FileDescriptor> descriptors;
 };
 // Sends this process's handle to all others, and returns theirs.
@@ -72,6 +72,7 @@ struct RankStats {
 
 // Describes the failure in one line: the Python class that Group.check raises, and the beginning of its message.
 std::string summary(const FailureRecord& failure);
+const char* op_name(const FailureRecord& failure);
 
 // What a launch needs to know about its device.
 struct Member {
@@ -86,7 +87,7 @@ struct Member {
   std::vector<DeviceMemory> peer_controls;  // the same
   NetworkTable table = {};                  // the host's copy
   uint32_t nonce = 0;                       // random
-  DeviceGroupsEntry entry = {};             // not over a network, nor with Sharing::kIpc
+  DeviceGroupsEntry entry = {};             // empty over a network, and without outlives_owner(sharing)
   std::unique_ptr<SplitPhaseCalls> split_phase;
 
   bool is_over_network() const { return symmetric_arena != nullptr; }
@@ -100,14 +101,18 @@ class Group {
   ~Group() { close(); }
 
   // Ends the operations that still run on this process's devices, unmaps the peers' arenas and frees the own arenas.
-  // Control memory stays mapped, also the peers', because compiled programs may still read it. With Sharing::kIpc, or
-  // over a network, the caller must call free_arenas() after all processes have closed.
+  // Control memory stays mapped, also the peers', because compiled programs may still read it. Over a network, and
+  // without outlives_owner(sharing), the caller must call free_arenas() after all processes have closed.
   void close();
   void free_arenas();
 
   // Makes all ranks of the member's EP group give up, as a failing kernel does (Waiting::fail in wait.cuh). Records
   // `why`, unless the rank has failed before. Waits for no kernel.
   void fail(const Member& member, const FailureRecord& why) const;
+  // Without a network, kernels record only failures of their own rank, because processes of one host see each other's
+  // records. For each member that a rank on another host has failed, this function writes the record. It waits for no
+  // kernel.
+  void record_failures_elsewhere() const;
 
   bool closed() const { return closed_; }
   int32_t num_sms() const { return config_.num_sms; }  // the user's choice
@@ -140,6 +145,8 @@ class Group {
   };
 
   size_t index_of(const Member& member) const { return &member - members_.data(); }
+  // Writes the host's record of the member. Returns false if the member has a record already.
+  bool record(const Member& member, const FailureRecord& why) const;
   void open();
   void check_supported_pairs() const;
   void open_member(Member& member);
@@ -159,7 +166,8 @@ class Group {
   GroupConfig config_;
   ArenaLayout layout_;
   std::vector<Member> members_;
-  std::vector<Records> records_;  // of this process, then of the others
+  std::vector<Records> records_;     // of this process, then of the others of this host
+  bool has_hidden_records_ = false;  // the records of another host's processes
   mutable std::mutex host_records_mutex_;
   std::atomic<bool> closed_ = false;
 };

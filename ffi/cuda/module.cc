@@ -4,7 +4,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <stdexcept>
 
 #include "ffi/constants.h"
 #include "ffi/cuda/device.h"
@@ -56,9 +59,14 @@ JAX_EP_DEFINE_HANDLER(kDispatchLayout, dispatch_layout,
 
 // (reason, op, waiting rank, missing rank, expected, seen) of the group's first failure, or None.
 nb::object group_failure(int64_t id) {
-  const std::optional<FailureRecord> failure = find_group(id)->failure();
+  const Group& group = *find_group(id);
+  {
+    const nb::gil_scoped_release no_gil;
+    group.record_failures_elsewhere();
+  }
+  const std::optional<FailureRecord> failure = group.failure();
   if (!failure) return nb::none();
-  return nb::make_tuple(kFailureReasonNames[failure->reason], kOpNames[failure->op], failure->rank, failure->peer,
+  return nb::make_tuple(kFailureReasonNames[failure->reason], op_name(*failure), failure->rank, failure->peer,
                         failure->expected, failure->seen);
 }
 
@@ -104,6 +112,44 @@ ProcessHandle unpack(const Parcel& parcel) {
   return handle;
 }
 
+Sharing sharing_of(const std::string& name) {
+  const auto found = std::find(std::begin(kSharingNames), std::end(kSharingNames), name);
+  if (found == std::end(kSharingNames)) throw std::invalid_argument("memory is not shared by " + name);
+  return static_cast<Sharing>(found - std::begin(kSharingNames));
+}
+
+// Memory that this process offers to others, so that they try to map it. It is freed with the object.
+struct FabricOffer {
+  FabricOffer() = default;
+  FabricOffer(FabricOffer&&) = default;
+  FabricOffer(const FabricOffer&) = delete;
+
+  std::vector<DeviceMemory> memory;  // on each device
+};
+
+// Allocates a granule of memory with a fabric handle on each of the devices. Throws if that does not work.
+FabricOffer offer_fabric(const std::vector<int32_t>& ordinals) {
+  FabricOffer offer;
+  for (int32_t ordinal : ordinals) offer.memory.push_back(DeviceMemory::allocate(1, ordinal, Sharing::kFabric));
+  return offer;
+}
+
+nb::bytes fabric_handles(const FabricOffer& offer) {
+  std::vector<MemoryHandle> handles;
+  for (const DeviceMemory& memory : offer.memory) handles.push_back(memory.handle());
+  return nb::bytes(handles.data(), handles.size() * sizeof(MemoryHandle));
+}
+
+// Maps each memory of another process's `handles` for each of the devices, and unmaps it. Throws if that does not work.
+void try_fabric(const std::vector<int32_t>& ordinals, const nb::bytes& handles) {
+  std::vector<MemoryHandle> offered(handles.size() / sizeof(MemoryHandle));
+  std::memcpy(offered.data(), handles.data(), offered.size() * sizeof(MemoryHandle));
+  const nb::gil_scoped_release no_gil;
+  for (int32_t ordinal : ordinals) {
+    for (const MemoryHandle& handle : offered) DeviceMemory::map(handle, FileDescriptor(), ordinal);
+  }
+}
+
 // `exchange` is given a parcel and the list of those of the other processes is what it returns. `network` is what
 // _nvshmem.network() gives, or None, without which there are no `pes`.
 void open_group_from_python(int64_t id, int32_t num_experts, int32_t top_k, int32_t max_tokens, int64_t max_payload,
@@ -117,7 +163,7 @@ void open_group_from_python(int64_t id, int32_t num_experts, int32_t top_k, int3
   config.node_size = node_size;
   config.replicas = replicas;
   config.max_arena_bytes = max_arena_bytes;
-  if (sharing != "none") config.sharing = sharing == "ipc" ? Sharing::kIpc : Sharing::kFileDescriptor;
+  config.sharing = sharing_of(sharing);
   config.exchange = [&exchange](const ProcessHandle& mine) {
     const nb::gil_scoped_acquire gil;
     std::vector<ProcessHandle> others;
@@ -166,9 +212,12 @@ NB_MODULE(_cuda, m) {
         nb::arg("node_size"), nb::arg("replicas"), nb::arg("max_arena_bytes"));
   m.def("close_group", close_group, nb::call_guard<nb::gil_scoped_release>());
   m.def("free_arenas", [](int64_t id) { find_group(id)->free_arenas(); }, nb::call_guard<nb::gil_scoped_release>());
-  m.def("best_sharing", [](const std::vector<int32_t>& ordinals) {
-    return best_sharing(ordinals) == Sharing::kIpc ? "ipc" : "descriptor";
-  });
+  m.def("best_sharing",
+        [](const std::vector<int32_t>& ordinals) { return kSharingNames[static_cast<int>(best_sharing(ordinals))]; });
+  m.def("outlives_owner", [](const std::string& sharing) { return outlives_owner(sharing_of(sharing)); });
+  nb::class_<FabricOffer>(m, "FabricOffer").def("handles", fabric_handles);
+  m.def("offer_fabric", offer_fabric, nb::call_guard<nb::gil_scoped_release>());
+  m.def("try_fabric", try_fabric);
   m.def("device_uuid", device_uuid);
   m.def("find_device", [](const nb::bytes& uuid) { return find_device({uuid.c_str(), uuid.size()}); });
   m.def("unsupported_device", [](int32_t ordinal) { return reason_of([=] { return unsupported_device(ordinal); }); });

@@ -18,7 +18,6 @@ namespace jax_ep {
 namespace {
 
 constexpr int64_t kGranularity = int64_t{2} << 20;  // of device memory that is shared
-constexpr auto kDescriptorType = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 struct Driver {
 #define JAX_EP_DRIVER_FUNCTION(name) decltype(&::name) name = driver_function<decltype(&::name)>(#name)
@@ -63,10 +62,17 @@ CUmemLocation location(int32_t ordinal) {
   return location;
 }
 
-CUmemAllocationProp shareable(int32_t ordinal) {
+// True if the driver's functions for virtual memory allocate and map the memory.
+bool is_virtual(Sharing sharing) { return sharing == Sharing::kFileDescriptor || sharing == Sharing::kFabric; }
+
+CUmemAllocationHandleType handle_type(Sharing sharing) {
+  return sharing == Sharing::kFabric ? CU_MEM_HANDLE_TYPE_FABRIC : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+}
+
+CUmemAllocationProp shareable(int32_t ordinal, Sharing sharing) {
   CUmemAllocationProp properties = {};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.requestedHandleTypes = kDescriptorType;
+  properties.requestedHandleTypes = handle_type(sharing);
   properties.location = location(ordinal);
   return properties;
 }
@@ -111,8 +117,8 @@ FileDescriptor::~FileDescriptor() {
 
 DeviceMemory DeviceMemory::allocate(int64_t bytes, int32_t ordinal, Sharing sharing) {
   const OnDevice device(ordinal);
-  if (sharing == Sharing::kFileDescriptor) {
-    const CUmemAllocationProp properties = shareable(ordinal);
+  if (is_virtual(sharing)) {
+    const CUmemAllocationProp properties = shareable(ordinal, sharing);
     size_t granularity = 0;
     check_driver(driver().cuMemGetAllocationGranularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
                  "cuMemGetAllocationGranularity");
@@ -121,7 +127,7 @@ DeviceMemory DeviceMemory::allocate(int64_t bytes, int32_t ordinal, Sharing shar
     const CUresult status = driver().cuMemCreate(&physical, rounded, &properties, 0);
     if (status == CUDA_ERROR_OUT_OF_MEMORY) throw_full(bytes, ordinal, "cuMemCreate");
     check_driver(status, "cuMemCreate");
-    return map_physical(physical, rounded, ordinal, true);
+    return map_physical(physical, rounded, ordinal, sharing, true);
   }
   // CUDA IPC gives others all of the granule that they are given a part of.
   if (sharing == Sharing::kIpc) bytes = align_up(bytes, kGranularity);
@@ -136,7 +142,8 @@ DeviceMemory DeviceMemory::allocate(int64_t bytes, int32_t ordinal, Sharing shar
 }
 
 // Takes the reference to `physical` over.
-DeviceMemory DeviceMemory::map_physical(unsigned long long physical, int64_t bytes, int32_t ordinal, bool is_own) {
+DeviceMemory DeviceMemory::map_physical(CUmemGenericAllocationHandle physical, int64_t bytes, int32_t ordinal,
+                                        Sharing sharing, bool is_own) {
   CUdeviceptr data = 0;
   CUresult status = driver().cuMemAddressReserve(&data, bytes, 0, 0, 0);
   if (status == CUDA_SUCCESS) {
@@ -145,19 +152,22 @@ DeviceMemory DeviceMemory::map_physical(unsigned long long physical, int64_t byt
   }
   driver().cuMemRelease(physical);  // the mapping keeps it
   check_driver(status, "mapping " + std::to_string(bytes) + " bytes for CUDA device " + std::to_string(ordinal));
-  DeviceMemory memory(reinterpret_cast<uint8_t*>(data), bytes, ordinal, Sharing::kFileDescriptor, is_own);
+  DeviceMemory memory(reinterpret_cast<uint8_t*>(data), bytes, ordinal, sharing, is_own);
   memory.let_in(ordinal);
   return memory;
 }
 
 DeviceMemory DeviceMemory::map(const MemoryHandle& handle, const FileDescriptor& descriptor, int32_t ordinal) {
   const OnDevice device(ordinal);
-  if (handle.sharing == Sharing::kFileDescriptor) {
+  if (is_virtual(handle.sharing)) {
+    CUmemFabricHandle fabric = handle.fabric;
+    void* const shareable = handle.sharing == Sharing::kFabric
+                                ? static_cast<void*>(&fabric)
+                                : reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.number()));
     CUmemGenericAllocationHandle physical = 0;
-    check_driver(driver().cuMemImportFromShareableHandle(
-                     &physical, reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.number())), kDescriptorType),
+    check_driver(driver().cuMemImportFromShareableHandle(&physical, shareable, handle_type(handle.sharing)),
                  "cuMemImportFromShareableHandle");
-    return map_physical(physical, handle.bytes, ordinal, false);
+    return map_physical(physical, handle.bytes, ordinal, handle.sharing, false);
   }
   void* data = nullptr;
   check(cudaIpcOpenMemHandle(&data, handle.ipc, cudaIpcMemLazyEnablePeerAccess),
@@ -178,7 +188,7 @@ void DeviceMemory::let_in(int32_t ordinal) const {
   const std::string what = "CUDA device " + std::to_string(ordinal) + " cannot reach the memory of " +
                            (is_own_ ? "device " + std::to_string(ordinal_) : "another process's device") +
                            ", which expert parallelism over them needs";
-  if (sharing_ == Sharing::kFileDescriptor) {
+  if (is_virtual(sharing_)) {
     set_access(data_, bytes_, ordinal, what);
   } else if (ordinal != ordinal_) {
     const OnDevice device(ordinal);
@@ -196,22 +206,27 @@ MemoryHandle DeviceMemory::handle() const {
   handle.sharing = sharing_;
   handle.bytes = bytes_;
   if (sharing_ == Sharing::kIpc) check(cudaIpcGetMemHandle(&handle.ipc, data_), "cudaIpcGetMemHandle");
+  if (sharing_ == Sharing::kFabric) export_to(&handle.fabric);
   return handle;
 }
 
 FileDescriptor DeviceMemory::descriptor() const {
+  int number = -1;
+  export_to(&number);
+  return FileDescriptor(number);
+}
+
+void DeviceMemory::export_to(void* shareable) const {
   CUmemGenericAllocationHandle physical = 0;
   check_driver(driver().cuMemRetainAllocationHandle(&physical, data_), "cuMemRetainAllocationHandle");
-  int number = -1;
-  const CUresult status = driver().cuMemExportToShareableHandle(&number, physical, kDescriptorType, 0);
+  const CUresult status = driver().cuMemExportToShareableHandle(shareable, physical, handle_type(sharing_), 0);
   driver().cuMemRelease(physical);
   check_driver(status, "cuMemExportToShareableHandle");
-  return FileDescriptor(number);
 }
 
 void DeviceMemory::free() {
   if (data_ == nullptr) return;
-  if (sharing_ == Sharing::kFileDescriptor) {
+  if (is_virtual(sharing_)) {
     driver().cuMemUnmap(address(data_), bytes_);
     driver().cuMemAddressFree(address(data_), bytes_);
   } else if (is_own_) {

@@ -1,6 +1,7 @@
-// Memory that the processes of a host share: device memory, and pinned host memory that devices write.
+// Memory that processes share: device memory, and pinned host memory that devices write.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -16,14 +17,21 @@ enum class Sharing : int32_t {
   kNone,            // they do not
   kFileDescriptor,  // the memory lives as long as any process maps it; so a process may close its group or die at any
                     // time
-  kIpc  // CUDA IPC, if there are no descriptors: the owner must free the memory after all others have unmapped it
+  kIpc,             // CUDA IPC, if there are no descriptors
+  kFabric           // fabric handles: processes of other hosts of the NVLink domain can map the memory, too
 };
+constexpr const char* kSharingNames[] = {"none", "descriptor", "ipc", "fabric"};  // by Sharing; Python's names
+
+// True if memory stays until no process maps it. Otherwise, the owner must free it after all others have unmapped it,
+// and it may end with the owner's process. Nothing promises more of kFabric, if the owner is on another host.
+constexpr bool outlives_owner(Sharing sharing) { return sharing != Sharing::kIpc && sharing != Sharing::kFabric; }
 
 // Throws std::runtime_error with a message that the device has no room for `bytes`, and what the user can do.
 [[noreturn]] void throw_full(int64_t bytes, int32_t ordinal, const std::string& reason);
 
 // The best way to share the memory of these devices. It tries file descriptors, because in some sandboxes the driver
 // reports them as supported, and they do not work.
+// Looks for ways that do not reach other hosts.
 Sharing best_sharing(const std::vector<int32_t>& ordinals);
 
 class FileDescriptor {
@@ -47,7 +55,8 @@ class FileDescriptor {
 struct MemoryHandle {
   Sharing sharing;
   int64_t bytes;
-  cudaIpcMemHandle_t ipc;
+  cudaIpcMemHandle_t ipc;    // for kIpc
+  CUmemFabricHandle fabric;  // for kFabric
 };
 static_assert(std::is_trivially_copyable_v<MemoryHandle>);
 
@@ -74,7 +83,9 @@ class DeviceMemory {
  private:
   DeviceMemory(uint8_t* data, int64_t bytes, int32_t ordinal, Sharing sharing, bool is_own)
       : data_(data), bytes_(bytes), ordinal_(ordinal), sharing_(sharing), is_own_(is_own) {}
-  static DeviceMemory map_physical(unsigned long long physical, int64_t bytes, int32_t ordinal, bool is_own);
+  static DeviceMemory map_physical(CUmemGenericAllocationHandle physical, int64_t bytes, int32_t ordinal,
+                                   Sharing sharing, bool is_own);
+  void export_to(void* shareable) const;  // an int for kFileDescriptor, a CUmemFabricHandle for kFabric
 
   uint8_t* data_ = nullptr;
   int64_t bytes_ = 0;

@@ -13,6 +13,7 @@ function(emulate target)
             "${cuda}/call_order.cc"
             "${cuda}/device_groups.cc"
             "${cuda}/group.cc"
+            "${cuda}/group_failures.cc"
             "${cuda}/split_phase.cc"
             "${cuda}/sharing.cc"
             "${ffi_dir}/emulator/adversary.cc"

@@ -2,6 +2,7 @@
 #include <cuda.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -71,13 +72,19 @@ bool unmap_memory(void* memory) {
   return true;
 }
 
-// What a cudaIpcMemHandle_t holds.
+// What a cudaIpcMemHandle_t and a CUmemFabricHandle hold.
 struct SharedFile {
   pid_t process;
   int file;
   size_t bytes;
 };
-static_assert(sizeof(SharedFile) <= sizeof(cudaIpcMemHandle_t));
+static_assert(sizeof(SharedFile) <= sizeof(cudaIpcMemHandle_t) && sizeof(SharedFile) <= sizeof(CUmemFabricHandle));
+
+// Returns a file descriptor, or -1 if the process has closed the file or has ended.
+int open_file(const SharedFile& shared) {
+  const std::string path = "/proc/" + std::to_string(shared.process) + "/fd/" + std::to_string(shared.file);
+  return open(path.c_str(), O_RDWR | O_CLOEXEC);
+}
 
 }  // namespace
 
@@ -138,8 +145,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned) {
   SharedFile shared;
   std::memcpy(&shared, &handle, sizeof(shared));
-  const std::string path = "/proc/" + std::to_string(shared.process) + "/fd/" + std::to_string(shared.file);
-  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  const int file = open_file(shared);
   if (file < 0) return failed(cudaErrorInvalidValue);
   *memory = map_memory(file, shared.bytes, false);
   close(file);
@@ -157,18 +163,46 @@ CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*
   return CUDA_SUCCESS;
 }
 
-// A handle is a file descriptor plus 1, so that it is never 0.
-CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
+namespace {
+// Physical memory. A handle is its address. It is freed when no handle and no mapping of this process refers to it.
+struct Allocation {
+  int file;
+  size_t bytes;
+  CUmemAllocationHandleType type;  // that it can be exported as
+  int references = 1;
+};
+
+Allocation* allocation_of(CUmemGenericAllocationHandle handle) { return reinterpret_cast<Allocation*>(handle); }
+
+// Takes `file` over.
+CUmemGenericAllocationHandle new_allocation(int file, size_t bytes, CUmemAllocationHandleType type) {
+  return reinterpret_cast<CUmemGenericAllocationHandle>(new Allocation{file, bytes, type});
+}
+
+void release(Allocation* allocation) {
+  if (--allocation->references > 0) return;
+  close(allocation->file);
+  delete allocation;
+}
+
+std::map<CUdeviceptr, Allocation*>& mapped_allocations() {
+  static auto* allocations = new std::map<CUdeviceptr, Allocation*>;
+  return *allocations;
+}
+}  // namespace
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties,
                      unsigned long long) {
   if (bytes > kMemoryBytes) return CUDA_ERROR_OUT_OF_MEMORY;
   const int file = create_file(bytes);
   if (file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
-  *handle = file + 1;
+  *handle = new_allocation(file, bytes, properties->requestedHandleTypes);
   return CUDA_SUCCESS;
 }
 
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-  close(static_cast<int>(handle) - 1);
+  const Lock lock;
+  release(allocation_of(handle));
   return CUDA_SUCCESS;
 }
 
@@ -184,29 +218,25 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-namespace {
-// The files behind mapped memory, for cuMemRetainAllocationHandle.
-std::map<CUdeviceptr, int>& mapped_files() {
-  static auto* files = new std::map<CUdeviceptr, int>;
-  return *files;
-}
-}  // namespace
-
 CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
   const Lock lock;
-  const int file = static_cast<int>(handle) - 1;
+  Allocation* const allocation = allocation_of(handle);
+  if (bytes > allocation->bytes) return CUDA_ERROR_INVALID_VALUE;
   void* const memory = reinterpret_cast<void*>(address);
-  if (mmap(memory, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
-  mapped_files()[address] = dup(file);
+  if (mmap(memory, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation->file, 0) == MAP_FAILED) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  ++allocation->references;
+  mapped_allocations()[address] = allocation;
   return CUDA_SUCCESS;
 }
 
 CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
   const Lock lock;
-  const auto found = mapped_files().find(address);
-  if (found == mapped_files().end()) return CUDA_ERROR_INVALID_VALUE;
-  close(found->second);
-  mapped_files().erase(found);
+  const auto found = mapped_allocations().find(address);
+  if (found == mapped_allocations().end()) return CUDA_ERROR_INVALID_VALUE;
+  release(found->second);
+  mapped_allocations().erase(found);
   mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
        0);
   return CUDA_SUCCESS;
@@ -219,22 +249,37 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
 
 CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
   const Lock lock;
-  const auto found = mapped_files().find(reinterpret_cast<CUdeviceptr>(address));
-  if (found == mapped_files().end()) return CUDA_ERROR_INVALID_VALUE;
-  *handle = dup(found->second) + 1;
+  const auto found = mapped_allocations().find(reinterpret_cast<CUdeviceptr>(address));
+  if (found == mapped_allocations().end()) return CUDA_ERROR_INVALID_VALUE;
+  ++found->second->references;
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(found->second);
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType,
-                                      unsigned long long) {
-  *static_cast<int*>(shareable) = dup(static_cast<int>(handle) - 1);
+// A fabric handle does not keep the memory. A file descriptor does.
+CUresult cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle handle,
+                                      CUmemAllocationHandleType type, unsigned long long) {
+  const Lock lock;
+  const Allocation& allocation = *allocation_of(handle);
+  if (allocation.type != type) return CUDA_ERROR_INVALID_VALUE;
+  if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
+    const SharedFile shared = {getpid(), allocation.file, allocation.bytes};
+    std::memcpy(shareable, &shared, sizeof(shared));
+  } else {
+    *static_cast<int*>(shareable) = dup(allocation.file);
+  }
   return CUDA_SUCCESS;
 }
 
+// `shareable` points to a fabric handle, or is a file descriptor.
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* shareable,
-                                        CUmemAllocationHandleType) {
-  const int file = dup(static_cast<int>(reinterpret_cast<intptr_t>(shareable)));
-  if (file < 0) return CUDA_ERROR_INVALID_VALUE;
-  *handle = file + 1;
+                                        CUmemAllocationHandleType type) {
+  SharedFile shared = {};
+  if (type == CU_MEM_HANDLE_TYPE_FABRIC) std::memcpy(&shared, shareable, sizeof(shared));
+  const int file = type == CU_MEM_HANDLE_TYPE_FABRIC ? open_file(shared)
+                                                     : dup(static_cast<int>(reinterpret_cast<intptr_t>(shareable)));
+  struct stat status;
+  if (file < 0 || fstat(file, &status) != 0) return CUDA_ERROR_INVALID_VALUE;
+  *handle = new_allocation(file, static_cast<size_t>(status.st_size), type);
   return CUDA_SUCCESS;
 }

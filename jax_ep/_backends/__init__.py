@@ -11,13 +11,14 @@ from typing import NamedTuple, cast
 import jax
 import numpy as np
 
-from jax_ep import _checks, _native, _network, _processes
+from jax_ep import _checks, _native, _network, _processes, _transport
 from jax_ep._backends.collectives import CollectivesBackend
 from jax_ep._backends.cuda import AbstractCudaBackend, CudaBackend
 from jax_ep._backends.emulated import EmulatedBackend
 from jax_ep._backends.reference import ReferenceBackend
 from jax_ep._constants import MAX_LOCAL_RANKS, MAX_RANKS
 from jax_ep._settings import GroupSettings, Mesh
+from jax_ep._transport import Transport
 from jax_ep._types import Backend
 
 
@@ -31,6 +32,13 @@ class BackendStatus(NamedTuple):
 
     available: bool
     reason: str
+
+
+class Choice(NamedTuple):
+    """A backend, and how the ranks of a group on it reach one another's memory. XLA decides that for plain JAX."""
+
+    backend: str
+    transport: Transport = "host"
 
 
 def backends() -> dict[str, BackendStatus]:
@@ -48,35 +56,37 @@ def backends() -> dict[str, BackendStatus]:
     }
 
 
-def choose(requested: str, mesh: Mesh, axis_name: str | tuple[str, ...], timeout: float = 300.0) -> str:
-    """Returns the backend for a group along `axis_name` of `mesh` whose user requests `requested`.
+def choose(requested: str, mesh: Mesh, axis_name: str | tuple[str, ...], timeout: float = 300.0) -> Choice:
+    """Chooses the backend for a group along `axis_name` of `mesh` whose user requests `requested`.
 
     All processes of the mesh get the same answer. They wait for one another, for at most `timeout` seconds. On an
     abstract mesh, the answer is the backend that the programs will need.
     """
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        return _choose_without_devices(requested, mesh, axis_name)
+        return Choice(_choose_without_devices(requested, mesh, axis_name))
     known = backends()
     is_emulated = isinstance(requested, str) and requested == "emulated"
     if is_emulated and _native.emulated is not None:  # for tests: `backends()` does not list it
-        return requested
+        return Choice(requested, _emulated_transport(mesh, axis_name, timeout))
     _checks.choice("backend", requested, ("auto", *known))
     if requested in ("reference", "collectives"):
-        return requested
+        return Choice(requested)
     platform = mesh.devices.flat[0].platform
-    reason = _mesh_reason(mesh, axis_name) or _agreed_reason(known["cuda"].reason, mesh, axis_name, timeout)
+    reason = _mesh_reason(mesh, axis_name)
     if not reason:
-        return "cuda"
+        reason, transport = _agree(known["cuda"].reason, mesh, axis_name, timeout)
+        if not reason:
+            return Choice("cuda", transport)
     if requested == "cuda":
         raise ValueError(
             f"backend is 'cuda', which cannot be used here: {reason}. Use backend='auto', 'collectives' or 'reference'."
         )
     if platform == "cpu":
-        return "reference"
+        return Choice("reference")
     if platform != "gpu":
-        return "collectives"
+        return Choice("collectives")
     warnings.warn(f"jax_ep uses XLA's collectives on GPUs, not its kernels: {reason}", stacklevel=4)
-    return "collectives"
+    return Choice("collectives")
 
 
 def _choose_without_devices(requested: str, mesh: jax.sharding.AbstractMesh, axis_name: str | tuple[str, ...]) -> str:
@@ -100,8 +110,9 @@ def _choose_without_devices(requested: str, mesh: jax.sharding.AbstractMesh, axi
     return "cuda" if device.platform in ("gpu", "cuda") and not reason else "collectives"
 
 
-def open_backend(name: str, group: GroupSettings) -> Backend:
-    """Makes the backend for `group`. `name` is a result of `choose`."""
+def open_backend(choice: Choice, group: GroupSettings) -> Backend:
+    """Makes the backend for `group`. `choice` is a result of `choose`."""
+    name, transport = choice
     if name == "reference":
         return ReferenceBackend(group)
     if name == "collectives":
@@ -109,8 +120,8 @@ def open_backend(name: str, group: GroupSettings) -> Backend:
     if not group.has_devices:
         return AbstractCudaBackend(group)
     if name == "emulated":
-        return EmulatedBackend(group)
-    return CudaBackend(group, cast(ModuleType, _native.cuda))
+        return EmulatedBackend(group, transport)
+    return CudaBackend(group, cast(ModuleType, _native.cuda), transport)
 
 
 def _mesh_reason(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> str:
@@ -140,42 +151,70 @@ def _too_many(mesh: Mesh, axis_name: str | tuple[str, ...], most: int, group: st
     )
 
 
-def _agreed_reason(reason: str, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], timeout: float) -> str:
-    """Returns why the processes of `mesh` cannot use the CUDA backend together, or "" if they can.
+def _agree(
+    reason: str, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], timeout: float
+) -> tuple[str, Transport]:
+    """Returns why the processes of `mesh` cannot use the CUDA backend together, or ""; and the transport if they can.
 
     `reason` is why this process alone cannot use it, or "".
     """
     me, processes = jax.process_index(), _processes.owners(mesh)
     if me not in processes:
-        return f"process {me} has no device in the mesh"
-    owners = "-".join(map(str, processes))
+        return f"process {me} has no device in the mesh", "host"
     mine = {
         "reason": reason,
         "host": _processes.host(),
         "override": _network.override(),
+        "sharing": _transport.given_sharing(),
         "gpus": {} if reason else _uuids(mesh.local_devices),
     }
-    published = _processes.exchange(f"processes/{owners}", mine, processes, timeout)
-    _network.expect_same_override({process: answer["override"] for process, answer in published.items()})
-    if agreed := _first_reason({process: answer["reason"] for process, answer in published.items()}):
-        return agreed
-    hosts = {process: answer["host"] for process, answer in published.items()}
-    ep_groups = _processes.ep_groups(mesh, axis_name)
-    gpus = {device: uuid for answer in published.values() for device, uuid in answer["gpus"].items()}
-    link_reasons = _processes.exchange(f"links/{owners}", _link_reason(ep_groups, hosts, gpus), processes, timeout)
-    if agreed := _first_reason(link_reasons):
-        return agreed
-    if not _network.is_needed(ep_groups, hosts):
-        return _too_many(mesh, axis_name, MAX_LOCAL_RANKS, "a CUDA group without a network")
-    occasion = "network/" + "-".join(str(device.id) for device in mesh.devices.flat)
-    obstacles = _processes.exchange(occasion, _network.obstacle(mesh), processes, timeout)
-    for process, obstacle in obstacles.items():
+    ep_groups, native = _processes.ep_groups(mesh, axis_name), cast(ModuleType, _native.cuda)
+    with _rendezvous(processes, timeout) as rendezvous:
+        published = rendezvous.exchange(mine)
+        _network.expect_same_override({process: answer["override"] for process, answer in published.items()})
+        if agreed := _first_reason({process: answer["reason"] for process, answer in published.items()}):
+            return agreed, "host"
+        hosts = {process: answer["host"] for process, answer in published.items()}
+        gpus = {device: uuid for answer in published.values() for device, uuid in answer["gpus"].items()}
+        if agreed := _first_reason(rendezvous.exchange(_link_reason(ep_groups, hosts, gpus))):
+            return agreed, "host"
+        given = {process: answer["sharing"] for process, answer in published.items()}
+        transport, no_fabric = _transport.choose(native, ep_groups, hosts, given, rendezvous)
+        if transport == "network":
+            return _no_network_reason(mesh, axis_name, no_fabric, rendezvous), transport
+        return _too_many(mesh, axis_name, MAX_LOCAL_RANKS, "a CUDA group without a network"), transport
+
+
+def _no_network_reason(
+    mesh: jax.sharding.Mesh,
+    axis_name: str | tuple[str, ...],
+    no_fabric: str,
+    rendezvous: _processes.Rendezvous,
+) -> str:
+    """Returns why the processes of `rendezvous` cannot use the network, or "". `no_fabric`: why no fabric handles."""
+    for process, obstacle in rendezvous.exchange(_network.obstacle(mesh)).items():
         if obstacle:
             return (
                 f"devices along {axis_name!r} are on several hosts, or in containers with a network of their own each, "
-                f"and process {process} cannot use the network: {obstacle}"
+                f"and process {process} cannot use the network: {obstacle}. Fabric handles cannot be used either: "
+                f"{no_fabric}"
             )
     return ""
+
+
+def _emulated_transport(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], timeout: float) -> Transport:
+    """Returns the transport of a group on emulated GPUs."""
+    with _rendezvous(_processes.owners(mesh), timeout) as rendezvous:
+        published = rendezvous.exchange([_processes.host(), _transport.given_sharing()])
+        hosts = {process: host for process, (host, _) in published.items()}
+        given = {process: sharing for process, (_, sharing) in published.items()}
+        native = cast(ModuleType, _native.emulated)
+        return _transport.choose(native, _processes.ep_groups(mesh, axis_name), hosts, given, rendezvous)[0]
+
+
+def _rendezvous(processes: Sequence[int], timeout: float) -> _processes.Rendezvous:
+    """Returns a rendezvous of `processes` to choose a backend together."""
+    return _processes.Rendezvous(f"processes/{'-'.join(map(str, processes))}", processes, timeout)
 
 
 def _first_reason(reasons: dict[int, str]) -> str:

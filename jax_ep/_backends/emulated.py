@@ -11,11 +11,12 @@ from jax_ep import _native
 from jax_ep._backends.cuda import CudaBackend
 from jax_ep._errors import Error
 from jax_ep._settings import GroupSettings
+from jax_ep._transport import Transport
 
 
 class EmulatedBackend(CudaBackend):
-    def __init__(self, group: GroupSettings) -> None:
-        super().__init__(group, cast(ModuleType, _native.emulated))
+    def __init__(self, group: GroupSettings, transport: Transport) -> None:
+        super().__init__(group, cast(ModuleType, _native.emulated), transport)
 
     def _start_network(self, hosts: dict[int, str]) -> Any:
         if len(hosts) > 1:

@@ -16,15 +16,13 @@ from typing import Any, ClassVar, TypeAlias, cast
 import jax
 import numpy as np
 
-from jax_ep import _native, _network, _processes
+from jax_ep import _native, _network, _processes, _transport
 from jax_ep._backends.failures import error_of
 from jax_ep._constants import ELSEWHERE, MAX_LOCAL_RANKS
 from jax_ep._errors import Error
 from jax_ep._settings import GroupSettings
 
-# Environment variables.
-_SHARING = "JAX_EP_SHARING"  # "descriptor" or "ipc": forces how processes map each other's memory
-_SAME_GPU = "JAX_EP_SAME_GPU"  # "1" lets processes share a GPU, in time slices; for tests only
+_SAME_GPU = "JAX_EP_SAME_GPU"  # environment variable: "1" lets processes share a GPU, in time slices; for tests only
 
 _NO_ID = -1  # before the processes have agreed on the group's id
 
@@ -84,10 +82,16 @@ class NativeGroup:
 
     _closed_ids: ClassVar[set[int]] = set()  # ids that groups of this process have had
 
-    def __init__(self, group: GroupSettings, native: ModuleType) -> None:
-        """`native` is the extension module whose kernels run: `_cuda`, or `_emulated`."""
+    def __init__(self, group: GroupSettings, native: ModuleType, transport: _transport.Transport) -> None:
+        """Opens the group.
+
+        Args:
+            native: the extension module whose kernels run: `_cuda`, or `_emulated`.
+            transport: how ranks reach one another's memory. It is the same in all processes.
+        """
         self.group = group
         self._native = native
+        self.transport = transport
         mesh = cast(jax.sharding.Mesh, group.mesh)
         self._ep_groups = _processes.ep_groups(mesh, group.axis_name)
         place = [[device.id for device in mesh.devices.flat], list(mesh.shape.items()), group.axis_name]
@@ -111,7 +115,7 @@ class NativeGroup:
 
     def _open(self) -> None:
         group, me = self.group, jax.process_index()
-        gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _local_ordinals(self._ep_groups)]
+        gpus = [self._native.device_uuid(ordinal).hex() for ordinal in _processes.local_ordinals(self._ep_groups)]
         published = self._rendezvous.exchange(
             {
                 "settings": self._group_id.settings,
@@ -125,13 +129,12 @@ class NativeGroup:
         _expect_same_settings(published, me)
         expect_own_gpus(published)
         hosts = {process: answer["host"] for process, answer in published.items()}
-        network = None
-        if _network.is_needed(self._ep_groups, hosts):
-            network = self._start_network(hosts)
-        self._has_network = network is not None
+        self._same_host = {process for process, host in hosts.items() if host == hosts[me]}
+        self._has_network = self.transport == "network"
+        network = self._start_network(hosts) if self._has_network else None
         self._group_id.take(taken_elsewhere={index for answer in published.values() for index in answer["taken"]})
         self._id = self._group_id.id(has_network=self._has_network)
-        self._sharing = choose_sharing(self._ep_groups, self._native) if network is None else "none"
+        self._sharing = _transport.sharing(self.transport, self._ep_groups, self._native)
         self._frees_together = self._has_network
         if self._id in self._closed_ids:
             _wait_for_results(cast(jax.sharding.Mesh, group.mesh).local_devices)
@@ -175,7 +178,7 @@ class NativeGroup:
 
     def _start_network(self, hosts: dict[int, str]) -> Any:
         """Starts NVSHMEM, and returns its functions for the native group. `hosts` maps each process to its host."""
-        return _network.start(self._rendezvous, hosts.values(), _local_ordinals(self._ep_groups)[0])
+        return _network.start(self._rendezvous, hosts.values(), _processes.local_ordinals(self._ep_groups)[0])
 
     def _processing_element(self, device: jax.Device) -> int:
         """Returns NVSHMEM's number of a device, its processing element (PE)."""
@@ -188,22 +191,24 @@ class NativeGroup:
     def _exchange(self, mine: _Parcel) -> list[_Parcel]:
         """Sends the handles to this process's memory to the processes that share an EP group with it.
 
-        Returns the handles of those processes.
+        Only processes of this host send and get file descriptors. Returns the handles of the other processes.
         """
-        rendezvous, me = self._rendezvous, jax.process_index()
+        rendezvous = self._rendezvous
         handles, descriptors = mine
         with _processes.Mailbox() as mailbox:
             published = rendezvous.exchange(
                 {"sharing": self._sharing, "mailbox": mailbox.address, "handles": handles.hex()}
             )
-            # With CUDA IPC in any process, all processes must unmap its memory before it is freed.
-            self._frees_together = any(answer["sharing"] == "ipc" for answer in published.values())
-            owners = [{device.process_index for device in ep_group} for ep_group in self._ep_groups]
-            others = sorted(set().union(*(processes for processes in owners if me in processes)) - {me})
-            for process in others:
+            # If any process has memory that may end with it, all processes must unmap the memory before it is freed.
+            self._frees_together = not all(
+                self._native.outlives_owner(answer["sharing"]) for answer in published.values()
+            )
+            others = _processes.peers(self._ep_groups)
+            neighbours = [process for process in others if process in self._same_host]
+            for process in neighbours:
                 _processes.send_descriptors(published[process]["mailbox"], descriptors, rendezvous.timeout)
-            received = mailbox.receive(others, rendezvous.timeout)
-        return [(bytes.fromhex(published[process]["handles"]), received[process]) for process in others]
+            received = mailbox.receive(neighbours, rendezvous.timeout)
+        return [(bytes.fromhex(published[process]["handles"]), received.get(process, [])) for process in others]
 
     def _exchange_nothing(self, _: _Parcel) -> list[_Parcel]:
         """Waits for the other processes. They exchange no handles: NVSHMEM maps the memory."""
@@ -296,25 +301,6 @@ class AbstractGroup:
 
     def stats(self) -> dict[str, Any]:
         return {}
-
-
-def choose_sharing(devices: np.ndarray, native: ModuleType) -> str:
-    """Returns how this process shares the memory of its own devices in `devices` with other processes.
-
-    Returns "none" if it owns all of `devices`.
-    """
-    here = _local_ordinals(devices)
-    if len(here) == devices.size:
-        return "none"
-    chosen = os.environ.get(_SHARING)
-    if chosen not in (None, "", "descriptor", "ipc"):
-        raise ValueError(f"{_SHARING} is {chosen!r}; it must be 'descriptor' or 'ipc', or not be set")
-    return chosen or native.best_sharing(here)
-
-
-def _local_ordinals(devices: np.ndarray) -> list[int]:
-    me = jax.process_index()
-    return [device.local_hardware_id for device in devices.flat if device.process_index == me]
 
 
 def _wait_for_results(devices: Sequence[jax.Device]) -> None:

@@ -89,7 +89,7 @@ def _transport(group: ep.Group, case: Case, topk_idx: np.ndarray) -> dict[str, s
     hosts = _processes.exchange_among_all("jax_ep.bench", "hosts", _processes.host())
     nodes = _network.nodes(list(group.mesh.devices.flat), hosts)
     num_nodes = len(set(nodes))
-    by_cuda = "nvshmem" if num_nodes > 1 else "nvlink"
+    by_cuda = "nvshmem" if group._impl.transport == "network" and num_nodes > 1 else "nvlink"
     transport = by_cuda if group.backend == "cuda" else None
     rows, num_bytes = over_network(case, topk_idx, len(nodes) // num_nodes) if transport == "nvshmem" else (None, None)
     return {

@@ -1,5 +1,5 @@
 // Stands in for CUDA's header of this name: what ffi/cuda uses of the driver. Device memory is a file in memory
-// (memfd_create), so that processes can share it by file descriptors as they do on GPUs.
+// (memfd_create), so that processes can share it by file descriptors and fabric handles as they do on GPUs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@ enum CUresult : int { CUDA_SUCCESS = 0, CUDA_ERROR_OUT_OF_MEMORY = 2, CUDA_ERROR
 using CUcontext = struct CUctx_st*;
 using CUdeviceptr = unsigned long long;
 using CUmemGenericAllocationHandle = unsigned long long;
-enum CUmemAllocationHandleType : int { CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1 };
+enum CUmemAllocationHandleType : int { CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1, CU_MEM_HANDLE_TYPE_FABRIC = 8 };
 enum CUmemAllocationType : int { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum CUmemLocationType : int { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
 enum CUmemAccess_flags : int { CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
@@ -25,6 +25,9 @@ struct CUmemAllocationProp {
 struct CUmemAccessDesc {
   CUmemLocation location;
   CUmemAccess_flags flags;
+};
+struct CUmemFabricHandle {
+  unsigned char data[64];
 };
 
 CUresult cuGetErrorString(CUresult status, const char** text);
