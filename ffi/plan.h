@@ -516,13 +516,16 @@ inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps
 // not cover. Also all_to_all_back of more than 256 tokens on more than two ranks.
 inline constexpr Shape kManyTokensByRow = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                            Receive{kWarpPerRow}, ReceiverSixteenths{8}};
-// More than two ranks, if the user limits the SMs, or in a split-phase call, in the layout "token" without a cast
-// (CombineArgs::holds_token_once). Senders only copy rows, so receivers do most of the work.
+// The same in the layout "token" without a cast (CombineArgs::holds_token_once). Senders only copy rows, so receivers do
+// most of the work.
 inline constexpr Shape kFewSmsForTokenRows = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                               Receive{kWarpPerRow}, ReceiverSixteenths{9.5}};
 // At most two ranks, if the user limits the SMs, or in a split-phase call.
 inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
-                                            Receive{kWarpPerRow}, ReceiverSixteenths{10}};
+                                            Receive{kWarpPerRow}, ReceiverSixteenths{9.5}};
+// The same in the layout "token" without a cast.
+inline constexpr Shape kFewSmsForTokenRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
+                                                        Receive{kWarpPerRow}, ReceiverSixteenths{10}};
 
 }  // namespace combine_shapes
 
@@ -582,6 +585,7 @@ constexpr LaunchPlan plan_combine(int64_t num_tokens, int32_t num_ranks, int32_t
       default:
         if (num_ranks > 2 && copies_on_few_sms) return kFewSmsForTokenRows;
         if (num_ranks > 2) return num_sms > 0 || top_k == 0 ? kManyTokensByRow : kManyTokens;
+        if (copies_on_few_sms) return kFewSmsForTokenRowsOnTwoRanks;
         return num_sms > 0 ? kFewSmsOnTwoRanks : kManyTokensOnTwoRanks;
     }
   };

@@ -41,9 +41,9 @@ def largest_finite(dtype):
     return np.float32(ml_dtypes.finfo(np_dtype(dtype)).max)
 
 
-def dispatch_fp8(make_group, mesh, shape, wire, *inputs):
+def dispatch_fp8(make_group, mesh, shape, wire, *inputs, **settings):
     """Returns recv with fp8 rows, these rows after `ep.dequantize`, and recv with rows dequantized on arrival."""
-    group = make_group(mesh, shape)
+    group = make_group(mesh, shape, **settings)
     options = {"group": group, "layout": "ragged", "wire": wire, "zero_pad": True}
 
     def dispatch(*inputs):
@@ -140,19 +140,27 @@ def test_wire_and_both_ways_to_dequantize(make_group, mesh, layout, wire, dtype)
 
 
 @pytest.mark.parametrize(
-    ("hidden", "wire", "dtype"),
-    [(16, "fp8", "bfloat16"), (528, "fp8_pow2", "bfloat16"), (2880, "fp8", "bfloat16"), (400, "fp8", "float32")],
+    ("hidden", "wire", "dtype", "num_sms"),
+    [
+        (16, "fp8", "bfloat16", None),
+        (528, "fp8_pow2", "bfloat16", 4),
+        (2880, "fp8", "bfloat16", None),
+        (400, "fp8", "float32", None),
+    ],
 )
-def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wire, dtype):
-    """Half of the rows have their largest values there. With 528 channels, the last chunk of 512 bytes has one unit."""
+def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wire, dtype, num_sms):
+    """Half of the rows have their largest values there.
+
+    With 528 channels, the last chunk of 512 bytes has one unit. With few SMs, a warp packs the scales of two chunks.
+    """
     shape = dataclasses.replace(SHAPE, hidden=hidden, dtype=dtype)
     inputs = make_inputs(shape, mesh.size)
     inputs.x[:, ::2, hidden // 128 * 128 :] *= 100
     pair = oracle.quantize(inputs.x, wire)
     assert pair[1].shape == (*inputs.x.shape[:-1], -(-hidden // 128))
-    results = dispatch_fp8(make_group, mesh, shape, wire, *inputs)
+    results = dispatch_fp8(make_group, mesh, shape, wire, *inputs, num_sms=num_sms)
     assert_fp8_dispatched(results, pair, inputs, shape)
-    group = make_group(mesh, shape)
+    group = make_group(mesh, shape, num_sms=num_sms)
     sent = run_spmd(
         lambda *pair: ep.dispatch(pair[:2], *pair[2:], group=group, layout="ragged", dequantize=False, zero_pad=True),
         mesh,

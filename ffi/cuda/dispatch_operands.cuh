@@ -239,28 +239,32 @@ struct DispatchOperands {
     return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;
   }
 
+  static constexpr int32_t kNoRow = -kChunkBytes;  // RowOfX::bytes_left; no lane and no block has a unit
   // A row of x, from what this lane needs for its first unit in transit. A warp computes it once per row.
   struct RowOfX {
     const uint8_t* units;
     const float* scales;  // if x is fp8 already
-    int32_t bytes_left;   // in transit, from the lane's first unit on; 0 if the token is not in this round
+    int32_t bytes_left;   // in transit, from the lane's first unit on; kNoRow if the token is not in this round
   };
   __device__ RowOfX row_of_x(int32_t token) const {
     const uint8_t* const row = static_cast<const uint8_t*>(args.x) + token * args.row_bytes;
     return {keep(row + lane_id() * (kUnitsRead * kUnitBytes)),
             args.x_scales + token * args.num_scales + lane_id() / kLanesOfBlock,
-            keep(token < end_token() ? payload_bytes - lane_id() * kUnitBytes : 0)};
+            keep(token < end_token() ? payload_bytes - lane_id() * kUnitBytes : kNoRow)};
   }
 
-  // Loads the part of a row of x that this lane needs for its unit of a chunk. If the lane has no unit in the chunk,
-  // `units` and `scale` stay as they are. The caller sets `units` to zero first, because block_amax() reads the units
-  // of all lanes.
+  // Loads the part of a row of x that this lane needs for its unit of a chunk, and the scale of the unit's block. If
+  // the lane has no unit in the chunk, `units` stay as they are. The caller sets `units` to zero first, because
+  // block_amax() reads the units of all lanes. If the chunk has no unit of the lane's block, `scale` stays as it is.
   __device__ void load_chunk(const RowOfX& row, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
-    if (chunk * kChunkBytes >= row.bytes_left) return;
+    const int32_t begin = chunk * kChunkBytes;
+    if (!kCasts && has_scales() && begin < row.bytes_left + lane_id() % kLanesOfBlock * kUnitBytes) {
+      scale = __ldg(row.scales + chunk * kBlocksOfChunk);
+    }
+    if (begin >= row.bytes_left) return;
     const auto* const from = reinterpret_cast<const uint4*>(row.units + chunk * (kUnitsRead * kChunkBytes));
 #pragma unroll
     for (int v = 0; v < kUnitsRead; ++v) units[v] = __ldg(from + v);
-    if (!kCasts && has_scales()) scale = __ldg(row.scales + chunk * kBlocksOfChunk);
   }
 
   __device__ void poison() const {
