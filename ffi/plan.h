@@ -516,14 +516,14 @@ inline constexpr Shape kManyTokensOnTwoRanks = {Variant::kThroughput, BlockWarps
 // not cover. Also all_to_all_back of more than 256 tokens on more than two ranks.
 inline constexpr Shape kManyTokensByRow = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                            Receive{kWarpPerRow}, ReceiverSixteenths{8}};
-// The same in the layout "token" without a cast (CombineArgs::holds_token_once). Senders only copy rows, so receivers
-// do most of the work.
+// More than two ranks, if the user limits the SMs, or in a split-phase call, in the layout "token" without a cast
+// (CombineArgs::holds_token_once). Senders only copy rows, so receivers do most of the work.
 inline constexpr Shape kFewSmsForTokenRows = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                               Receive{kWarpPerRow}, ReceiverSixteenths{9.5}};
 // At most two ranks, if the user limits the SMs, or in a split-phase call.
 inline constexpr Shape kFewSmsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                             Receive{kWarpPerRow}, ReceiverSixteenths{9.5}};
-// The same in the layout "token" without a cast.
+// At most two ranks, if the user limits the SMs, or in a split-phase call, in the layout "token" without a cast.
 inline constexpr Shape kFewSmsForTokenRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{kWarpPerRow},
                                                         Receive{kWarpPerRow}, ReceiverSixteenths{10}};
 

@@ -24,8 +24,8 @@ Transport: TypeAlias = Literal["host", "fabric", "network"]
 _SHARING = "JAX_EP_SHARING"  # environment variable: forces how processes map each other's memory
 _WAYS = ("descriptor", "ipc", "fabric")
 _FABRIC_FIX = (
-    "The service nvidia-imex must run on all hosts of the NVLink domain, with the same list of hosts, and each "
-    "container needs a device /dev/nvidia-caps-imex-channels/channel0 (or another number, the same for all)"
+    "If NVLink connects these hosts: the service nvidia-imex must run on all of them, with the same list of hosts, and "
+    "each container needs a device /dev/nvidia-caps-imex-channels/channel0 (or another number, the same for all)"
 )
 
 
@@ -94,7 +94,7 @@ def sharing(transport: Transport, devices: np.ndarray, native: ModuleType) -> st
 
 
 def _fabric_limit(num_ranks: int, given: dict[int, str]) -> str:
-    """Returns why a group must not try fabric handles, or "". The result is the same in all processes."""
+    """Returns the setting or limit that rules out fabric handles, or "". It is the same in all processes."""
     if 0 < (node_size := _network.given_node_size()) < num_ranks:
         return f"{_network.NODE_SIZE} is {node_size}, which asks for a network between nodes of {node_size} ranks"
     if num_ranks > MAX_LOCAL_RANKS:
@@ -106,15 +106,15 @@ def _fabric_limit(num_ranks: int, given: dict[int, str]) -> str:
 def _fabric_obstacle(native: ModuleType, ep_groups: np.ndarray, rendezvous: _processes.Rendezvous) -> str:
     """Returns why processes cannot map each other's memory by fabric handles, and the fix; "" if they can.
 
-    They try it, because the driver reports fabric handles as supported where they do not work: on an H200 without an
-    IMEX channel, allocating such memory is "not permitted". The result is the same in all processes.
+    The processes try it, because the driver reports fabric handles as supported where they do not work: on an H200
+    without an IMEX channel, allocating such memory is "not permitted". The result is the same in all processes.
     """
     ordinals, offer, handles, reason = _processes.local_ordinals(ep_groups), None, "", ""
     try:
         offer = native.offer_fabric(ordinals)
         handles = offer.handles().hex()
     except RuntimeError as error:
-        reason = f"it has no fabric handles for its memory: {error}"
+        reason = f"it cannot create fabric handles for its memory: {error}"
     offered = rendezvous.exchange({"handles": handles, "reason": reason})
     reasons = {process: answer["reason"] for process, answer in offered.items()}
     if not any(reasons.values()):
@@ -125,5 +125,5 @@ def _fabric_obstacle(native: ModuleType, ep_groups: np.ndarray, rendezvous: _pro
                 reason = f"it cannot map the memory of process {process}: {error}"
                 break
         reasons = rendezvous.exchange(reason)
-    del offer  # all processes have unmapped it
+    del offer  # no process maps it any more
     return next((f"process {process}: {text}. {_FABRIC_FIX}" for process, text in reasons.items() if text), "")

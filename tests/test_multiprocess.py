@@ -523,7 +523,8 @@ def fabric_or_network():
     native.no_fabric = "operation not permitted" if me == 3 else ""
     assert (agree(), native.tried) == (("", "network"), [])
     refused = (
-        "process 3: it has no fabric handles for its memory: operation not permitted. The service nvidia-imex must"
+        "process 3: it cannot create fabric handles for its memory: operation not permitted. "
+        "If NVLink connects these hosts: the service nvidia-imex must"
     )
     with pytest.raises(
         ep.Error, match=f"JAX_EP_SHARING is 'fabric', but fabric handles cannot be used here: {refused}"
@@ -533,7 +534,8 @@ def fabric_or_network():
     native.unreachable = [1] if me == 2 else []
     assert agree() == ("", "network")
     unreachable = (
-        "process 2: it cannot map the memory of process 1: not the same NVLink domain. The service nvidia-imex"
+        "process 2: it cannot map the memory of process 1: not the same NVLink domain. "
+        "If NVLink connects these hosts: the service nvidia-imex"
     )
     with pytest.raises(ep.Error, match=unreachable):
         agree(JAX_EP_SHARING="fabric")

@@ -154,10 +154,10 @@ struct CombineReceiver : CombineSender<Config> {
     }
   }
 
-  // True if no own rows must be summed before they are added: the token has none, or one that is added as it is
-  // (is_one_row). Then all that is added is in memory as it is needed.
+  // True if this rank has no row of the token, or one row that is added unchanged (is_one_row). Then the ring can
+  // prefetch everything that is added. It has a lane per rank, so there are at most kMaxLocalRanks ranks.
   __device__ bool has_no_own_sum(const RankSet& sources, const RankSet& here, const RowsOfToken& own_rows) const {
-    if (kCasts || !sources.any() || peers.num_ranks > kMaxLocalRanks) return false;  // a lane per rank
+    if (kCasts || !sources.any() || peers.num_ranks > kMaxLocalRanks) return false;
     return !here.any() || Base::is_one_row(own_rows);
   }
 

@@ -127,7 +127,8 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // One vote for all chunks of a part takes few instructions. It is seldom true.
+  // True if a lane has a unit that begins like the sentinel. This is rare. One vote per part takes fewer instructions
+  // than one per chunk.
   __device__ bool part_may_have_escapes(const Sums& sums, int32_t part, const WarpGroup& warp_group) const {
     bool may_have_escapes = false;
 #pragma unroll
@@ -146,6 +147,7 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
+  // Sends a part that may have escapes.
   __device__ void send_part(const Sums& sums, int32_t part, const Hop& to, const RowAddress& address,
                             const WarpGroup& warp_group) const {
 #pragma unroll

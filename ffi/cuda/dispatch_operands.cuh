@@ -217,7 +217,7 @@ struct DispatchOperands {
 
   // Casts N units per lane of a row of x to the wire format, and writes them to `units`. Unit i is of chunk
   // chunk_at(i). If rows have scales, lane i < N also gets, in `scales`, the unit with the scales of the i-th chunk.
-  // `scale`: the scales, if x is fp8 already.
+  // The other lanes' `scales` are unspecified. `scale`: the scales, if x is fp8 already.
   template <int N, typename ChunkAt>
   __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scale)[N], ChunkAt chunk_at,
                              uint4* units, uint4* scales) const {
@@ -239,8 +239,9 @@ struct DispatchOperands {
     return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;
   }
 
-  static constexpr int32_t kNoRow = -kChunkBytes;  // RowOfX::bytes_left; no lane and no block has a unit
-  // A row of x, from what this lane needs for its first unit in transit. A warp computes it once per row.
+  // RowOfX::bytes_left of a token that is not in this round. It is so low that no lane and no block has a unit.
+  static constexpr int32_t kNoRow = -kChunkBytes;
+  // What this lane needs of a row of x, from its unit of chunk 0 on. A warp computes it once per row.
   struct RowOfX {
     const uint8_t* units;
     const float* scales;  // if x is fp8 already

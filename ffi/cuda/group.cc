@@ -294,7 +294,10 @@ NetworkTable Group::find_peers(const Member& member) const {
 void Group::close() {
   if (closed_.exchange(true)) return;
   const Span span("jax_ep.Group: close");
-  record_failures_elsewhere();  // before the next lines replace `failed`
+  try {
+    record_failures_elsewhere();         // before the next lines replace `failed`
+  } catch (const std::runtime_error&) {  // CUDA has failed; the group closes all the same
+  }
   for (const Member& member : members_) {
     const OnDevice device(member.ordinal);
     if (Control* control = member.peers.control) {

@@ -13,6 +13,23 @@ namespace {
 
 constexpr uint32_t kUnknownOp = kNumOpKinds;  // FailureRecord::op
 
+// A stream of the current device for copies that wait for no kernel. A copy on the default stream could wait for the
+// kernels that it shall end.
+class CopyStream {
+ public:
+  CopyStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
+  CopyStream(const CopyStream&) = delete;
+  ~CopyStream() { cudaStreamDestroy(stream_); }
+
+  cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) const {
+    return cudaMemcpyAsync(to, from, bytes, kind, stream_);
+  }
+  cudaError_t wait() const { return cudaStreamSynchronize(stream_); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
 }  // namespace
 
 const char* op_name(const FailureRecord& failure) {
@@ -62,16 +79,12 @@ bool Group::record(const Member& member, const FailureRecord& why) const {
 void Group::fail(const Member& member, const FailureRecord& why) const {
   if (!record(member, why)) return;
   const OnDevice device(member.ordinal);
-  // A copy on the default stream could wait for the kernels that it shall end.
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  const CopyStream stream;
   const uint32_t failed = 1u + why.rank;
   for (int32_t rank = 0; rank < num_ranks(); ++rank) {
-    cudaMemcpyAsync(&member.table.control[rank]->failed, &failed, sizeof(failed), cudaMemcpyHostToDevice, stream);
+    stream.copy(&member.table.control[rank]->failed, &failed, sizeof(failed), cudaMemcpyHostToDevice);
   }
-  const cudaError_t status = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  check(status, "telling the ranks that their group has failed");
+  check(stream.wait(), "telling the ranks that their group has failed");
 }
 
 void Group::record_failures_elsewhere() const {
@@ -80,7 +93,10 @@ void Group::record_failures_elsewhere() const {
     const OnDevice device(member.ordinal);
     const auto rank = static_cast<uint32_t>(member.peers.rank);
     uint32_t failed = 0;
-    cudaMemcpy(&failed, &member.peers.control->failed, sizeof(failed), cudaMemcpyDeviceToHost);
+    const CopyStream stream;
+    const cudaError_t status =
+        stream.copy(&failed, &member.peers.control->failed, sizeof(failed), cudaMemcpyDeviceToHost);
+    check(status == cudaSuccess ? stream.wait() : status, "reading whether the group has failed");
     if (failed == 0 || failed == kClosed || failed == 1u + rank) continue;
     FailureRecord why = {};
     why.reason = static_cast<uint32_t>(FailureReason::kElsewhere);

@@ -141,8 +141,8 @@ struct Chunk {
 constexpr int kLanesOfBlock = 8;  // consecutive lanes, which share a block of 128 channels of fp8
 constexpr int kBlocksOfChunk = kChunkUnits / kLanesOfBlock;
 
-// Packs the four scales of a chunk of fp8 into a unit. Lane i < 8 gets the scales that lane i of each block passes. So
-// lanes can pack the scales of eight chunks at once. Whole warps call it.
+// Packs the four scales of a chunk of fp8 into a unit. Lane i gets the scales that lane i % 8 of each block passes.
+// So a warp can pack the scales of eight chunks at once. Whole warps call it.
 __device__ __forceinline__ uint4 scales_unit(float scale) {
   const uint32_t bits = __float_as_uint(scale);
   const int32_t first = lane_id() % kLanesOfBlock;

@@ -44,7 +44,7 @@ class PrefetchRing {
   }
 
   // Waits for the next piece and returns its address. The piece stays in the ring until drop(). (The wait needs no
-  // deadline: the piece comes from this device's memory, so no peer can delay it.)
+  // deadline: the copy is from this device's memory, so no peer can delay it. It does not wait for a peer's data.)
   __device__ __forceinline__ uint32_t next() const {
     const uint32_t stage = num_taken_ % kPieces;
     await_landed(landed_ + 8 * stage, num_taken_ / kPieces % 2);

@@ -23,15 +23,15 @@ enum class Sharing : int32_t {
 constexpr const char* kSharingNames[] = {"none", "descriptor", "ipc", "fabric"};  // by Sharing; Python's names
 
 // True if memory stays until no process maps it. Otherwise, the owner must free it after all others have unmapped it,
-// and it may end with the owner's process. Nothing promises more of kFabric, if the owner is on another host.
+// and it may end with the owner's process. CUDA's documentation does not say how long kFabric memory lives if the owner
+// is on another host.
 constexpr bool outlives_owner(Sharing sharing) { return sharing != Sharing::kIpc && sharing != Sharing::kFabric; }
 
 // Throws std::runtime_error with a message that the device has no room for `bytes`, and what the user can do.
 [[noreturn]] void throw_full(int64_t bytes, int32_t ordinal, const std::string& reason);
 
-// The best way to share the memory of these devices. It tries file descriptors, because in some sandboxes the driver
-// reports them as supported, and they do not work.
-// Looks for ways that do not reach other hosts.
+// The best way to share the memory of these devices within a host: kFileDescriptor if it works, otherwise kIpc. It is
+// tried, because in some sandboxes the driver reports file descriptors as supported, and they do not work.
 Sharing best_sharing(const std::vector<int32_t>& ordinals);
 
 class FileDescriptor {
