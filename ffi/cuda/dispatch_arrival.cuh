@@ -17,8 +17,7 @@ struct DispatchArrival : Padding<Config> {
   static constexpr int kUnitsTaken = kReceiveBatch + kMayHaveScales;
   struct ArrivingBatch {
     uint4 units[kUnitsTaken];
-    __device__ __forceinline__ uint4& scales() { return units[kReceiveBatch]; }  // only if kMayHaveScales
-    __device__ __forceinline__ const uint4& scales() const { return units[kReceiveBatch]; }
+    __device__ __forceinline__ const uint4& scales() const { return units[kReceiveBatch]; }  // only if kMayHaveScales
   };
 
   // A row that may arrive.

@@ -225,9 +225,9 @@ struct DispatchOperands {
     float scale_of_chunk = 0;  // of the i-th chunk, in the i-th lane of each block
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      float scale_of_block = scale[i];
-      units[i] = kCasts ? cast(read[i], scale_of_block) : read[i][0];
-      if (kMayHaveScales && lane_id() % kLanesOfBlock == i && has_block(chunk_at(i))) scale_of_chunk = scale_of_block;
+      float scale_of_lane = scale[i];
+      units[i] = kCasts ? cast(read[i], scale_of_lane) : read[i][0];
+      if (kMayHaveScales && lane_id() % kLanesOfBlock == i && has_block(chunk_at(i))) scale_of_chunk = scale_of_lane;
     }
     if (kMayHaveScales && has_scales()) *scales = scales_unit(scale_of_chunk);
   }

@@ -105,23 +105,23 @@ __device__ __forceinline__ void init_landed(uint32_t landed) {
 __device__ __forceinline__ void publish_landed() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Starts a bulk copy. `from` and `bytes` are multiples of 16. No thread may still read the former contents of `to`.
 // With kEvictsFirst, the L2 cache evicts the data first, since they are read once.
-template <bool kEvictsFirst = true>
+template <bool kEvictsFirst>
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t landed) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(landed), "r"(bytes) : "memory");
-  if constexpr (!kEvictsFirst) {
+  if constexpr (kEvictsFirst) {
+    asm volatile(
+        "{\n"
+        ".reg .b64 once;\n"
+        "createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], once;\n"
+        "}" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(landed)
+        : "memory");
+  } else {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(landed)
                  : "memory");
-    return;
   }
-  asm volatile(
-      "{\n"
-      ".reg .b64 once;\n"
-      "createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], once;\n"
-      "}" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(landed)
-      : "memory");
 }
 __device__ __forceinline__ bool has_landed(uint32_t landed, uint32_t phase) {
   uint32_t is_over;

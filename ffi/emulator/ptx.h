@@ -69,7 +69,7 @@ void await_copies() {
 
 inline void init_landed(uint32_t landed) { emulator::init_landed(landed_at_address(landed)); }
 inline void publish_landed() {}
-template <bool kEvictsFirst = true>
+template <bool kEvictsFirst>
 inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t landed) {
   emulator::expect_bytes(landed_at_address(landed), bytes);
   emulator::start_bulk_copy(at_shared_address(to), static_cast<const uint8_t*>(from), bytes, landed_at_address(landed));
