@@ -110,8 +110,9 @@ class Group {
   // `why`, unless the rank has failed before. Waits for no kernel.
   void fail(const Member& member, const FailureRecord& why) const;
   // Without a network, kernels record only failures of their own rank, because processes of one host see each other's
-  // records. So if a process of the group is on another host, this function writes the record of each member whose
-  // word `failed` names another rank. (failure() prefers that rank's own record, if this host has it.) It waits for no
+  // records. So if a process of the group is on another host, this function looks at the word `failed` of each member
+  // A. If the word names another rank B, it writes a record of A: B gave up, and A with it. (failure() prefers B's own
+  // record, if this host has it.) It waits for no
   // kernel. Throws std::runtime_error if CUDA cannot read the word.
   void record_failures_elsewhere() const;
 
