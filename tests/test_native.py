@@ -15,7 +15,8 @@ import pytest
 
 from jax_ep import _layouts, _native
 
-ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 CMAKE_LISTS = (ROOT / "CMakeLists.txt").read_text()
 needs_native = pytest.mark.skipif(_native.cpu is None, reason="the native extensions are not built")
 
@@ -25,7 +26,7 @@ def test_cpp_unit_tests(tmp_path):
     search_path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     cmake, ctest = (shutil.which(name, path=search_path) for name in ("cmake", "ctest"))
     for command in (
-        [cmake, "-S", Path(__file__).parent / "native", "-B", tmp_path],
+        [cmake, "-S", TESTS / "native", "-B", tmp_path],
         [cmake, "--build", tmp_path],
         [ctest, "--test-dir", tmp_path, "--output-on-failure"],
     ):
@@ -133,7 +134,14 @@ assert re.search({reason!r}, _native.cuda_reason()), _native.cuda_reason()
 layout = ep.dispatch_layout(jnp.array([[0, 1, 3]], jnp.int32), num_experts=4, num_ranks=2)
 assert layout.num_tokens_per_rank.tolist() == [1, 1]
 """
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=True)
+    subprocess.run([sys.executable, "-c", script], cwd=TESTS, check=True)
+
+
+@needs_native
+def test_extensions_share_no_types():
+    """If they did, nanobind would pass one module's objects to another module's functions. It warns of that."""
+    done = subprocess.run([sys.executable, "-c", "import jax_ep"], cwd=TESTS, capture_output=True, text=True)
+    assert done.returncode == 0 and "was already registered" not in done.stderr, done.stderr
 
 
 # Layout arithmetic
