@@ -55,7 +55,8 @@ coverage:
 	CMAKE_ARGS="-DJAX_EP_CUDA=OFF -DJAX_EP_EMULATOR=ON -DJAX_EP_COVERAGE=ON" build/coverage/bin/python -m pip install \
 	  --disable-pip-version-check -q -Cbuild-dir=build/coverage/native '.[test]'
 	find build/coverage/native -name '*.gcda' -delete
-	build/coverage/bin/python -P -m pytest -k 'emulated or nodes_of or seed' --numprocesses auto --dist loadfile $(ARGS)
+	build/coverage/bin/python -P -m pytest -k 'emulated or nodes_of or seed' --numprocesses auto --dist loadfile \
+	  --max-worker-restart 0 $(ARGS)
 	python3 scripts/native_coverage.py build/coverage/native --at-least 90 --lines
 
 lint: docs
