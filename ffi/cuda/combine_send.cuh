@@ -120,9 +120,9 @@ struct CombineSender : CombineSums<Config> {
     for (int32_t part = warp_group.warp; part < end_of_parts(); part += step(warp_group)) {
       if (!kPrepares || part != warp_group.warp) sums = partial_sums(row, part, warp_group);
       if (kCasts || part_may_have_escapes(sums, part, warp_group)) {
-        send_part(sums, part, to, address, warp_group);
+        send_part_with_escapes(sums, part, to, address, warp_group);
       } else {
-        store_part(sums, part, address, warp_group);
+        send_part(sums, part, address, warp_group);
       }
     }
   }
@@ -138,8 +138,8 @@ struct CombineSender : CombineSums<Config> {
   }
 
   // Sends a part that has no escapes.
-  __device__ void store_part(const Sums& sums, int32_t part, const RowAddress& address,
-                             const WarpGroup& warp_group) const {
+  __device__ void send_part(const Sums& sums, int32_t part, const RowAddress& address,
+                            const WarpGroup& warp_group) const {
 #pragma unroll
     for (int i = 0; i < kChunksAtOnce; ++i) {
       const int32_t chunk = chunk_of(part, i, warp_group);
@@ -147,9 +147,9 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // Sends a part that may have escapes.
-  __device__ void send_part(const Sums& sums, int32_t part, const Hop& to, const RowAddress& address,
-                            const WarpGroup& warp_group) const {
+  // The same for a part that may have escapes.
+  __device__ void send_part_with_escapes(const Sums& sums, int32_t part, const Hop& to, const RowAddress& address,
+                                         const WarpGroup& warp_group) const {
 #pragma unroll
     for (int i = 0; i < kChunksAtOnce; ++i) {
       const int32_t chunk = chunk_of(part, i, warp_group);

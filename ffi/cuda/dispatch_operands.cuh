@@ -62,8 +62,9 @@ struct Destinations {
 
 // The chunks of an arriving row that a warp processes at once.
 constexpr int receive_batch(Delivery delivery, Variant variant, bool casts) {
-  if (is_low_latency(variant)) return 2;
-  return delivery == Delivery::kDequantize || (delivery == Delivery::kCombineBack && casts) ? 2 : 4;
+  const bool is_large = delivery == Delivery::kCombineBack && casts;  // with two chunks, registers would spill
+  if (is_low_latency(variant)) return is_large ? 1 : 2;
+  return delivery == Delivery::kDequantize || is_large ? 2 : 4;
 }
 
 // The number of units of x or y with the channels of one unit in transit.
@@ -141,7 +142,8 @@ struct DispatchOperands {
   __device__ bool new_route() const { return kDelivery != Delivery::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   __device__ bool uses_rail_peers() const { return !kIsLowLatency && needs_rail_peers(peers, args); }
-  __device__ bool has_scales() const { return kMayHaveScales && args.num_scales > 0; }  // of rows in transit
+  // True if rows in transit have scales.
+  __device__ bool has_scales() const { return kCasts || (kMayHaveScales && args.num_scales > 0); }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes); }
   // The bytes of a row in transit, with its header and its scales.
   __device__ int32_t bytes_in_transit() const {
@@ -158,10 +160,6 @@ struct DispatchOperands {
   __device__ int32_t place_of(int32_t index) const { return kHasRounds ? args.round.place_of(index) : index; }
   // True if this lane has a unit in the chunk.
   __device__ bool has_unit(int32_t chunk) const { return chunk * kChunkBytes + lane_id() * kUnitBytes < payload_bytes; }
-  // True if the chunk has a unit of this lane's block.
-  __device__ bool has_block(int32_t chunk) const {
-    return chunk * kChunkBytes + lane_id() / kLanesOfBlock * kLanesOfBlock * kUnitBytes < payload_bytes;
-  }
 
   // `row` is at least 0. A product of unsigned 32-bit numbers takes one instruction.
   __device__ uint4* out_row(int32_t row) const {
@@ -205,29 +203,28 @@ struct DispatchOperands {
     }
   }
 
-  __device__ uint4 cast(const uint4 (&units)[kUnitsRead], float& scale) const {
-    if constexpr (kCasts) {
-      ChannelsOfUnit x;
-#pragma unroll
-      for (int v = 0; v < kUnitsRead; ++v) x[v].bits = units[v];
-      return cast_to_fp8(x, wire_cast(), scale);
-    }
-    return units[0];
-  }
-
-  // Casts N units per lane of a row of x to the wire format, and writes them to `units`. Unit i is of chunk
-  // chunk_at(i). If rows have scales, lane i < N also gets, in `scales`, the unit with the scales of the i-th chunk.
-  // The other lanes' `scales` are unspecified. `scale`: the scales, if x is fp8 already.
-  template <int N, typename ChunkAt>
-  __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scale)[N], ChunkAt chunk_at,
-                             uint4* units, uint4* scales) const {
-    static_assert(N <= kLanesOfBlock);
+  // Casts N units per lane of a row of x, each of another chunk, to the wire format, and writes them to `units`. If
+  // rows have scales, lane i < N also gets, in `scales`, the unit with the scales of the i-th chunk. The other lanes'
+  // `scales` are unspecified, as are scales of blocks behind the end of the row. `scale`: the scales, if x is fp8
+  // already.
+  template <int N>
+  __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scale)[N], uint4* units,
+                             uint4* scales) const {
     float scale_of_chunk = 0;  // of the i-th chunk, in the i-th lane of each block
+    if constexpr (kCasts) {
+      ChannelsOfUnit x[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float scale_of_lane = scale[i];
-      units[i] = kCasts ? cast(read[i], scale_of_lane) : read[i][0];
-      if (kMayHaveScales && lane_id() % kLanesOfBlock == i && has_block(chunk_at(i))) scale_of_chunk = scale_of_lane;
+      for (int i = 0; i < N; ++i) {
+#pragma unroll
+        for (int v = 0; v < kUnitsRead; ++v) x[i][v].bits = read[i][v];
+      }
+      cast_to_fp8(x, wire_cast(), units, scale_of_chunk);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        units[i] = read[i][0];
+        if (i == 0 || lane_id() % kLanesOfBlock == i) scale_of_chunk = scale[i];
+      }
     }
     if (kMayHaveScales && has_scales()) *scales = scales_unit(scale_of_chunk);
   }
@@ -239,31 +236,23 @@ struct DispatchOperands {
     return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;
   }
 
-  // RowOfX::bytes_left of a token that is not in this round. It is so low that no lane and no block has a unit.
-  static constexpr int32_t kNoRow = -kChunkBytes;
-  // What this lane needs of a row of x, from its unit of chunk 0 on. A warp computes it once per row.
+  // What this lane needs of a row of x. A warp computes it once per row.
   struct RowOfX {
-    const uint8_t* units;
+    const uint8_t* begin;
     const float* scales;  // if x is fp8 already
-    int32_t bytes_left;   // in transit, from the lane's first unit on; kNoRow if the token is not in this round
   };
   __device__ RowOfX row_of_x(int32_t token) const {
-    const uint8_t* const row = static_cast<const uint8_t*>(args.x) + token * args.row_bytes;
-    return {keep(row + lane_id() * (kUnitsRead * kUnitBytes)),
-            args.x_scales + token * args.num_scales + lane_id() / kLanesOfBlock,
-            keep(token < end_token() ? payload_bytes - lane_id() * kUnitBytes : kNoRow)};
+    return {keep(static_cast<const uint8_t*>(args.x) + token * args.row_bytes),
+            args.x_scales + token * args.num_scales};
   }
 
   // Loads the part of a row of x that this lane needs for its unit of a chunk, and the scale of the unit's block. If
-  // the lane has no unit in the chunk, `units` stay as they are. The caller sets `units` to zero first, because
-  // block_amax() reads the units of all lanes. If the chunk has no unit of the lane's block, `scale` stays as it is.
+  // the lane has no unit in the chunk, it loads the row's last unit. (block_amax() reads the units of all lanes. In a
+  // block with units, the last unit is a unit of the block. So its copies do not change the result.)
   __device__ void load_chunk(const RowOfX& row, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
-    const int32_t begin = chunk * kChunkBytes;
-    if (!kCasts && has_scales() && begin < row.bytes_left + lane_id() % kLanesOfBlock * kUnitBytes) {
-      scale = __ldg(row.scales + chunk * kBlocksOfChunk);
-    }
-    if (begin >= row.bytes_left) return;
-    const auto* const from = reinterpret_cast<const uint4*>(row.units + chunk * (kUnitsRead * kChunkBytes));
+    const int32_t offset = min(chunk * kChunkBytes + lane_id() * kUnitBytes, payload_bytes - kUnitBytes);
+    if (!kCasts && has_scales()) scale = __ldg(row.scales + offset / (kLanesOfBlock * kUnitBytes));
+    const auto* const from = reinterpret_cast<const uint4*>(row.begin + static_cast<uint32_t>(offset * kUnitsRead));
 #pragma unroll
     for (int v = 0; v < kUnitsRead; ++v) units[v] = __ldg(from + v);
   }

@@ -8,11 +8,11 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchReceiver : CombineBackward<Config> {
   using Base = CombineBackward<Config>;
-  using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::cast, Base::chunk_of,
-      Base::chunks, Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit,
-      Base::end_token, Base::first_token, Base::in_rounds, Base::has_result_unit, Base::is_last_round, Base::is_own,
-      Base::kDelivery, Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
-      Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
+  using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::chunk_of, Base::chunks,
+      Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit, Base::end_token,
+      Base::first_token, Base::in_rounds, Base::has_result_unit, Base::is_last_round, Base::is_own, Base::kDelivery,
+      Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
+      Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
       Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of,
       Base::rows_from, Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at,
       Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
@@ -222,14 +222,12 @@ struct DispatchReceiver : CombineBackward<Config> {
 
   // Reads a batch of an own row from x, in the form in which it would arrive.
   __device__ void read_own(Arriving& arriving, int32_t first, const WarpGroup& warp_group) const {
-    uint4 read[kReceiveBatch][kUnitsRead] = {};
+    uint4 read[kReceiveBatch][kUnitsRead];
     float scales[kReceiveBatch] = {};
     const auto row = Base::row_of_x(arriving.index);
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) load_chunk(row, chunk_of(first, i, warp_group), read[i], scales[i]);
-    Base::cast_batch(
-        read, scales, [&](int i) { return chunk_of(first, i, warp_group); }, arriving.batch.units,
-        &arriving.batch.units[kUnitsTaken - 1]);
+    Base::cast_batch(read, scales, arriving.batch.units, &arriving.batch.units[kUnitsTaken - 1]);
   }
 
   // True if the source's rows come over the network with signals. With rail peers, a local rank forwards them.

@@ -8,12 +8,11 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
-  using Base::args, Base::uses_rail_peers, Base::cast, Base::chunks, Base::clear, Base::clear_groups,
-      Base::count_earlier, Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit,
-      Base::ids_to_count, Base::in_rounds, Base::is_own, Base::end_token, Base::first_token, Base::kCasts,
-      Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead, Base::kUnroll, Base::load_chunk, Base::send_counts,
-      Base::new_route, Base::num_experts, Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_of,
-      Base::row_here, Base::plan, Base::shared;
+  using Base::args, Base::uses_rail_peers, Base::chunks, Base::clear, Base::clear_groups, Base::count_earlier,
+      Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::in_rounds,
+      Base::is_own, Base::end_token, Base::first_token, Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch,
+      Base::kUnitsRead, Base::load_chunk, Base::send_counts, Base::new_route, Base::num_experts, Base::op, Base::pair,
+      Base::payload_bytes, Base::peers, Base::place_of, Base::row_here, Base::plan, Base::shared;
   using typename Base::Ids;
   using typename Base::RowOfX;
 
@@ -23,12 +22,12 @@ struct DispatchSender : Routing<Config> {
     float scales[kSendBatch];  // if x is fp8 already
   };
 
-  // N chunks of a row in the form in which they are sent. In `scales`, lane i has the unit with the scales of the i-th
-  // chunk.
+  // N chunks of a row in the form in which they are sent, but with units that may need escapes. In `scales`, lane i has
+  // the unit with the scales of the i-th chunk.
   template <int N>
   struct PackedChunks {
-    Chunk units[N], scales;
-    bool has_escapes;  // a unit of a chunk, or one with scales, may be an escape
+    uint4 units[N], scales;
+    bool may_have_escapes;
   };
   using Packed = PackedChunks<kSendBatch>;
   // True if a sender packs a row's first batch before it knows the row's route. False in the throughput variant: there,
@@ -67,8 +66,9 @@ struct DispatchSender : Routing<Config> {
 
   // `counted`: the number of tokens that the block has counted.
   __device__ Outgoing load_token(int32_t token, int32_t counted, const WarpGroup& warp_group) const {
-    return {load_route(token, warp_group), load(Base::row_of_x(token), warp_group.warp),
-            ids_ahead(counted, token - group_in_block())};
+    const Ids ids = ids_ahead(counted, token - group_in_block());
+    if (token >= end_token()) return {load_route(token, warp_group), {}, ids};
+    return {load_route(token, warp_group), load(Base::row_of_x(token), warp_group.warp), ids};
   }
 
   __device__ int32_t group_in_block() const { return warp_id() >> plan.log_send_warps; }
@@ -149,23 +149,25 @@ struct DispatchSender : Routing<Config> {
     const RowAtRanks row(
         op, index, [&](int32_t rank) { return source_at(rank); }, [&](int32_t of) { return place_of(of); });
     const RowOfX row_of_x = Base::row_of_x(token);
-    // If the row goes to no peer, one step is enough. This step writes the header for this rank.
-    const int32_t end = RankSet::of(index).any() ? num_batches() : 1;
+    const OrderedRanks ranks(peers, RankSet::of(index));
+    const int32_t end = ranks.ranks.any() ? num_batches() : 0;
 #pragma unroll 1
     for (int32_t batch_index = warp_group.warp; batch_index < end; batch_index += warp_group.num_warps) {
       const int32_t next = batch_index + warp_group.num_warps;
-      Batch ahead = {};
-      if (next < end) ahead = load(row_of_x, next);
-      send_batch(batch, batch_index, route, index, row);
-      // This rank's receiver waits for a header of every own token, even of a token without an expert here.
-      if (batch_index == 0 && new_route() && token < end_token()) {
-        write_header(row_here(peers.rank, token), route, peers.rank);
-      }
       if constexpr (kPacksFirst) {
+        Batch ahead = {};
+        if (next < end) ahead = load(row_of_x, next);
+        send_batch(batch, batch_index, route, ranks, row);
         if (next < end) batch = pack(ahead, next);
       } else {
-        batch = ahead;
+        const Packed packed = pack(batch, batch_index);
+        if (next < end) batch = load(row_of_x, next);  // into the same registers
+        send_batch(packed, batch_index, route, ranks, row);
       }
+    }
+    // This rank's receiver waits for a header of every own token, even of a token without an expert here.
+    if (warp_group.warp == 0 && new_route() && token < end_token()) {
+      write_header(row_here(peers.rank, token), route, peers.rank);
     }
   }
 
@@ -274,9 +276,8 @@ struct DispatchSender : Routing<Config> {
     route.expert = is_expert(slot, num_experts()) ? slot : -1;
   }
 
-  // Loads a batch of a row. A batch behind the end of the row is zero.
   __device__ Batch load(const RowOfX& row, int32_t batch_index) const {
-    Batch batch = {};
+    Batch batch;
 #pragma unroll
     for (int i = 0; i < kSendBatch; ++i) {
       load_chunk(row, batch_index * kSendBatch + i, batch.units[i], batch.scales[i]);
@@ -287,7 +288,7 @@ struct DispatchSender : Routing<Config> {
   __device__ Packed pack(const Batch& batch, int32_t batch_index) const {
     const auto chunk_at = [=](int i) { return batch_index * kSendBatch + i; };
     uint4 units[kSendBatch], scales = {};
-    Base::cast_batch(batch.units, batch.scales, chunk_at, units, &scales);
+    Base::cast_batch(batch.units, batch.scales, units, &scales);
     return pack_chunks(units, scales, chunk_at);
   }
 
@@ -299,59 +300,76 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // Replaces units that equal the sentinel or the escape. The i-th of the chunks is chunk chunk_at(i) of the row.
+  // The i-th of the chunks is chunk chunk_at(i) of the row.
   template <int N, typename ChunkAt>
   __device__ PackedChunks<N> pack_chunks(const uint4 (&units)[N], const uint4& scales, ChunkAt chunk_at) const {
-    PackedChunks<N> packed = {};
+    PackedChunks<N> packed;
     bool may_have_escapes = has_scales() && lane_id() < N && begins_like_sentinel(scales);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      packed.units[i].unit = units[i];
+      packed.units[i] = units[i];
       may_have_escapes |= has_unit(chunk_at(i)) && begins_like_sentinel(units[i]);
     }
-    packed.scales.unit = scales;
-    packed.has_escapes = __any_sync(kAllLanes, may_have_escapes);
-    if (!packed.has_escapes) return packed;
-#pragma unroll
-    for (int i = 0; i < N; ++i) packed.units[i] = Chunk::of(units[i], has_unit(chunk_at(i)));
-    packed.scales = Chunk::of(scales, has_scales() && lane_id() < N);
+    packed.scales = scales;
+    packed.may_have_escapes = __any_sync(kAllLanes, may_have_escapes);
     return packed;
   }
 
-  __device__ void send_batch(const Batch& batch, int32_t batch_index, const Route& route, const PerRank& index,
+  __device__ void send_batch(const Packed& packed, int32_t batch_index, const Route& route, const OrderedRanks& ranks,
                              const RowAtRanks& row) const {
-    send_batch(pack(batch, batch_index), batch_index, route, index, row);
-  }
-  __device__ void send_batch(const Packed& packed, int32_t batch_index, const Route& route, const PerRank& index,
-                             const RowAtRanks& row) const {
-    send_chunks(packed, [=](int i) { return batch_index * kSendBatch + i; }, route, index, row);
+    send_chunks(packed, [=](int i) { return batch_index * kSendBatch + i; }, route, ranks, row);
   }
 
-  // Sends chunks to each rank at which the row has an `index` of at least 0. packed.units[i] is chunk chunk_at(i) of
-  // the row. The header goes with chunk 0. The sender stores all units first, and then tests once for escapes.
+  // Sends chunks to `ranks`. packed.units[i] is chunk chunk_at(i) of the row. The header goes with chunk 0.
   template <int N, typename ChunkAt>
   __device__ __forceinline__ void send_chunks(const PackedChunks<N>& packed, ChunkAt chunk_at, const Route& route,
-                                              const PerRank& index, const RowAtRanks& row) const {
+                                              const OrderedRanks& ranks, const RowAtRanks& row) const {
+    if (packed.may_have_escapes) return send_chunks_with_escapes(packed, chunk_at, route, ranks, row);
     const int32_t chunk_of_scales = chunk_at(lane_id());
     const bool sends_scales = has_scales() && lane_id() < N && chunk_of_scales < chunks();
-    for_each_rank(index, [&](int32_t peer) {
+    ranks.for_each(peers, [&](int32_t peer) {
       RowAddress to;
       to.begin = row.begin_at(peer);
       if (chunk_at(0) == 0 && new_route()) write_header(to, route, peer);
+      uint8_t* const first = to.unit(op, chunk_at(0));
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (has_unit(chunk_at(i))) store_unit(to.unit(op, chunk_at(i)), packed.units[i].unit);
+        store_unit_if(has_unit(chunk_at(i)), first + (chunk_at(i) - chunk_at(0)) * kChunkBytes, packed.units[i]);
       }
-      if (sends_scales) store_unit(to.scales(op, payload_bytes, chunk_of_scales), packed.scales.unit);
-      if (!packed.has_escapes) return;
-      unsigned long long* const escape_masks = row.escape_masks_at(peer);
+      store_unit_if(sends_scales, to.scales(op, payload_bytes, chunk_of_scales), packed.scales);
+    });
+  }
+
+  // The same, in which each unit that equals the sentinel or the escape is replaced. It runs rarely, so it is short: it
+  // sends one chunk after another.
+  template <int N, typename ChunkAt>
+  __device__ void send_chunks_with_escapes(const PackedChunks<N>& packed, ChunkAt chunk_at, const Route& route,
+                                           const OrderedRanks& ranks, const RowAtRanks& row) const {
+    const auto to_each = [&](auto send) {
+      ranks.for_each(peers, [&](int32_t peer) {
+        RowAddress to;
+        to.begin = row.begin_at(peer);
+        send(peer, to, row.escape_masks_at(peer));
+      });
+    };
+    if (chunk_at(0) == 0 && new_route()) {
+      to_each([&](int32_t peer, const RowAddress& to, unsigned long long*) { write_header(to, route, peer); });
+    }
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (packed.units[i].has_escapes) packed.units[i].send_escape_mask(op, peer, escape_masks + chunk_at(i));
-      }
-      if (packed.scales.has_escapes) {
-        packed.scales.send_own_escape_mask(op, peer, escape_masks + chunks() + chunk_of_scales, sends_scales);
-      }
+    for (int i = 0; i < N; ++i) {
+      const int32_t index = chunk_at(i);
+      const bool present = has_unit(index);
+      const Chunk chunk = Chunk::of(packed.units[i], present);
+      to_each([&](int32_t peer, const RowAddress& to, unsigned long long* masks) {
+        chunk.send(op, peer, to.unit(op, index), [&] { return masks + index; }, present);
+      });
+    }
+    const int32_t index = chunk_at(lane_id());
+    const bool present = has_scales() && lane_id() < N && index < chunks();
+    const Chunk scales = Chunk::of(packed.scales, present);
+    to_each([&](int32_t peer, const RowAddress& to, unsigned long long* masks) {
+      store_unit_if(present, to.scales(op, payload_bytes, index), scales.unit);
+      if (scales.has_escapes) scales.send_own_escape_mask(op, peer, masks + chunks() + index, present);
     });
   }
 
@@ -364,7 +382,7 @@ struct DispatchSender : Routing<Config> {
     const int32_t scales = has_scales() ? chunks() * kUnitBytes : 0;
     const int32_t bytes = peers.layout.header_bytes - begin + payload_bytes + scales;
     int32_t num_remote = 0;
-    for_each_rank(index, [&](int32_t peer) {
+    OrderedRanks(peers, RankSet::of(index)).for_each(peers, [&](int32_t peer) {
       if (!is_remote(peers, peer) || num_remote++ % warp_group.num_warps != warp_group.warp) return;
       put_row(op, peer, source_at(peer), place_of(index.at(peer)), begin, bytes);
     });
@@ -373,13 +391,6 @@ struct DispatchSender : Routing<Config> {
       if (index.of_word[w] < 0 && nodes_of(peers).is_rail_peer(rank))
         put_no_row(op, rank, source_at(rank), place_of(token));
     });
-  }
-
-  // Calls f for every rank at which the token has an index, and begins with the rank after this one. If all senders
-  // began with rank 0, they would share its link.
-  template <typename F>
-  __device__ void for_each_rank(const PerRank& index, F f) const {
-    for_each_rank_after<kUnroll>(peers, peers.rank, RankSet::of(index), f);
   }
 
   __device__ void write_header(const RowAddress& to, const Route& route, int32_t peer) const {

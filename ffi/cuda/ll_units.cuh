@@ -14,24 +14,9 @@
 #pragma once
 
 #include "ffi/cuda/network_rows.cuh"
+#include "ffi/cuda/rows.cuh"
 
 namespace jax_ep {
-
-inline constexpr uint32_t kSentinelWord = kSentinelByte * 0x01010101u;
-
-__device__ __forceinline__ uint4 sentinel_unit() {
-  return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord);
-}
-// True for the sentinel, the escape, and a few other units. Most other units take one comparison.
-__device__ __forceinline__ bool begins_like_sentinel(uint4 u) { return u.x == kSentinelWord; }
-__device__ __forceinline__ bool is_sentinel_but_last(uint4 u) {
-  return u.x == kSentinelWord && u.y == kSentinelWord && u.z == kSentinelWord;
-}
-__device__ __forceinline__ bool is_sentinel(uint4 u) { return is_sentinel_but_last(u) && u.w == kSentinelWord; }
-__device__ __forceinline__ bool is_escape(uint4 u) { return is_sentinel_but_last(u) && u.w == (kSentinelWord ^ 1); }
-__device__ __forceinline__ uint4 escape() {
-  return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord ^ 1);
-}
 
 // The addresses of a row in the memory of rank `at`. For a remote rank, `begin` is in the staging memory on this
 // rank, and `escape_masks` is a symmetric address, which store_word() translates (docs/network.md).
@@ -116,14 +101,12 @@ struct Chunk {
   __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* to, EscapeMask escape_mask,
                                        bool present) const {
     if (present) store_unit(to, unit);
-    if (has_escapes) send_escape_mask(op, peer, escape_mask());
-  }
-  // Stores the escape mask. A sender that stores several chunks may call it for all of them after the units.
-  __device__ __forceinline__ void send_escape_mask(const Operation& op, int32_t peer, unsigned long long* word) const {
+    if (!has_escapes) return;
+    unsigned long long* const word = escape_mask();  // it may be a collective
     if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels));
   }
-  // The same if each lane's unit has an escape mask of its own, at the lane's `word`: bit 0 is set if the unit is the
-  // sentinel. (For scales.)
+  // Stores the escape masks of scales: each lane's unit has one of its own, at the lane's `word`. Bit 0 is set if the
+  // unit is the sentinel.
   __device__ __forceinline__ void send_own_escape_mask(const Operation& op, int32_t peer, unsigned long long* word,
                                                        bool present) const {
     if (present) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels >> lane_id() & 1));
@@ -138,7 +121,6 @@ struct Chunk {
   }
 };
 
-constexpr int kLanesOfBlock = 8;  // consecutive lanes, which share a block of 128 channels of fp8
 constexpr int kBlocksOfChunk = kChunkUnits / kLanesOfBlock;
 
 // Packs the four scales of a chunk of fp8 into a unit. Lane i gets the scales that lane i % 8 of each block passes.
@@ -154,7 +136,7 @@ __device__ __forceinline__ uint4 scales_unit(float scale) {
 __device__ __forceinline__ float scale_of_block(const uint4& unit, int32_t from) {
   const uint32_t scales[] = {__shfl_sync(kAllLanes, unit.x, from), __shfl_sync(kAllLanes, unit.y, from),
                              __shfl_sync(kAllLanes, unit.z, from), __shfl_sync(kAllLanes, unit.w, from)};
-  const int32_t block = lane_id() / 8;
+  const int32_t block = lane_id() / kLanesOfBlock;
   return __uint_as_float(block < 2 ? (block == 0 ? scales[0] : scales[1]) : (block == 2 ? scales[2] : scales[3]));
 }
 
@@ -206,10 +188,10 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
     };
     op.wait_until([&] { return peer(awaited); }, all_arrived);
   }
-  const uint4 sentinel = keep(sentinel_unit());
+  const uint4 sentinel = op.state.sentinel;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (addresses.has(i)) store_unit(addresses.at(i), sentinel);
+    store_unit_if(addresses.has(i), addresses.at(i), sentinel);
   }
   if (!needs_check) return;
 #pragma unroll

@@ -95,7 +95,8 @@ struct NodeForward : DispatchReceiver<Config> {
     for (int i = 0; i < kReceiveBatch; ++i) units[i] = batch.units[i];
     const uint4 scales = kMayHaveScales ? batch.units[Base::kUnitsTaken - 1] : uint4{};
     const auto chunk_at = [=](int i) { return chunk_of(first, i, warp_group); };
-    send_chunks(Base::pack_chunks(units, scales, chunk_at), chunk_at, route, route.index, to);
+    send_chunks(Base::pack_chunks(units, scales, chunk_at), chunk_at, route,
+                OrderedRanks(peers, RankSet::of(route.index)), to);
   }
 };
 

@@ -133,29 +133,41 @@ struct RankSet {
   }
 };
 
-// Calls f once for each rank of the set `ranks`, in cyclic order: first the ranks above `rank`, then the ranks from 0
-// to `rank`. kUnroll has an effect only in the build without a network.
-template <int kUnroll, typename F>
-__device__ __forceinline__ void for_each_rank_after(const Peers& peers, int32_t rank, const RankSet& ranks, F f) {
-  if constexpr (kRankWords == 1) {
-    const int32_t num_behind = peers.num_ranks - rank - 1;
-    const uint32_t behind = ranks.words[0] >> rank >> 1, others = ranks.words[0] & ((2u << rank) - 1);
-#pragma unroll(kUnroll)
-    for (uint32_t left = behind | others << num_behind; left; left &= left - 1) {
-      const int32_t step = __ffs(left) - 1;
-      f(step < num_behind ? rank + 1 + step : step - num_behind);
-    }
-  } else {
-    const uint32_t not_above = 0xffffffffu >> (31 - rank % 32);  // in the word of `rank`, which comes first and last
-#pragma unroll 1
-    for (int i = 0; i <= kRankWords; ++i) {
-      const int w = (rank / 32 + i) % kRankWords;
-      const uint32_t bits = i == 0 ? ~not_above : i == kRankWords ? not_above : 0xffffffffu;
-#pragma unroll 1
-      for (uint32_t left = ranks.words[w] & bits; left; left &= left - 1) f(32 * w + __ffs(left) - 1);
+// A set of ranks in cyclic order: first the ranks above this rank, then the ranks from 0 to this rank. If all senders
+// began with rank 0, they would share its link.
+struct OrderedRanks {
+  RankSet ranks;  // if there is one word: bit i stands for the i-th rank of the order
+
+  __device__ __forceinline__ OrderedRanks(const Peers& peers, const RankSet& set) : ranks(set) {
+    if constexpr (kRankWords == 1) {
+      const uint32_t above = set.words[0] >> peers.rank >> 1, others = set.words[0] & ((2u << peers.rank) - 1);
+      ranks.words[0] = above | others << (peers.num_ranks - peers.rank - 1);
     }
   }
-}
+
+  // Calls f(rank) for each rank of the set.
+  template <typename F>
+  __device__ __forceinline__ void for_each(const Peers& peers, F f) const {
+    if constexpr (kRankWords == 1) {
+      const int32_t num_above = peers.num_ranks - peers.rank - 1;
+#pragma unroll 1
+      for (uint32_t left = ranks.words[0]; left; left &= left - 1) {
+        const int32_t i = __ffs(left) - 1;
+        f(i < num_above ? peers.rank + 1 + i : i - num_above);
+      }
+    } else {
+      const int32_t rank = peers.rank;
+      const uint32_t not_above = 0xffffffffu >> (31 - rank % 32);  // in the word of `rank`, which comes first and last
+#pragma unroll 1
+      for (int i = 0; i <= kRankWords; ++i) {
+        const int w = (rank / 32 + i) % kRankWords;
+        const uint32_t bits = i == 0 ? ~not_above : i == kRankWords ? not_above : 0xffffffffu;
+#pragma unroll 1
+        for (uint32_t left = ranks.words[w] & bits; left; left &= left - 1) f(32 * w + __ffs(left) - 1);
+      }
+    }
+  }
+};
 
 // Converts a token's indices for transport through rail peers. `index` has the token's index at each rank, or -1. Local
 // ranks keep their index. If the token has an index at any rank of another node, the rail peer in that node gets the

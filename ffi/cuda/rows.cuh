@@ -91,17 +91,20 @@ __device__ __forceinline__ Fp8Scale fp8_scale(float amax, Cast cast) {
 using ChannelsOfUnit = Vector<__nv_bfloat16>[2];
 constexpr int kChannelsPerUnit = 16;  // of fp8
 
-// The largest value of eight consecutive lanes, which share a block. Whole warps call it.
+constexpr int kLanesOfBlock = 8;  // consecutive lanes, which share a block of 128 channels of fp8
+
+// The largest value of the lanes of a block. Whole warps call it.
 __device__ __forceinline__ uint32_t largest_of_block(uint32_t largest) {
 #pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, offset));
+  for (int offset = kLanesOfBlock / 2; offset > 0; offset /= 2)
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, offset));
   return largest;
 }
 
-// Returns the largest |x| of a block of 128 channels, but at least 1e-4. Eight consecutive lanes share a block. A lane
-// without channels passes zeros. Whole warps call it. If a channel is NaN, the result is NaN. fmaxf would drop the NaN,
-// so the function compares the bits of |x| as integers: numbers come in the order of their values, then infinity, then
-// NaN.
+// Returns the largest |x| of a block of 128 channels, but at least 1e-4. A lane without channels passes zeros, or the
+// channels of another lane of its block. Whole warps call it. If a channel is NaN, the result is NaN. fmaxf would drop
+// the NaN, so the function compares the bits of |x| as integers: numbers come in the order of their values, then
+// infinity, then NaN.
 __device__ __forceinline__ float block_amax(const ChannelsOfUnit& x) {
   uint32_t pairs = 0;  // the largest |x| of even and of odd channels: two of them share a word
 #pragma unroll
@@ -121,7 +124,7 @@ __device__ __forceinline__ float block_amax(const float (&x)[kChannelsPerUnit]) 
   return __uint_as_float(largest_of_block(largest));
 }
 
-__device__ __forceinline__ uint4 cast_by_scale(const float (&x)[kChannelsPerUnit], const Fp8Scale& fp8, Cast cast) {
+__device__ __forceinline__ uint4 multiply_and_cast(const float (&x)[kChannelsPerUnit], float factor, Cast cast) {
   union {
     __nv_fp8x2_storage_t pairs[8];
     uint4 unit;
@@ -129,7 +132,7 @@ __device__ __forceinline__ uint4 cast_by_scale(const float (&x)[kChannelsPerUnit
   const auto format = cast == Cast::kE5m2 ? __NV_E5M2 : __NV_E4M3;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const auto channel = [&](int c) { return __fmul_rn(x[c], fp8.factor); };
+    const auto channel = [&](int c) { return __fmul_rn(x[c], factor); };
     pairs[i] = __nv_cvt_float2_to_fp8x2({channel(2 * i), channel(2 * i + 1)}, __NV_SATFINITE, format);  // NaN: 0x7f
   }
   return unit;
@@ -139,18 +142,33 @@ __device__ __forceinline__ uint4 cast_by_scale(const float (&x)[kChannelsPerUnit
 __device__ __forceinline__ uint4 cast_to_fp8(const float (&x)[kChannelsPerUnit], Cast cast, float& scale) {
   const Fp8Scale fp8 = fp8_scale(block_amax(x), cast);
   scale = fp8.scale;
-  return cast_by_scale(x, fp8, cast);
+  return multiply_and_cast(x, fp8.factor, cast);
 }
-__device__ __forceinline__ uint4 cast_to_fp8(const ChannelsOfUnit& x, Cast cast, float& scale) {
-  float values[2][kChannelsPerUnit / 2];
+
+// Casts N units per lane, each of another block. The i-th lane of each block returns the scale of the i-th unit's block
+// in `scale`; other lanes return unspecified values. So the scales of all blocks take one division. Whole warps call
+// it.
+template <int N>
+__device__ __forceinline__ void cast_to_fp8(const ChannelsOfUnit (&x)[N], Cast cast, uint4* units, float& scale) {
+  static_assert(N <= kLanesOfBlock);
+  float amax = block_amax(x[0]);
 #pragma unroll
-  for (int v = 0; v < 2; ++v) to_floats(x[v], values[v]);
-  const Fp8Scale fp8 = fp8_scale(block_amax(x), cast);
+  for (int i = 1; i < N; ++i) {
+    const float amax_of_unit = block_amax(x[i]);
+    if (lane_id() % kLanesOfBlock == i) amax = amax_of_unit;
+  }
+  const Fp8Scale fp8 = fp8_scale(amax, cast);
   scale = fp8.scale;
-  float channels[kChannelsPerUnit];
 #pragma unroll
-  for (int c = 0; c < kChannelsPerUnit; ++c) channels[c] = values[c / 8][c % 8];
-  return cast_by_scale(channels, fp8, cast);
+  for (int i = 0; i < N; ++i) {
+    float values[2][kChannelsPerUnit / 2], channels[kChannelsPerUnit];
+#pragma unroll
+    for (int v = 0; v < 2; ++v) to_floats(x[i][v], values[v]);
+#pragma unroll
+    for (int c = 0; c < kChannelsPerUnit; ++c) channels[c] = values[c / 8][c % 8];
+    const float factor = N == 1 ? fp8.factor : __shfl_sync(kAllLanes, fp8.factor, i, kLanesOfBlock);
+    units[i] = multiply_and_cast(channels, factor, cast);
+  }
 }
 
 // Exchanges channels between lanes 2j and 2j + 1, so that together they access whole 32-byte sectors of a row of

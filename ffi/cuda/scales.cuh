@@ -17,8 +17,17 @@ __device__ __forceinline__ uint32_t exponents(const uint4& scales) {
 struct ScalesWriter {
   const DispatchArgs& args;
 
-  // Writes the scales of one chunk of a row. `scales` has four words, also if the last chunk has fewer scales.
+  // Writes the scales of one chunk of a row. `scales` has four words. If the last chunk has fewer scales, the other
+  // words may hold anything.
   __device__ __forceinline__ void write(const uint4& scales, int32_t chunk, int32_t row) const {
+    if (args.scales_format == ScalesFormat::kFloat32 && args.num_scales % 4 == 0) {  // each row begins at a whole unit
+      const uint64_t unit = uint64_t{static_cast<uint32_t>(row)} * (static_cast<uint32_t>(args.num_scales) / 4);
+      static_cast<uint4*>(args.out_scales)[unit + static_cast<uint32_t>(chunk)] = scales;
+    } else {
+      write_in_other_forms(scales, chunk, row);
+    }
+  }
+  __device__ __forceinline__ void write_in_other_forms(const uint4& scales, int32_t chunk, int32_t row) const {
     switch (args.scales_format) {
       case ScalesFormat::kFloat32:
         return write_four(static_cast<uint32_t*>(args.out_scales) + int64_t{row} * args.num_scales, chunk, scales);
@@ -28,7 +37,7 @@ struct ScalesWriter {
         return write_bytes(static_cast<uint8_t*>(args.out_scales) + int64_t{row} * args.num_scales, chunk,
                            exponents(scales));
       case ScalesFormat::kUe8m0Columns:
-        *in_column(chunk, words(), row) = exponents(scales);
+        *in_column(chunk, words(), row) = exponents(scales) & bytes_of_scales(chunk);
     }
   }
 
@@ -42,6 +51,11 @@ struct ScalesWriter {
   // The words that hold a row's exponents, four in each.
   __device__ int32_t words() const { return (args.num_scales + 3) / 4; }
   __device__ bool is_scale(int32_t i) const { return i < args.num_scales; }
+  // The bytes of a chunk's word of exponents that are scales. The other bytes of the last word are 0 in the result.
+  __device__ uint32_t bytes_of_scales(int32_t chunk) const {
+    const int32_t count = args.num_scales - chunk * 4;
+    return count < 4 ? (1u << 8 * count) - 1 : 0xffffffffu;
+  }
 
   // The row's word in a column. The columns of a buffer have `capacity` words each.
   __device__ uint32_t* in_column(int32_t column, int32_t num_columns, int32_t row) const {
@@ -60,10 +74,6 @@ struct ScalesWriter {
   }
 
   __device__ __forceinline__ void write_four(uint32_t* row, int32_t chunk, const uint4& scales) const {
-    if (args.num_scales % 4 == 0) {  // each row of scales begins at a whole unit
-      reinterpret_cast<uint4*>(row)[chunk] = scales;
-      return;
-    }
     const uint32_t each[] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {

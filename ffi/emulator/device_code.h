@@ -40,8 +40,8 @@ inline constexpr int warpSize = 32;
 // --- warp collectives: all 32 lanes take part, as everywhere in ffi/cuda -------------------------------------------
 
 template <typename T>
-T __shfl_sync(unsigned mask, T value, int lane) {
-  return emulator::exchange(mask, value, [=](int) { return lane & 31; });
+T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
+  return emulator::exchange(mask, value, [=](int self) { return (self & -width) | (lane & (width - 1)); });
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
