@@ -74,7 +74,7 @@ def choose(
     is_forced = len(given) > 1 and "fabric" in given.values()
     if not is_forced and not _network.is_needed(ep_groups, hosts):
         return "host", ""
-    reason = _fabric_limit(ep_groups.shape[1], given) or _fabric_obstacle(native, ep_groups, rendezvous)
+    reason = _why_fabric_is_ruled_out(ep_groups.shape[1], given) or _why_fabric_fails(native, ep_groups, rendezvous)
     if not reason:
         return "fabric", ""
     if is_forced:
@@ -93,7 +93,7 @@ def sharing(transport: Transport, devices: np.ndarray, native: ModuleType) -> st
     return "fabric" if transport == "fabric" else given_sharing() or native.best_sharing(here)
 
 
-def _fabric_limit(num_ranks: int, given: dict[int, str]) -> str:
+def _why_fabric_is_ruled_out(num_ranks: int, given: dict[int, str]) -> str:
     """Returns the setting or limit that rules out fabric handles, or "". It is the same in all processes."""
     if 0 < (node_size := _network.given_node_size()) < num_ranks:
         return f"{_network.NODE_SIZE} is {node_size}, which asks for a network between nodes of {node_size} ranks"
@@ -103,7 +103,7 @@ def _fabric_limit(num_ranks: int, given: dict[int, str]) -> str:
     return f"{_SHARING} is {other!r}" if other else ""
 
 
-def _fabric_obstacle(native: ModuleType, ep_groups: np.ndarray, rendezvous: _processes.Rendezvous) -> str:
+def _why_fabric_fails(native: ModuleType, ep_groups: np.ndarray, rendezvous: _processes.Rendezvous) -> str:
     """Returns why processes cannot map each other's memory by fabric handles, and the fix; "" if they can.
 
     The processes try it, because the driver reports fabric handles as supported where they do not work: on an H200

@@ -112,8 +112,7 @@ class Group {
   // Without a network, kernels record only failures of their own rank, because processes of one host see each other's
   // records. So if a process of the group is on another host, this function looks at the word `failed` of each member
   // A. If the word names another rank B, it writes a record of A: B gave up, and A with it. (failure() prefers B's own
-  // record, if this host has it.) It waits for no
-  // kernel. Throws std::runtime_error if CUDA cannot read the word.
+  // record, if this host has it.) It waits for no kernel. Throws std::runtime_error if CUDA cannot read the word.
   void record_failures_elsewhere() const;
 
   bool closed() const { return closed_; }

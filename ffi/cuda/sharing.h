@@ -30,8 +30,9 @@ constexpr bool outlives_owner(Sharing sharing) { return sharing != Sharing::kIpc
 // Throws std::runtime_error with a message that the device has no room for `bytes`, and what the user can do.
 [[noreturn]] void throw_full(int64_t bytes, int32_t ordinal, const std::string& reason);
 
-// The best way to share the memory of these devices within a host: kFileDescriptor if it works, otherwise kIpc. It is
-// tried, because in some sandboxes the driver reports file descriptors as supported, and they do not work.
+// The best way to share the memory of these devices within a host: kFileDescriptor if it works, otherwise kIpc. This
+// function tries file descriptors, because in some sandboxes the driver reports that it supports them, but they do not
+// work.
 Sharing best_sharing(const std::vector<int32_t>& ordinals);
 
 class FileDescriptor {
