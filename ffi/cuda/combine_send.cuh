@@ -147,7 +147,7 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // The same for a part that may have escapes.
+  // Sends a part that may have escapes.
   __device__ void send_part_with_escapes(const Sums& sums, int32_t part, const Hop& to, const RowAddress& address,
                                          const WarpGroup& warp_group) const {
 #pragma unroll

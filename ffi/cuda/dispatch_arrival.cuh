@@ -9,7 +9,7 @@ namespace jax_ep {
 template <typename Config>
 struct DispatchArrival : Padding<Config> {
   using Base = Padding<Config>;
-  using Base::args, Base::chunk_of, Base::chunks, Base::has_scales, Base::kMayHaveScales, Base::kReceiveBatch, Base::op,
+  using Base::chunk_of, Base::chunks, Base::has_scales, Base::kMayHaveScales, Base::kReceiveBatch, Base::op,
       Base::payload_bytes;
 
   // The units of a batch that a lane takes: one in each chunk. If rows may have scales, lane i also takes the unit with

@@ -62,9 +62,8 @@ struct Destinations {
 
 // The chunks of an arriving row that a warp processes at once.
 constexpr int receive_batch(Delivery delivery, Variant variant, bool casts) {
-  const bool is_large = delivery == Delivery::kCombineBack && casts;  // with two chunks, registers would spill
-  if (is_low_latency(variant)) return is_large ? 1 : 2;
-  return delivery == Delivery::kDequantize || is_large ? 2 : 4;
+  if (is_low_latency(variant)) return 2;
+  return delivery == Delivery::kDequantize || (delivery == Delivery::kCombineBack && casts) ? 2 : 4;
 }
 
 // The number of units of x or y with the channels of one unit in transit.
@@ -121,7 +120,6 @@ struct DispatchOperands {
   // Work stealing (DispatchReceiver::sync_and_decide_to_steal): warp groups claim rows and padding.
   static constexpr bool kStealsRows = kVariant == Variant::kThroughput;
   static constexpr bool kHasRounds = has_rounds(kVariant);
-  static constexpr int kUnroll = kStealsRows ? 2 : 1;
   static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
   // The number of units of the result that a unit in transit becomes: two if receivers convert fp8.
   static constexpr int kResultUnits =
@@ -142,8 +140,11 @@ struct DispatchOperands {
   __device__ bool new_route() const { return kDelivery != Delivery::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   __device__ bool uses_rail_peers() const { return !kIsLowLatency && needs_rail_peers(peers, args); }
-  // True if rows in transit have scales.
-  __device__ bool has_scales() const { return kCasts || (kMayHaveScales && args.num_scales > 0); }
+  // True if rows in transit have scales. (In combine's backward pass, the kernel that knows it when it is compiled
+  // spills more registers.)
+  __device__ bool has_scales() const {
+    return (kCasts && kDelivery != Delivery::kCombineBack) || (kMayHaveScales && args.num_scales > 0);
+  }
   __device__ int32_t chunks() const { return num_chunks(payload_bytes); }
   // The bytes of a row in transit, with its header and its scales.
   __device__ int32_t bytes_in_transit() const {
@@ -203,13 +204,14 @@ struct DispatchOperands {
     }
   }
 
-  // Casts N units per lane of a row of x, each of another chunk, to the wire format, and writes them to `units`. If
-  // rows have scales, lane i < N also gets, in `scales`, the unit with the scales of the i-th chunk. The other lanes'
-  // `scales` are unspecified, as are scales of blocks behind the end of the row. `scale`: the scales, if x is fp8
-  // already.
+  // Casts N units per lane of a row of x, each of another chunk, to the wire format, and writes them to `units`. If x
+  // is fp8 already, scales_of_x[i] is the scale of the i-th unit. If rows have scales, lane i < N gets the unit with
+  // the scales of the i-th chunk, in `unit_of_scales`. Other lanes get unspecified values, as do blocks behind the end
+  // of the row.
   template <int N>
-  __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scale)[N], uint4* units,
-                             uint4* scales) const {
+  __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scales_of_x)[N], uint4* units,
+                             uint4* unit_of_scales) const {
+    static_assert(N <= kLanesOfBlock);
     float scale_of_chunk = 0;  // of the i-th chunk, in the i-th lane of each block
     if constexpr (kCasts) {
       ChannelsOfUnit x[N];
@@ -223,10 +225,10 @@ struct DispatchOperands {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         units[i] = read[i][0];
-        if (i == 0 || lane_id() % kLanesOfBlock == i) scale_of_chunk = scale[i];
+        if (i == 0 || lane_id() % kLanesOfBlock == i) scale_of_chunk = scales_of_x[i];
       }
     }
-    if (kMayHaveScales && has_scales()) *scales = scales_unit(scale_of_chunk);
+    if (kMayHaveScales && has_scales()) *unit_of_scales = scales_unit(scale_of_chunk);
   }
 
   // Returns the cast of rows in transit. Only the backward pass of combine uses E5M2. The comparison lets the compiler
@@ -236,7 +238,7 @@ struct DispatchOperands {
     return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;
   }
 
-  // What this lane needs of a row of x. A warp computes it once per row.
+  // The addresses of a row of x and of its scales. A warp computes them once per row.
   struct RowOfX {
     const uint8_t* begin;
     const float* scales;  // if x is fp8 already
@@ -246,9 +248,9 @@ struct DispatchOperands {
             args.x_scales + token * args.num_scales};
   }
 
-  // Loads the part of a row of x that this lane needs for its unit of a chunk, and the scale of the unit's block. If
-  // the lane has no unit in the chunk, it loads the row's last unit. (block_amax() reads the units of all lanes. In a
-  // block with units, the last unit is a unit of the block. So its copies do not change the result.)
+  // Loads the part of a row of x that this lane needs for its unit of a chunk, and the scale of the unit's block. A
+  // lane without a unit in the chunk loads the row's last unit. (If only some lanes of a block have a unit, the row's
+  // last unit is in this block. So the copies do not change block_amax(), which reads the units of all lanes.)
   __device__ void load_chunk(const RowOfX& row, int32_t chunk, uint4 (&units)[kUnitsRead], float& scale) const {
     const int32_t offset = min(chunk * kChunkBytes + lane_id() * kUnitBytes, payload_bytes - kUnitBytes);
     if (!kCasts && has_scales()) scale = __ldg(row.scales + offset / (kLanesOfBlock * kUnitBytes));

@@ -11,12 +11,12 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::chunk_of, Base::chunks,
       Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit, Base::end_token,
       Base::first_token, Base::in_rounds, Base::has_result_unit, Base::is_last_round, Base::is_own, Base::kDelivery,
-      Base::kCasts, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
-      Base::kUnitsRead, Base::kUnitsTaken, Base::kUnroll, Base::learn_destinations, Base::load_chunk,
-      Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of,
-      Base::rows_from, Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at,
-      Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
-      Base::sync_warp_group, Base::take_batch, Base::result_unit, Base::write_counts, Base::zero_row;
+      Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
+      Base::kUnitsRead, Base::kUnitsTaken, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
+      Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of, Base::rows_from,
+      Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan,
+      Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
+      Base::result_unit, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -317,7 +317,7 @@ struct DispatchReceiver : CombineBackward<Config> {
                        const WarpGroup& warp_group) const {
     const int32_t chunk_of_scales = chunk_of(first, lane_id(), warp_group);
     const bool writes_scales = has_scales() && lane_id() < kReceiveBatch && chunk_of_scales < chunks();
-#pragma unroll(kUnroll)
+#pragma unroll(kStealsRows ? 2 : 1)
     for (uint32_t left = targets; left; left &= left - 1) {
       const int32_t row_of_k = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
       uint4* const out = out_row(row_of_k) + lane_id();

@@ -10,8 +10,8 @@ struct DispatchSender : Routing<Config> {
   using Base = Routing<Config>;
   using Base::args, Base::uses_rail_peers, Base::chunks, Base::clear, Base::clear_groups, Base::count_earlier,
       Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::in_rounds,
-      Base::is_own, Base::end_token, Base::first_token, Base::kCasts, Base::kClearsBeforeEntry, Base::kSendBatch,
-      Base::kUnitsRead, Base::load_chunk, Base::send_counts, Base::new_route, Base::num_experts, Base::op, Base::pair,
+      Base::is_own, Base::end_token, Base::first_token, Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead,
+      Base::load_chunk, Base::send_counts, Base::new_route, Base::num_experts, Base::op, Base::pair,
       Base::payload_bytes, Base::peers, Base::place_of, Base::row_here, Base::plan, Base::shared;
   using typename Base::Ids;
   using typename Base::RowOfX;
@@ -22,12 +22,12 @@ struct DispatchSender : Routing<Config> {
     float scales[kSendBatch];  // if x is fp8 already
   };
 
-  // N chunks of a row in the form in which they are sent, but with units that may need escapes. In `scales`, lane i has
-  // the unit with the scales of the i-th chunk.
+  // N chunks of a row in the wire format. Units that equal the sentinel or the escape are not replaced yet. In
+  // `scales`, lane i has the unit with the scales of the i-th chunk.
   template <int N>
   struct PackedChunks {
     uint4 units[N], scales;
-    bool may_have_escapes;
+    bool may_have_escapes;  // a unit begins like the sentinel
   };
   using Packed = PackedChunks<kSendBatch>;
   // True if a sender packs a row's first batch before it knows the row's route. False in the throughput variant: there,
@@ -150,12 +150,19 @@ struct DispatchSender : Routing<Config> {
         op, index, [&](int32_t rank) { return source_at(rank); }, [&](int32_t of) { return place_of(of); });
     const RowOfX row_of_x = Base::row_of_x(token);
     const OrderedRanks ranks(peers, RankSet::of(index));
-    const int32_t end = ranks.ranks.any() ? num_batches() : 0;
+    const int32_t end = ranks.any() ? num_batches() : 0;
+    // This rank's receiver waits for a header of every own token, even of a token without an expert here. It comes
+    // first, except where the latency of the peers' rows matters more.
+    const auto write_own_header = [&] {
+      if (warp_group.warp != 0 || !new_route() || token >= end_token()) return;
+      write_header(row_here(peers.rank, token), route, peers.rank);
+    };
+    if (!Base::kIsLowLatency) write_own_header();
 #pragma unroll 1
     for (int32_t batch_index = warp_group.warp; batch_index < end; batch_index += warp_group.num_warps) {
       const int32_t next = batch_index + warp_group.num_warps;
       if constexpr (kPacksFirst) {
-        Batch ahead = {};
+        Batch ahead = {};  // without the zeros, the compiler spills more registers
         if (next < end) ahead = load(row_of_x, next);
         send_batch(batch, batch_index, route, ranks, row);
         if (next < end) batch = pack(ahead, next);
@@ -165,10 +172,7 @@ struct DispatchSender : Routing<Config> {
         send_batch(packed, batch_index, route, ranks, row);
       }
     }
-    // This rank's receiver waits for a header of every own token, even of a token without an expert here.
-    if (warp_group.warp == 0 && new_route() && token < end_token()) {
-      write_header(row_here(peers.rank, token), route, peers.rank);
-    }
+    if (Base::kIsLowLatency) write_own_header();
   }
 
   // The number of the source under which rank `rank` keeps this rank's rows in its arena. With rail peers, a remote
@@ -300,7 +304,7 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // The i-th of the chunks is chunk chunk_at(i) of the row.
+  // Votes whether a unit may need an escape. units[i] is of chunk chunk_at(i) of the row.
   template <int N, typename ChunkAt>
   __device__ PackedChunks<N> pack_chunks(const uint4 (&units)[N], const uint4& scales, ChunkAt chunk_at) const {
     PackedChunks<N> packed;
@@ -340,8 +344,8 @@ struct DispatchSender : Routing<Config> {
     });
   }
 
-  // The same, in which each unit that equals the sentinel or the escape is replaced. It runs rarely, so it is short: it
-  // sends one chunk after another.
+  // Like send_chunks(), but replaces each unit that equals the sentinel or the escape, and sends escape masks. It runs
+  // rarely, so it sends one chunk after another, which takes few registers.
   template <int N, typename ChunkAt>
   __device__ void send_chunks_with_escapes(const PackedChunks<N>& packed, ChunkAt chunk_at, const Route& route,
                                            const OrderedRanks& ranks, const RowAtRanks& row) const {
@@ -357,19 +361,19 @@ struct DispatchSender : Routing<Config> {
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int32_t index = chunk_at(i);
-      const bool present = has_unit(index);
+      const int32_t number = chunk_at(i);
+      const bool present = has_unit(number);
       const Chunk chunk = Chunk::of(packed.units[i], present);
       to_each([&](int32_t peer, const RowAddress& to, unsigned long long* masks) {
-        chunk.send(op, peer, to.unit(op, index), [&] { return masks + index; }, present);
+        chunk.send(op, peer, to.unit(op, number), [&] { return masks + number; }, present);
       });
     }
-    const int32_t index = chunk_at(lane_id());
-    const bool present = has_scales() && lane_id() < N && index < chunks();
+    const int32_t chunk_of_scales = chunk_at(lane_id());
+    const bool present = has_scales() && lane_id() < N && chunk_of_scales < chunks();
     const Chunk scales = Chunk::of(packed.scales, present);
     to_each([&](int32_t peer, const RowAddress& to, unsigned long long* masks) {
-      store_unit_if(present, to.scales(op, payload_bytes, index), scales.unit);
-      if (scales.has_escapes) scales.send_own_escape_mask(op, peer, masks + chunks() + index, present);
+      store_unit_if(present, to.scales(op, payload_bytes, chunk_of_scales), scales.unit);
+      if (scales.has_escapes) scales.send_own_escape_mask(op, peer, masks + chunks() + chunk_of_scales, present);
     });
   }
 

@@ -31,13 +31,14 @@ struct NodeForward : DispatchReceiver<Config> {
       if (__any_sync(kAllLanes, op.state.failed)) return;
       if (!RankSet::of(route.index).any()) continue;
       const RowAtRanks to(op, route.index, [&](int32_t) { return source; }, [&](int32_t of) { return place_of(of); });
+      const OrderedRanks ranks(peers, RankSet::of(route.index));
 #pragma unroll 1
       for (int32_t first = warp_group.warp; first < chunks(); first += kReceiveBatch * warp_group.num_warps) {
         ArrivingBatch taken;
         look_at_batch(from, first, warp_group, taken);
         take_batch(source, from, first, warp_group, taken, [] { return true; });
         if (__any_sync(kAllLanes, op.state.failed)) return;  // the row may be garbage
-        send_taken(taken, first, route, to, warp_group);
+        send_taken(taken, first, route, ranks, to, warp_group);
       }
     }
   }
@@ -88,15 +89,14 @@ struct NodeForward : DispatchReceiver<Config> {
     return route;
   }
 
-  __device__ void send_taken(const ArrivingBatch& batch, int32_t first, const Route& route, const RowAtRanks& to,
-                             const WarpGroup& warp_group) const {
+  __device__ void send_taken(const ArrivingBatch& batch, int32_t first, const Route& route, const OrderedRanks& ranks,
+                             const RowAtRanks& to, const WarpGroup& warp_group) const {
     uint4 units[kReceiveBatch];
 #pragma unroll
     for (int i = 0; i < kReceiveBatch; ++i) units[i] = batch.units[i];
     const uint4 scales = kMayHaveScales ? batch.units[Base::kUnitsTaken - 1] : uint4{};
     const auto chunk_at = [=](int i) { return chunk_of(first, i, warp_group); };
-    send_chunks(Base::pack_chunks(units, scales, chunk_at), chunk_at, route,
-                OrderedRanks(peers, RankSet::of(route.index)), to);
+    send_chunks(Base::pack_chunks(units, scales, chunk_at), chunk_at, route, ranks, to);
   }
 };
 

@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_unit(void* p, uint4 v) {
       "}" ::"l"(p),
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
-// The same if `present`, without a branch.
+// Stores the unit if `present`, without a branch.
 __device__ __forceinline__ void store_unit_if(bool present, void* p, uint4 v) {
   asm volatile(
       "{\n"

@@ -135,15 +135,16 @@ struct RankSet {
 
 // A set of ranks in cyclic order: first the ranks above this rank, then the ranks from 0 to this rank. If all senders
 // began with rank 0, they would share its link.
-struct OrderedRanks {
-  RankSet ranks;  // if there is one word: bit i stands for the i-th rank of the order
-
-  __device__ __forceinline__ OrderedRanks(const Peers& peers, const RankSet& set) : ranks(set) {
+class OrderedRanks {
+ public:
+  __device__ __forceinline__ OrderedRanks(const Peers& peers, const RankSet& ranks) : bits_(ranks) {
     if constexpr (kRankWords == 1) {
-      const uint32_t above = set.words[0] >> peers.rank >> 1, others = set.words[0] & ((2u << peers.rank) - 1);
-      ranks.words[0] = above | others << (peers.num_ranks - peers.rank - 1);
+      const uint32_t above = ranks.words[0] >> peers.rank >> 1, others = ranks.words[0] & ((2u << peers.rank) - 1);
+      bits_.words[0] = above | others << (peers.num_ranks - peers.rank - 1);
     }
   }
+
+  __device__ __forceinline__ bool any() const { return bits_.any(); }
 
   // Calls f(rank) for each rank of the set.
   template <typename F>
@@ -151,7 +152,7 @@ struct OrderedRanks {
     if constexpr (kRankWords == 1) {
       const int32_t num_above = peers.num_ranks - peers.rank - 1;
 #pragma unroll 1
-      for (uint32_t left = ranks.words[0]; left; left &= left - 1) {
+      for (uint32_t left = bits_.words[0]; left; left &= left - 1) {
         const int32_t i = __ffs(left) - 1;
         f(i < num_above ? peers.rank + 1 + i : i - num_above);
       }
@@ -163,10 +164,13 @@ struct OrderedRanks {
         const int w = (rank / 32 + i) % kRankWords;
         const uint32_t bits = i == 0 ? ~not_above : i == kRankWords ? not_above : 0xffffffffu;
 #pragma unroll 1
-        for (uint32_t left = ranks.words[w] & bits; left; left &= left - 1) f(32 * w + __ffs(left) - 1);
+        for (uint32_t left = bits_.words[w] & bits; left; left &= left - 1) f(32 * w + __ffs(left) - 1);
       }
     }
   }
+
+ private:
+  RankSet bits_;  // with one word, bit i is the i-th rank of the order; with several words, a bit per rank
 };
 
 // Converts a token's indices for transport through rail peers. `index` has the token's index at each rank, or -1. Local

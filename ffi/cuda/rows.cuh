@@ -145,9 +145,9 @@ __device__ __forceinline__ uint4 cast_to_fp8(const float (&x)[kChannelsPerUnit],
   return multiply_and_cast(x, fp8.factor, cast);
 }
 
-// Casts N units per lane, each of another block. The i-th lane of each block returns the scale of the i-th unit's block
-// in `scale`; other lanes return unspecified values. So the scales of all blocks take one division. Whole warps call
-// it.
+// Casts N units per lane. The i-th units of eight consecutive lanes are a block, so these lanes cast N blocks. The i-th
+// of the lanes gets the scale of block i, in `scale`. From lane N on, `scale` is unspecified. Since each lane computes
+// one scale, a warp needs one division. Whole warps call it.
 template <int N>
 __device__ __forceinline__ void cast_to_fp8(const ChannelsOfUnit (&x)[N], Cast cast, uint4* units, float& scale) {
   static_assert(N <= kLanesOfBlock);

@@ -24,10 +24,18 @@ struct ScalesWriter {
       const uint64_t unit = uint64_t{static_cast<uint32_t>(row)} * (static_cast<uint32_t>(args.num_scales) / 4);
       static_cast<uint4*>(args.out_scales)[unit + static_cast<uint32_t>(chunk)] = scales;
     } else {
-      write_in_other_forms(scales, chunk, row);
+      write_by_format(scales, chunk, row);
     }
   }
-  __device__ __forceinline__ void write_in_other_forms(const uint4& scales, int32_t chunk, int32_t row) const {
+
+  // A warp sets the scales of a row to zero.
+  __device__ void zero(int32_t row) const {
+#pragma unroll 1
+    for (int32_t chunk = lane_id(); chunk < words(); chunk += 32) write(uint4{}, chunk, row);
+  }
+
+ private:
+  __device__ __forceinline__ void write_by_format(const uint4& scales, int32_t chunk, int32_t row) const {
     switch (args.scales_format) {
       case ScalesFormat::kFloat32:
         return write_four(static_cast<uint32_t*>(args.out_scales) + int64_t{row} * args.num_scales, chunk, scales);
@@ -41,13 +49,6 @@ struct ScalesWriter {
     }
   }
 
-  // A warp sets the scales of a row to zero.
-  __device__ void zero(int32_t row) const {
-#pragma unroll 1
-    for (int32_t chunk = lane_id(); chunk < words(); chunk += 32) write(uint4{}, chunk, row);
-  }
-
- private:
   // The words that hold a row's exponents, four in each.
   __device__ int32_t words() const { return (args.num_scales + 3) / 4; }
   __device__ bool is_scale(int32_t i) const { return i < args.num_scales; }
