@@ -139,9 +139,9 @@ assert layout.num_tokens_per_rank.tolist() == [1, 1]
 
 @needs_native
 def test_extensions_share_no_types():
-    """nanobind would pass one module's objects to the functions of another. It warns if two modules have a type of one name.
+    """If they shared a type, nanobind would pass one module's objects to another module's functions. It warns of that.
 
-    It can only fail where both _cuda and _emulated are built.
+    The test can only fail where both _cuda and _emulated are built.
     """
     done = subprocess.run([sys.executable, "-c", "import jax_ep"], cwd=TESTS, capture_output=True, text=True)
     assert done.returncode == 0 and "was already registered" not in done.stderr, done.stderr
