@@ -138,10 +138,11 @@ assert layout.num_tokens_per_rank.tolist() == [1, 1]
 
 
 @needs_native
-def test_extensions_share_no_types():
-    """If they shared a type, nanobind would pass one module's objects to another module's functions. It warns of that.
+def test_extensions_have_separate_nanobind_domains():
+    """nanobind warns if two modules register the same type in one domain.
 
-    The test can only fail where both _cuda and _emulated are built.
+    It would then pass objects of one module to functions of the other. The test can only fail where both _cuda and
+    _emulated are built.
     """
     done = subprocess.run([sys.executable, "-c", "import jax_ep"], cwd=TESTS, capture_output=True, text=True)
     assert done.returncode == 0 and "was already registered" not in done.stderr, done.stderr

@@ -137,7 +137,7 @@ struct CombineSender : CombineSums<Config> {
     return __any_sync(kAllLanes, may_have_escapes);
   }
 
-  // Sends a part that has no escapes.
+  // Sends a part that has no escapes and no scales.
   __device__ void send_part(const Sums& sums, int32_t part, const RowAddress& address,
                             const WarpGroup& warp_group) const {
 #pragma unroll
@@ -147,7 +147,7 @@ struct CombineSender : CombineSums<Config> {
     }
   }
 
-  // Sends a part that may have escapes.
+  // Sends a part that may have escapes. With kCasts, it sends every part, with its scales.
   __device__ void send_part_with_escapes(const Sums& sums, int32_t part, const Hop& to, const RowAddress& address,
                                          const WarpGroup& warp_group) const {
 #pragma unroll

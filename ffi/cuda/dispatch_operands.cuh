@@ -140,8 +140,8 @@ struct DispatchOperands {
   __device__ bool new_route() const { return kDelivery != Delivery::kCombineBack && args.topk_idx != nullptr; }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   __device__ bool uses_rail_peers() const { return !kIsLowLatency && needs_rail_peers(peers, args); }
-  // True if rows in transit have scales. (In combine's backward pass, the kernel that knows it when it is compiled
-  // spills more registers.)
+  // True if rows in transit have scales. In kernels that cast, this is a compile-time constant, except in combine's
+  // backward pass: there, the constant would make the compiler spill more registers.
   __device__ bool has_scales() const {
     return (kCasts && kDelivery != Delivery::kCombineBack) || (kMayHaveScales && args.num_scales > 0);
   }
@@ -204,10 +204,10 @@ struct DispatchOperands {
     }
   }
 
-  // Casts N units per lane of a row of x, each of another chunk, to the wire format, and writes them to `units`. If x
-  // is fp8 already, scales_of_x[i] is the scale of the i-th unit. If rows have scales, lane i < N gets the unit with
-  // the scales of the i-th chunk, in `unit_of_scales`. Other lanes get unspecified values, as do blocks behind the end
-  // of the row.
+  // Casts N units per lane of a row of x to the wire format, and writes them to `units`. The units are of N different
+  // chunks. If x is fp8 already, scales_of_x[i] is the scale of the i-th unit's block. If rows have scales, lane i < N
+  // gets the unit with the scales of the i-th chunk, in `unit_of_scales`. In the other lanes, `unit_of_scales` is
+  // unspecified. Its words for blocks behind the end of the row are unspecified, too.
   template <int N>
   __device__ void cast_batch(const uint4 (&read)[N][kUnitsRead], const float (&scales_of_x)[N], uint4* units,
                              uint4* unit_of_scales) const {
@@ -238,7 +238,7 @@ struct DispatchOperands {
     return args.cast == static_cast<int32_t>(Cast::kPowerOfTwo) ? Cast::kPowerOfTwo : Cast::kAmax;
   }
 
-  // The addresses of a row of x and of its scales. A warp computes them once per row.
+  // The addresses of a row of x and of its scales. send_row() computes them before its loop over batches.
   struct RowOfX {
     const uint8_t* begin;
     const float* scales;  // if x is fp8 already

@@ -27,7 +27,7 @@ struct DispatchSender : Routing<Config> {
   template <int N>
   struct PackedChunks {
     uint4 units[N], scales;
-    bool may_have_escapes;  // a unit begins like the sentinel
+    bool may_have_escapes;  // a unit of any lane, or a unit of scales, begins like the sentinel
   };
   using Packed = PackedChunks<kSendBatch>;
   // True if a sender packs a row's first batch before it knows the row's route. False in the throughput variant: there,
@@ -151,8 +151,9 @@ struct DispatchSender : Routing<Config> {
     const RowOfX row_of_x = Base::row_of_x(token);
     const OrderedRanks ranks(peers, RankSet::of(index));
     const int32_t end = ranks.any() ? num_batches() : 0;
-    // This rank's receiver waits for a header of every own token, even of a token without an expert here. It comes
-    // first, except where the latency of the peers' rows matters more.
+    // This rank's receiver waits for a header of every own token, even of a token without an expert here. The first
+    // warp writes this header before its batches. In the low-latency variant, it writes the header after them, because
+    // the latency of the peers' rows matters more.
     const auto write_own_header = [&] {
       if (warp_group.warp != 0 || !new_route() || token >= end_token()) return;
       write_header(row_here(peers.rank, token), route, peers.rank);
@@ -304,7 +305,8 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
-  // Votes whether a unit may need an escape. units[i] is of chunk chunk_at(i) of the row.
+  // Packs N chunks. The warp votes whether a unit may need an escape. units[i] is this lane's unit of chunk
+  // chunk_at(i).
   template <int N, typename ChunkAt>
   __device__ PackedChunks<N> pack_chunks(const uint4 (&units)[N], const uint4& scales, ChunkAt chunk_at) const {
     PackedChunks<N> packed;
@@ -324,7 +326,7 @@ struct DispatchSender : Routing<Config> {
     send_chunks(packed, [=](int i) { return batch_index * kSendBatch + i; }, route, ranks, row);
   }
 
-  // Sends chunks to `ranks`. packed.units[i] is chunk chunk_at(i) of the row. The header goes with chunk 0.
+  // Sends chunks to `ranks`. packed.units[i] is this lane's unit of chunk chunk_at(i). The header goes with chunk 0.
   template <int N, typename ChunkAt>
   __device__ __forceinline__ void send_chunks(const PackedChunks<N>& packed, ChunkAt chunk_at, const Route& route,
                                               const OrderedRanks& ranks, const RowAtRanks& row) const {
@@ -361,11 +363,11 @@ struct DispatchSender : Routing<Config> {
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int32_t number = chunk_at(i);
-      const bool present = has_unit(number);
+      const int32_t chunk_index = chunk_at(i);
+      const bool present = has_unit(chunk_index);
       const Chunk chunk = Chunk::of(packed.units[i], present);
       to_each([&](int32_t peer, const RowAddress& to, unsigned long long* masks) {
-        chunk.send(op, peer, to.unit(op, number), [&] { return masks + number; }, present);
+        chunk.send(op, peer, to.unit(op, chunk_index), [&] { return masks + chunk_index; }, present);
       });
     }
     const int32_t chunk_of_scales = chunk_at(lane_id());

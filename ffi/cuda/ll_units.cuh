@@ -7,8 +7,8 @@
 //
 // Data may equal the sentinel or a second pattern, the escape. In place of either, the sender sends the escape. For the
 // chunk, it also sends an escape mask: a word with the epoch, and a bit per lane that is set if the lane's unit is the
-// sentinel. A receiver that finds an escape waits for the escape mask. On both sides, the code for escapes is apart,
-// so that other data does not pay for it.
+// sentinel. A receiver that finds an escape waits for the escape mask. On both sides, escapes have separate code, which
+// data without escapes does not run.
 //
 // Headers need no escapes: they hold their epoch. (Headers for a forwarder do not: a signal follows them.)
 #pragma once

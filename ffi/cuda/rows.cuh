@@ -102,7 +102,8 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t largest) {
 }
 
 // Returns the largest |x| of a block of 128 channels, but at least 1e-4. A lane without channels passes zeros, or the
-// channels of another lane of its block. Whole warps call it. If a channel is NaN, the result is NaN. fmaxf would drop
+// channels of another lane of its block. If no lane has channels of the block, nobody uses the result. Whole warps call
+// it. If a channel is NaN, the result is NaN. fmaxf would drop
 // the NaN, so the function compares the bits of |x| as integers: numbers come in the order of their values, then
 // infinity, then NaN.
 __device__ __forceinline__ float block_amax(const ChannelsOfUnit& x) {
@@ -145,9 +146,9 @@ __device__ __forceinline__ uint4 cast_to_fp8(const float (&x)[kChannelsPerUnit],
   return multiply_and_cast(x, fp8.factor, cast);
 }
 
-// Casts N units per lane. The i-th units of eight consecutive lanes are a block, so these lanes cast N blocks. The i-th
-// of the lanes gets the scale of block i, in `scale`. From lane N on, `scale` is unspecified. Since each lane computes
-// one scale, a warp needs one division. Whole warps call it.
+// Casts N units per lane. In each group of kLanesOfBlock lanes, the lanes' i-th units are block i, and the group's i-th
+// lane gets the scale of block i in `scale`. The `scale` of the group's other lanes is unspecified. Each lane computes
+// one scale, so a call takes at most one division. Whole warps call it.
 template <int N>
 __device__ __forceinline__ void cast_to_fp8(const ChannelsOfUnit (&x)[N], Cast cast, uint4* units, float& scale) {
   static_assert(N <= kLanesOfBlock);
