@@ -51,20 +51,7 @@ __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long l
   return v;
 }
 // Stores and loads a unit of 16 bytes as a whole: a reader never sees a part of it. Relaxed: no order with other
-// memory.
-__device__ __forceinline__ void store_unit(void* p, uint4 v) {
-  asm volatile(
-      "{\n"
-      ".reg .b64 low, high;\n"
-      ".reg .b128 unit;\n"
-      "mov.b64 low, {%1, %2};\n"
-      "mov.b64 high, {%3, %4};\n"
-      "mov.b128 unit, {low, high};\n"
-      "st.relaxed.sys.global.b128 [%0], unit;\n"
-      "}" ::"l"(p),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
-}
-// Stores the unit if `present`, without a branch.
+// memory. store_unit_if() stores only if `present`, and has no branch.
 __device__ __forceinline__ void store_unit_if(bool present, void* p, uint4 v) {
   asm volatile(
       "{\n"
@@ -79,6 +66,7 @@ __device__ __forceinline__ void store_unit_if(bool present, void* p, uint4 v) {
       "}" ::"l"(p),
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<uint32_t>(present)));
 }
+__device__ __forceinline__ void store_unit(void* p, uint4 v) { store_unit_if(true, p, v); }
 __device__ __forceinline__ uint4 load_unit(const void* p) {
   uint4 v;
   asm volatile(

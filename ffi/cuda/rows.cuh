@@ -103,9 +103,8 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t largest) {
 
 // Returns the largest |x| of a block of 128 channels, but at least 1e-4. A lane without channels passes zeros, or the
 // channels of another lane of its block. If no lane has channels of the block, nobody uses the result. Whole warps call
-// it. If a channel is NaN, the result is NaN. fmaxf would drop
-// the NaN, so the function compares the bits of |x| as integers: numbers come in the order of their values, then
-// infinity, then NaN.
+// it. If a channel is NaN, the result is NaN. fmaxf would drop the NaN, so the function compares the bits of |x| as
+// integers: numbers come in the order of their values, then infinity, then NaN.
 __device__ __forceinline__ float block_amax(const ChannelsOfUnit& x) {
   uint32_t pairs = 0;  // the largest |x| of even and of odd channels: two of them share a word
 #pragma unroll
