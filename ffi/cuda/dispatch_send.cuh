@@ -162,15 +162,14 @@ struct DispatchSender : Routing<Config> {
 #pragma unroll 1
     for (int32_t batch_index = warp_group.warp; batch_index < end; batch_index += warp_group.num_warps) {
       const int32_t next = batch_index + warp_group.num_warps;
+      Batch ahead = {};  // without the zeros, the compiler spills more registers
+      if (next < end) ahead = load(row_of_x, next);
       if constexpr (kPacksFirst) {
-        Batch ahead = {};  // without the zeros, the compiler spills more registers
-        if (next < end) ahead = load(row_of_x, next);
         send_batch(batch, batch_index, route, ranks, row);
         if (next < end) batch = pack(ahead, next);
       } else {
-        const Packed packed = pack(batch, batch_index);
-        if (next < end) batch = load(row_of_x, next);  // into the same registers
-        send_batch(packed, batch_index, route, ranks, row);
+        send_batch(pack(batch, batch_index), batch_index, route, ranks, row);
+        batch = ahead;
       }
     }
     if (Base::kIsLowLatency) write_own_header();
@@ -340,9 +339,9 @@ struct DispatchSender : Routing<Config> {
       uint8_t* const first = to.unit(op, chunk_at(0));
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        store_unit_if(has_unit(chunk_at(i)), first + (chunk_at(i) - chunk_at(0)) * kChunkBytes, packed.units[i]);
+        if (has_unit(chunk_at(i))) store_unit(first + (chunk_at(i) - chunk_at(0)) * kChunkBytes, packed.units[i]);
       }
-      store_unit_if(sends_scales, to.scales(op, payload_bytes, chunk_of_scales), packed.scales);
+      if (sends_scales) store_unit(to.scales(op, payload_bytes, chunk_of_scales), packed.scales);
     });
   }
 
@@ -374,7 +373,7 @@ struct DispatchSender : Routing<Config> {
     const bool present = has_scales() && lane_id() < N && chunk_of_scales < chunks();
     const Chunk scales = Chunk::of(packed.scales, present);
     to_each([&](int32_t peer, const RowAddress& to, unsigned long long* masks) {
-      store_unit_if(present, to.scales(op, payload_bytes, chunk_of_scales), scales.unit);
+      if (present) store_unit(to.scales(op, payload_bytes, chunk_of_scales), scales.unit);
       if (scales.has_escapes) scales.send_own_escape_mask(op, peer, masks + chunks() + chunk_of_scales, present);
     });
   }

@@ -76,7 +76,6 @@ struct Epoch : Roles {
       }
       state.role = kRoleByIndex ? static_cast<int32_t>(blockIdx.x) : state.ticket;
       state.roles_to_take = 0;
-      state.sentinel = sentinel_unit();
     }
     for_each_word(peers, [&](int w) {
       state.table.arena[rank_of_lane(w)] = arena[w];

@@ -18,6 +18,22 @@
 
 namespace jax_ep {
 
+inline constexpr uint32_t kSentinelWord = kSentinelByte * 0x01010101u;
+
+__device__ __forceinline__ uint4 sentinel_unit() {
+  return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord);
+}
+// True for the sentinel, the escape, and a few other units. Most other units take one comparison.
+__device__ __forceinline__ bool begins_like_sentinel(uint4 u) { return u.x == kSentinelWord; }
+__device__ __forceinline__ bool is_sentinel_but_last(uint4 u) {
+  return u.x == kSentinelWord && u.y == kSentinelWord && u.z == kSentinelWord;
+}
+__device__ __forceinline__ bool is_sentinel(uint4 u) { return is_sentinel_but_last(u) && u.w == kSentinelWord; }
+__device__ __forceinline__ bool is_escape(uint4 u) { return is_sentinel_but_last(u) && u.w == (kSentinelWord ^ 1); }
+__device__ __forceinline__ uint4 escape() {
+  return make_uint4(kSentinelWord, kSentinelWord, kSentinelWord, kSentinelWord ^ 1);
+}
+
 // The addresses of a row in the memory of rank `at`. For a remote rank, `begin` is in the staging memory on this
 // rank, and `escape_masks` is a symmetric address, which store_word() translates (docs/network.md).
 struct RowAddress {
@@ -101,8 +117,9 @@ struct Chunk {
   __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* to, EscapeMask escape_mask,
                                        bool present) const {
     if (present) store_unit(to, unit);
-    if (!has_escapes) return;
-    unsigned long long* const word = escape_mask();  // it may be a collective
+    if (has_escapes) send_escape_mask(op, peer, escape_mask());  // escape_mask() may be a collective
+  }
+  __device__ __forceinline__ void send_escape_mask(const Operation& op, int32_t peer, unsigned long long* word) const {
     if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels));
   }
   // Stores the escape masks of scales: each lane's unit has one of its own, at the lane's `word`. Bit 0 is set if the
@@ -186,10 +203,10 @@ __device__ __forceinline__ void take_units(const Operation& op, Peer peer, uint4
     };
     op.wait_until([&] { return peer(awaited); }, all_arrived);
   }
-  const uint4 sentinel = op.state.sentinel;
+  const uint4 sentinel = keep(sentinel_unit());
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    store_unit_if(addresses.has(i), addresses.at(i), sentinel);
+    if (addresses.has(i)) store_unit(addresses.at(i), sentinel);
   }
   if (!needs_check) return;
 #pragma unroll

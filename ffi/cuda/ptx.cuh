@@ -51,22 +51,19 @@ __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long l
   return v;
 }
 // Stores and loads a unit of 16 bytes as a whole: a reader never sees a part of it. Relaxed: no order with other
-// memory. store_unit_if() stores only if `present`, and has no branch.
-__device__ __forceinline__ void store_unit_if(bool present, void* p, uint4 v) {
+// memory.
+__device__ __forceinline__ void store_unit(void* p, uint4 v) {
   asm volatile(
       "{\n"
-      ".reg .pred present;\n"
       ".reg .b64 low, high;\n"
       ".reg .b128 unit;\n"
-      "setp.ne.u32 present, %5, 0;\n"
       "mov.b64 low, {%1, %2};\n"
       "mov.b64 high, {%3, %4};\n"
       "mov.b128 unit, {low, high};\n"
-      "@present st.relaxed.sys.global.b128 [%0], unit;\n"
+      "st.relaxed.sys.global.b128 [%0], unit;\n"
       "}" ::"l"(p),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<uint32_t>(present)));
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
-__device__ __forceinline__ void store_unit(void* p, uint4 v) { store_unit_if(true, p, v); }
 __device__ __forceinline__ uint4 load_unit(const void* p) {
   uint4 v;
   asm volatile(
@@ -264,6 +261,10 @@ __device__ __forceinline__ const uint8_t* keep(const uint8_t* p) {
 __device__ __forceinline__ uint32_t keep(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
+}
+__device__ __forceinline__ uint4 keep(uint4 unit) {
+  asm volatile("" : "+r"(unit.x), "+r"(unit.y), "+r"(unit.z), "+r"(unit.w));
+  return unit;
 }
 
 // Waits for the kernels that this kernel depends on. XLA (jax 0.11) lets a kernel in a CUDA graph start when those are

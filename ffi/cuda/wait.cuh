@@ -8,7 +8,6 @@
 #include "ffi/cuda/other_groups.cuh"
 #include "ffi/cuda/ptx.cuh"
 #include "ffi/cuda/ranks.cuh"
-#include "ffi/cuda/sentinel.cuh"
 #include "ffi/cuda/warp.cuh"
 
 namespace jax_ep {
@@ -30,8 +29,7 @@ struct State {
   struct {
     uint8_t* arena[kMaxRanksOfKernels];
     Control* control[kMaxRanksOfKernels];
-  } table;         // a copy of Peers::table
-  uint4 sentinel;  // sentinel_unit(): a load from here takes fewer instructions than the constant
+  } table;  // a copy of Peers::table
   uint32_t epoch;
   int32_t slot;                       // the operation's slot of the arena
   int32_t ticket;                     // the number of blocks of this launch that entered before this block

@@ -22,9 +22,6 @@ T load_relaxed(const T* p) {
   return emulator::load(p, emulator::Order::kRelaxed);
 }
 inline void store_unit(void* p, uint4 v) { emulator::store(static_cast<uint4*>(p), v, emulator::Order::kRelaxed); }
-inline void store_unit_if(bool present, void* p, uint4 v) {
-  if (present) store_unit(p, v);
-}
 inline uint4 load_unit(const void* p) {
   return emulator::load(static_cast<const uint4*>(p), emulator::Order::kRelaxed);
 }
