@@ -324,7 +324,12 @@ struct DispatchReceiver : CombineBackward<Config> {
 #pragma unroll
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);
-        if (has_unit(chunk)) out[chunk * kChunkUnits] = batch.units[i];
+        if (!has_unit(chunk)) continue;
+        if constexpr (kStealsRows) {
+          __stcs(out + chunk * kChunkUnits, batch.units[i]);  // many rows should not evict rows in transit from L2
+        } else {
+          out[chunk * kChunkUnits] = batch.units[i];
+        }
       }
       if constexpr (kMayHaveScales) {
         if (writes_scales) ScalesWriter{args}.write(batch.scales(), chunk_of_scales, row_of_k);

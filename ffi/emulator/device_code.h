@@ -98,6 +98,10 @@ T __ldca(const T* p) {
   return *p;
 }
 template <typename T>
+void __stcs(T* p, T value) {
+  *p = value;
+}
+template <typename T>
 T atomicAdd(T* p, T value) {
   return emulator::atomic(p, [=](T before) { return before + value; });
 }
