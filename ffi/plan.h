@@ -433,10 +433,11 @@ inline constexpr Shape kCombineBackOfManyTokens = {Variant::kThroughput,   Block
 inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWarps{16},
                                                  kCombineBack.send,      kCombineBackOfManyTokens.receive,
                                                  ReceiverSixteenths{12}, Fewest::kSenders};
-// Any number of tokens, if the user limits the SMs, or in a split-phase call, except for has_few_rows_per_sm().
+// Any number of tokens, if the user limits the SMs, or in a split-phase call, except for has_few_rows_per_sm(). The
+// receivers' share is measured on two ranks.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
                                   Send{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)},
-                                  Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{8}};
+                                  Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{9}};
 // The same for has_few_rows_per_sm(). With one warp per received row, some warps would receive two rows and others one.
 inline constexpr Shape kFewSmsAndFewRows = {Variant::kThroughput, BlockWarps{16}, kFewSms.send,
                                             Receive{WarpsPerRow::at_most(2, 4).more_for_few_rows(kAny, 2)},
