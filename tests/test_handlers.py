@@ -176,6 +176,22 @@ def test_a_message_in_full(group):
 
 
 @pytest.mark.parametrize(
+    ("target", "num_rows", "hidden"),
+    [
+        (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 0),
+        (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 4),
+        (targets.COMBINE, {"y": CAPACITY, "out": SMALL.tokens}, 4),  # XLA leaves out a call with an empty result
+    ],
+    ids=["dispatch-0", "dispatch-4", "combine-4"],
+)
+def test_rows_that_have_no_whole_unit(group, target, num_rows, hidden):
+    changed = {name: Result((number, hidden), group.dtype) for name, number in num_rows.items()}
+    message = f"{target.name}: a row has {2 * hidden} bytes in transit; it must have 16 or a multiple of 16"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(call(group, target, changed))
+
+
+@pytest.mark.parametrize(
     "target", [targets.COMBINE, targets.COMBINE.start, targets.DISPATCH_BACK, targets.COMBINE_BACK], ids=str
 )
 def test_rows_and_sums_that_no_wire_carries(kernel_backend, mesh, target):

@@ -65,10 +65,18 @@ inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, 
   return member;
 }
 
+// Returns an error if rows of `payload` bytes cannot travel as whole units.
+inline ffi::Error check_units(const char* op, int64_t payload) {
+  if (payload > 0 && payload % kUnitBytes == 0) return ffi::Error::Success();
+  const std::string unit = std::to_string(kUnitBytes);
+  return ffi::Error::InvalidArgument(std::string(op) + ": a row has " + std::to_string(payload) +
+                                     " bytes in transit; it must have " + unit + " or a multiple of " + unit);
+}
+
 // Returns an error if the call does not fit in the group's arena.
 inline ffi::Error check_fits(const char* op, const Member& member, const Call& call, int64_t payload) {
   const ArenaLayout& layout = member.peers.layout;
-  if (call.num_tokens <= member.max_tokens && payload <= layout.max_payload && payload % kUnitBytes == 0) {
+  if (call.num_tokens <= member.max_tokens && payload <= layout.max_payload) {
     if (call.phase == Phase::kWhole || call.num_tokens <= layout.round_tokens) return ffi::Error::Success();
     return ffi::Error::InvalidArgument(
         std::string(op) + ": a rank has " + std::to_string(call.num_tokens) +
@@ -182,7 +190,8 @@ inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Memb
   // An fp8 row and its scales take no more room than the same channels in 16 bits. So check_fits() need not
   // count the scales.
   const int64_t payload = args.payload_bytes(args.cast != 0);
-  ffi::Error error = check_fits(op, member, args, payload);
+  ffi::Error error = check_units(op, payload);
+  if (error.success()) error = check_fits(op, member, args, payload);
   if (error.failure()) return error;
   const Peers& peers = member.peers;
   const int32_t round_tokens = peers.layout.round_tokens;
@@ -204,7 +213,8 @@ inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Memb
 
 inline ffi::Error enqueue_combine(const char* op, CallStream stream, const Member& member, int64_t group,
                                   ElementType type, const CombineArgs& args, const Buffers& buffers = {}) {
-  ffi::Error error = check_fits(op, member, args, args.row_bytes);
+  ffi::Error error = check_units(op, args.row_bytes);
+  if (error.success()) error = check_fits(op, member, args, args.row_bytes);
   if (error.failure()) return error;
   const Peers& peers = member.peers;
   const int32_t round_tokens = peers.layout.round_tokens;
