@@ -434,19 +434,20 @@ inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWa
                                                  kCombineBack.send,      kCombineBackOfManyTokens.receive,
                                                  ReceiverSixteenths{12}, Fewest::kSenders};
 // Any number of tokens, if the user limits the SMs, or in a split-phase call, except for has_few_rows_per_sm(). The
-// receivers' share is measured on two ranks.
+// receivers' share is measured on two ranks. On four ranks, and in combine's backward pass, 8/16 was as fast.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
                                   Send{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)},
                                   Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{9}};
-// The same for has_few_rows_per_sm(). With one warp per received row, some warps would receive two rows and others one.
+// The same for has_few_rows_per_sm(). Two warps share a received row. With one warp per row, the warps' shares may
+// differ much: for 128 tokens of two ranks on 24 SMs, some warps would receive two rows, and others one.
 inline constexpr Shape kFewSmsAndFewRows = {Variant::kThroughput, BlockWarps{16}, kFewSms.send,
                                             Receive{WarpsPerRow::at_most(2, 4).more_for_few_rows(kAny, 2)},
                                             kFewSms.receivers};
 
 }  // namespace dispatch_shapes
 
-// True if a rank may receive at most 24 rows per SM, which has 16 warps. (Measured with 12 and 24 SMs: with twice as
-// many rows, two warps per received row were 2 to 4 % faster than one; with four times as many, slower.)
+// True if a rank may receive at most 24 rows per SM, and so per block of 16 warps. (Measured with 12 and 24 SMs: with
+// twice as many rows, two warps per received row gain little; with four times as many, they lose.)
 constexpr bool has_few_rows_per_sm(int64_t num_rows, int32_t num_sms) { return num_rows <= 24 * num_sms; }
 
 // Plans a dispatch. `is_combine_back`: the backward pass of combine. `num_chunks`: the chunks of a row in transit.

@@ -180,13 +180,18 @@ def test_a_message_in_full(group):
     [
         (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 0),
         (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 4),
-        (targets.COMBINE, {"y": CAPACITY, "out": SMALL.tokens}, 4),  # XLA leaves out a call with an empty result
+        (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 12),
+        (
+            targets.COMBINE,
+            {"y": CAPACITY, "out": SMALL.tokens},
+            12,
+        ),  # with 0, XLA removes the call: its result is empty
     ],
-    ids=["dispatch-0", "dispatch-4", "combine-4"],
+    ids=["dispatch-0", "dispatch-4", "dispatch-12", "combine-12"],
 )
-def test_rows_that_have_no_whole_unit(group, target, num_rows, hidden):
+def test_rows_of_no_whole_units(group, target, num_rows, hidden):
     changed = {name: Result((number, hidden), group.dtype) for name, number in num_rows.items()}
-    message = f"{target.name}: a row has {2 * hidden} bytes in transit; it must have 16 or a multiple of 16"
+    message = f"{target.name}: a row has {hidden * group.dtype.itemsize} bytes in transit; it must have 16 or a multiple of 16"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(group, target, changed))
 

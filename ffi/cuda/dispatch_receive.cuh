@@ -11,12 +11,12 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::chunk_of, Base::chunks,
       Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit, Base::end_token,
       Base::first_token, Base::in_rounds, Base::has_result_unit, Base::is_last_round, Base::is_own, Base::kDelivery,
-      Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch, Base::kStealsRows,
-      Base::kUnitsRead, Base::kUnitsTaken, Base::learn_destinations, Base::load_chunk, Base::look_at_batch,
-      Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of, Base::rows_from,
-      Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at, Base::await_destinations, Base::plan,
-      Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products, Base::sync_warp_group, Base::take_batch,
-      Base::result_unit, Base::write_counts, Base::zero_row;
+      Base::kEvictsResultsFirst, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
+      Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken, Base::learn_destinations, Base::load_chunk,
+      Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of,
+      Base::rows_from, Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at,
+      Base::await_destinations, Base::plan, Base::scratch, Base::sends_numbers, Base::shared, Base::sum_products,
+      Base::sync_warp_group, Base::take_batch, Base::result_unit, Base::write_counts, Base::zero_row;
   using typename Base::Arriving;
   using typename Base::ArrivingBatch;
   using typename Base::BatchAddresses;
@@ -325,8 +325,8 @@ struct DispatchReceiver : CombineBackward<Config> {
       for (int i = 0; i < kReceiveBatch; ++i) {
         const int32_t chunk = chunk_of(first, i, warp_group);
         if (!has_unit(chunk)) continue;
-        if constexpr (kStealsRows) {
-          __stcs(out + chunk * kChunkUnits, batch.units[i]);  // many rows should not evict rows in transit from L2
+        if constexpr (kEvictsResultsFirst) {
+          __stcs(out + chunk * kChunkUnits, batch.units[i]);
         } else {
           out[chunk * kChunkUnits] = batch.units[i];
         }

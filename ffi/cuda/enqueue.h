@@ -65,7 +65,8 @@ inline ffi::ErrorOr<const Member*> member_for(const char* op, int64_t group_id, 
   return member;
 }
 
-// Returns an error if rows of `payload` bytes cannot travel as whole units.
+// Returns an error if rows of `payload` bytes cannot travel as whole units. Kernels need at least one unit: a lane
+// without a unit of its own loads the row's last unit (load_chunk).
 inline ffi::Error check_units(const char* op, int64_t payload) {
   if (payload > 0 && payload % kUnitBytes == 0) return ffi::Error::Success();
   const std::string unit = std::to_string(kUnitBytes);
@@ -214,7 +215,8 @@ inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Memb
 inline ffi::Error enqueue_combine(const char* op, CallStream stream, const Member& member, int64_t group,
                                   ElementType type, const CombineArgs& args, const Buffers& buffers = {}) {
   // Without y, only cotangents of weights travel, and rows have 0 bytes.
-  ffi::Error error = args.y ? check_units(op, args.row_bytes) : ffi::Error::Success();
+  const bool has_rows = args.y != nullptr || args.row_bytes > 0;
+  ffi::Error error = has_rows ? check_units(op, args.row_bytes) : ffi::Error::Success();
   if (error.success()) error = check_fits(op, member, args, args.row_bytes);
   if (error.failure()) return error;
   const Peers& peers = member.peers;

@@ -111,14 +111,15 @@ struct Chunk {
     return {unit, 0, false};
   }
 
-  // Stores the units and, if the chunk has escapes, the escape mask. escape_mask() returns the mask's address. A whole
-  // warp calls it.
+  // Stores the units and, if the chunk has escapes, the escape mask. escape_mask() returns the mask's address. All
+  // lanes call it, because it may shuffle. A whole warp calls send().
   template <typename EscapeMask>
   __device__ __forceinline__ void send(const Operation& op, int32_t peer, uint8_t* to, EscapeMask escape_mask,
                                        bool present) const {
     if (present) store_unit(to, unit);
-    if (has_escapes) send_escape_mask(op, peer, escape_mask());  // escape_mask() may be a collective
+    if (has_escapes) send_escape_mask(op, peer, escape_mask());
   }
+  // Stores the escape mask at `word`.
   __device__ __forceinline__ void send_escape_mask(const Operation& op, int32_t peer, unsigned long long* word) const {
     if (lane_id() == 0) store_word(op.peers, peer, word, tagged(op.state.epoch, sentinels));
   }

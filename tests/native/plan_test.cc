@@ -202,6 +202,9 @@ void test_plans_on_132_sms() {
       {4096, 32, 8, 14, 0, true, {kThroughput, 17, 132, 4, 2, 2}},
       {32, 4, 8, 28, 24, false, {kThroughput, 9, 24, 4, 2, 1}},
       {128, 4, 8, 28, 24, false, {kThroughput, 9, 24, 4, 0, 1}},
+      {4096, 2, 8, 28, 24, false, {kThroughput, 11, 24, 4, 0, 0}},
+      {4096, 2, 8, 28, 12, false, {kThroughput, 6, 12, 4, 0, 0}},
+      {128, 4, 8, 4, 24, false, {kThroughput, 9, 24, 4, 0, 0}},    // a warp per short row
       {288, 2, 8, 28, 24, false, {kThroughput, 11, 24, 4, 0, 1}},  // 24 rows per SM
       {289, 2, 8, 28, 24, false, {kThroughput, 13, 24, 4, 0, 0}},
       {2000, 2, 8, 28, 1000, false, {kThroughput, 68, 132, 4, 0, 0}},  // more SMs than the device has
