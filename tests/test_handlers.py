@@ -191,7 +191,8 @@ def test_a_message_in_full(group):
 )
 def test_rows_of_no_whole_units(group, target, num_rows, hidden):
     changed = {name: Result((number, hidden), group.dtype) for name, number in num_rows.items()}
-    message = f"{target.name}: a row has {hidden * group.dtype.itemsize} bytes in transit; it must have 16 or a multiple of 16"
+    num_bytes = hidden * group.dtype.itemsize
+    message = f"{target.name}: a row has {num_bytes} bytes in transit; it must have 16 or a multiple of 16"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(group, target, changed))
 
