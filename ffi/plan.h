@@ -438,8 +438,8 @@ inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWa
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
                                   Send{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)},
                                   Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{9}};
-// The same for has_few_rows_per_sm(). Two warps share a received row. With one warp per row, the warps' shares may
-// differ much: for 128 tokens of two ranks on 24 SMs, some warps would receive two rows, and others one.
+// The same for has_few_rows_per_sm(). Two warps share a received row, unless it is short. With one, the warps' shares
+// may differ much: for 128 tokens of two ranks on 24 SMs, some warps would receive two rows, and others one.
 inline constexpr Shape kFewSmsAndFewRows = {Variant::kThroughput, BlockWarps{16}, kFewSms.send,
                                             Receive{WarpsPerRow::at_most(2, 4).more_for_few_rows(kAny, 2)},
                                             kFewSms.receivers};

@@ -181,12 +181,12 @@ def test_a_message_in_full(group):
         (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 0),
         (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 4),
         (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 12),
-        # No case combine-0: XLA removes a call whose only result is empty.
+        # There is no case combine-0, because XLA removes a call whose only result is empty.
         (targets.COMBINE, {"y": CAPACITY, "out": SMALL.tokens}, 12),
     ],
     ids=["dispatch-0", "dispatch-4", "dispatch-12", "combine-12"],
 )
-def test_rows_of_no_whole_units(group, target, num_rows, hidden):
+def test_rows_that_are_not_whole_units(group, target, num_rows, hidden):
     changed = {name: Result((number, hidden), group.dtype) for name, number in num_rows.items()}
     num_bytes = hidden * group.dtype.itemsize
     message = f"{target.name}: a row has {num_bytes} bytes in transit; it must have 16 or a multiple of 16"

@@ -119,7 +119,8 @@ struct DispatchOperands {
   static constexpr int kReceiveBatch = receive_batch(kDelivery, kVariant, kCasts);
   // Work stealing (DispatchReceiver::sync_and_decide_to_steal): warp groups claim rows and padding.
   static constexpr bool kStealsRows = kVariant == Variant::kThroughput;
-  // copy() stores results so that the L2 cache evicts them first. So they evict fewer rows in transit.
+  // True if copy() stores results with the hint that the L2 cache evicts them first. Then they evict fewer rows in
+  // transit.
   static constexpr bool kEvictsResultsFirst = kVariant == Variant::kThroughput;
   static constexpr bool kHasRounds = has_rounds(kVariant);
   static constexpr int kUnitsRead = units_per_unit_in_transit(kCasts);
