@@ -36,7 +36,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ep as ep
+from jax_ep._layouts import LayoutName
 from jax_ep.bench import report
 from jax_ep.bench.cases import Case, Inputs, make_inputs
 from jax_ep.bench.devices import allow_virtual_cpus
@@ -94,21 +95,44 @@ class Gemms(NamedTuple):
         return rows
 
 
-def start_dispatch(group: ep.Group, *inputs: jax.Array) -> Any:
-    capacity = CAPACITY_FACTOR * inputs[0].shape[0] * group.top_k
-    return ep.dispatch_start(*inputs, group=group, layout="ragged", capacity=capacity)
+class Exchange(NamedTuple):
+    """How tokens travel."""
+
+    group: ep.Group
+    layout: LayoutName
+
+    def start(self, *inputs: jax.Array) -> Any:
+        capacity = CAPACITY_FACTOR * inputs[0].shape[0] * self.group.top_k if self.layout == "ragged" else None
+        return ep.dispatch_start(*inputs, group=self.group, layout=self.layout, capacity=capacity)
+
+    def after_steps(self, x: np.ndarray, topk_idx: np.ndarray) -> np.ndarray:
+        """Returns what becomes of x in STEPS steps, which send the rows that arrive back as they are.
+
+        In the layout "token", a row comes back from each rank that the token names, and combine adds these rows.
+        """
+        if self.layout != "token":
+            return x
+        ranks = np.sort(topk_idx // (self.group.num_experts // self.group.num_ranks), axis=-1)
+        num_ranks = 1 + np.sum(ranks[:, 1:] != ranks[:, :-1], axis=-1, keepdims=True)
+        for _ in range(STEPS):
+            row = total = x.astype(np.float32)
+            for earlier in range(1, num_ranks.max()):
+                total = np.where(earlier < num_ranks, total + row, total)
+            x = total.astype(x.dtype)
+        return x
 
 
-def shared_expert(order: Callable, group: ep.Group, work: Work, weights: jax.Array, inputs: Inputs, rows: Any) -> Any:
+def shared_expert(
+    order: Callable, exchange: Exchange, work: Work, weights: jax.Array, inputs: Inputs, rows: Any
+) -> Any:
     """A step: inputs.x of the next one, and the GEMMs' rows."""
-    start = partial(start_dispatch, group)
-    recv, rows = order(start, inputs, ep.dispatch_done, Gemms(weights, work.dispatch), rows)
+    recv, rows = order(exchange.start, inputs, ep.dispatch_done, Gemms(weights, work.dispatch), rows)
     return order(ep.combine_start, (recv.x, recv), ep.combine_done, Gemms(weights, work.combine), rows)
 
 
-def two_halves(order: Callable, group: ep.Group, work: Work, weights: jax.Array, inputs: Inputs, rows: Any) -> Any:
+def two_halves(order: Callable, exchange: Exchange, work: Work, weights: jax.Array, inputs: Inputs, rows: Any) -> Any:
     """A step: inputs.x of the next one, and the GEMMs' rows."""
-    start = partial(start_dispatch, group)
+    start = exchange.start
     half = inputs.x.shape[0] // 2
     first, second = jax.tree.map(lambda a: a[:half], inputs), jax.tree.map(lambda a: a[half:], inputs)
     # The GEMMs take the place of the experts of a half, so they run after its rows have arrived.
@@ -143,7 +167,7 @@ FORMS = {
 class Bench(NamedTuple):
     """The data that all chains of a run share."""
 
-    group: ep.Group
+    exchange: Exchange
     inputs: Inputs  # the ranks' arrays, joined along the first axis
     weights: jax.Array
     rows: jax.Array
@@ -156,7 +180,8 @@ def make_bench(group: ep.Group, case: Case, gemm_rows: int) -> Bench:
     weights = (rng.standard_normal((case.hidden, case.hidden)) / np.sqrt(case.hidden)).astype(jnp.dtype(case.dtype))
     rows = np.ones((case.ranks * gemm_rows, case.hidden), jnp.dtype(case.dtype))
     split, whole = (NamedSharding(group.mesh, spec) for spec in (PartitionSpec(AXIS), PartitionSpec()))
-    return Bench(group, *jax.device_put((inputs, weights, rows), (split, whole, split)))
+    operands = jax.device_put((inputs, weights, rows), (split, whole, split))
+    return Bench(Exchange(group, case.layout), *operands)
 
 
 def compile_chain(bench: Bench, form: Form, order: Callable, work: Work) -> Callable[[], Any]:
@@ -164,7 +189,7 @@ def compile_chain(bench: Bench, form: Form, order: Callable, work: Work) -> Call
 
     def chain(inputs: Inputs, weights: jax.Array, rows: jax.Array) -> Any:
         def step(x: jax.Array, rows: jax.Array) -> Any:
-            return form.step(order, bench.group, work, weights, inputs._replace(x=x), rows)
+            return form.step(order, bench.exchange, work, weights, inputs._replace(x=x), rows)
 
         state, steps = (inputs.x, rows), [step] * STEPS
         if form.backward:
@@ -183,8 +208,8 @@ def compile_gemms(bench: Bench) -> Callable[[], Any]:
 
 
 def compile_on_ranks(fn: Callable, bench: Bench) -> Callable[[], Any]:
-    split, whole = PartitionSpec(AXIS), PartitionSpec()
-    mapped = jax.shard_map(fn, mesh=bench.group.mesh, in_specs=(split, whole, split), out_specs=split, check_vma=False)
+    mesh, split, whole = bench.exchange.group.mesh, PartitionSpec(AXIS), PartitionSpec()
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(split, whole, split), out_specs=split, check_vma=False)
     operands = bench.inputs, bench.weights, bench.rows
     options = TRACE_OPTIONS | GEMMS_BY[bench.gemms_by]
     return partial(jax.jit(mapped).lower(*operands).compile(options), *operands)
@@ -277,7 +302,8 @@ def measure(bench: Bench, form: Form) -> dict[str, Any]:
             "beside_gemms": beside_gemms(both),
             "gemms_slowed": compute_us(both) / compute_us(one_by_one),
         }
-    checked = all(np.array_equal(chain()[0], bench.inputs.x) for chain in chains)
+    expected = bench.exchange.after_steps(*map(np.asarray, (bench.inputs.x, bench.inputs.topk_idx)))
+    checked = all(np.array_equal(chain()[0], expected) for chain in chains)
     return {"gemms": work._asdict(), **row, "checked": checked}
 
 
@@ -285,7 +311,7 @@ def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     """Measures all forms. Returns the content of the JSON file."""
     rows = []
     for num_sms in options.num_sms:
-        case = case_of(options, mesh.size, routing="uniform", num_sms=num_sms)
+        case = case_of(options, mesh.size, routing="uniform", layout=options.layout, num_sms=num_sms)
         with open_group(case, mesh, options.backend) as group:
             bench = make_bench(group, case, options.gemm_rows)
             rows += [
@@ -346,6 +372,7 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="dtype of activations and GEMMs"
     )
+    add("--layout", choices=get_args(LayoutName), default="ragged", help="layout of the rows that arrive")
     add("--gemm-rows", type=int, help="rows of the GEMMs, per rank; None: all tokens")
     by = ["auto"] if on_cpu else ["cublas", "triton"]
     add("--gemms-by", choices=GEMMS_BY, nargs="+", default=by, help="library of the GEMMs; auto: XLA chooses")

@@ -95,6 +95,13 @@ struct LaunchPlan {
       log_receive_warps;  // log2 of the warps in a warp group, which share a row; they may be in several blocks
   bool sums_own = false;  // combine: receivers sum the rows of this rank's own tokens; senders do not send them
   bool senders_enter_first = false;  // the other blocks wait a short time for the senders (Epoch::await_entries)
+  // Dispatch: receivers write the own rows of the first tokens_with_own_items tokens of a round. (A token's *own* row
+  // is the row that its rank sends to itself.) Senders write all other own rows, while they send the token's row to the
+  // peers. So they read and cast the row once. A sender must then know the places of rows in the result, which depend
+  // on the peers' counts. It has sent some rows before it waits for the counts.
+  int32_t tokens_with_own_items = kAllTokens;
+  static constexpr int32_t kAllTokens = INT32_MAX;
+  constexpr bool senders_write_own() const { return tokens_with_own_items != kAllTokens; }
 
   constexpr int32_t block_warps() const { return 1 << log_block_warps; }
   constexpr int32_t block_threads() const { return 32 * (block_warps() + has_extra_control_warp(variant)); }
@@ -363,8 +370,8 @@ constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
 }
 
 // Launch shapes of a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving
-// warp group writes a row once per expert. "Tokens" are the tokens of one rank. All shapes but kFewSms and
-// kFewSmsAndFewRows are for calls without a limit on SMs.
+// warp group writes a row once per expert. "Tokens" are the tokens of one rank. All shapes but the last
+// four are for calls without a limit on SMs.
 namespace dispatch_shapes {
 
 inline constexpr int32_t kAny = WarpsPerRow::kAnyNumber;
@@ -433,8 +440,9 @@ inline constexpr Shape kCombineBackOfManyTokens = {Variant::kThroughput,   Block
 inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWarps{16},
                                                  kCombineBack.send,      kCombineBackOfManyTokens.receive,
                                                  ReceiverSixteenths{12}, Fewest::kSenders};
-// Any number of tokens, if the user limits the SMs, or in a split-phase call, except for has_few_rows_per_sm(). The
-// receivers' share is measured on two ranks. On four ranks, and in combine's backward pass, 8/16 was as fast.
+// Any number of tokens, if the user limits the SMs, or in a split-phase call, in all cases that the three shapes below
+// do not cover. The receivers' share is measured on two ranks. On four ranks, and in combine's backward pass, 8/16 was
+// as fast.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
                                   Send{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)},
                                   Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{9}};
@@ -444,6 +452,14 @@ inline constexpr Shape kFewSmsAndFewRows = {Variant::kThroughput, BlockWarps{16}
                                             Receive{WarpsPerRow::at_most(2, 4).more_for_few_rows(kAny, 2)},
                                             kFewSms.receivers};
 
+// Limited SMs, and many tokens that senders cast: senders also write own rows (LaunchPlan::tokens_with_own_items). On
+// more than two ranks, kFewSms has the best share (measured on four). On two ranks, receivers have little left to do.
+inline constexpr Shape kOwnRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::of(1)},
+                                             Receive{WarpsPerRow::of(1)}, ReceiverSixteenths{5}};
+// The same with fewer tokens per SM. Receivers write a large part of the own rows: those of the first two steps.
+inline constexpr Shape kSomeOwnRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::of(1)},
+                                                 Receive{WarpsPerRow::of(1)}, ReceiverSixteenths{6.7}};
+
 }  // namespace dispatch_shapes
 
 // True if a rank may receive at most 24 rows per SM, and so per block of 16 warps. (Measured with 12 and 24 SMs: with
@@ -451,12 +467,20 @@ inline constexpr Shape kFewSmsAndFewRows = {Variant::kThroughput, BlockWarps{16}
 constexpr bool has_few_rows_per_sm(int64_t num_rows, int32_t num_sms) { return num_rows <= 24 * num_sms; }
 
 // Plans a dispatch. `is_combine_back`: the backward pass of combine. `num_chunks`: the chunks of a row in transit.
+// `casts`: senders cast rows.
 constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
-                                   int32_t num_sms, int32_t device_sms, bool is_combine_back) {
+                                   int32_t num_sms, int32_t device_sms, bool is_combine_back, bool casts = false) {
   using namespace dispatch_shapes;
   const int64_t num_rows = num_tokens * num_ranks;
   const int32_t sms = usable_sms(num_sms, device_sms);
+  // With fewer tokens, senders would have sent almost all of them before they may write own rows. Without a cast, they
+  // would be slower (measured).
+  const bool senders_write_own =
+      num_sms > 0 && casts && !is_combine_back && num_ranks > 1 && num_tokens >= int64_t{20} * sms;
   const auto choose_shape = [=]() -> const Shape& {
+    if (senders_write_own && num_ranks == 2) {
+      return num_tokens >= int64_t{64} * sms ? kOwnRowsOnTwoRanks : kSomeOwnRowsOnTwoRanks;
+    }
     if (num_sms > 0) return has_few_rows_per_sm(num_rows, sms) ? kFewSmsAndFewRows : kFewSms;
     if (is_combine_back && !has_few_tokens(num_tokens)) {
       if (num_tokens < 1024) return kCombineBack;
@@ -486,6 +510,11 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   }
   LaunchPlan plan = plan_launch(num_tokens, num_rows, shape, log_warps, sms);
   plan.senders_enter_first = let_senders_enter_first(num_tokens, num_ranks, num_sms);
+  if (senders_write_own) {
+    plan.log_send_warps = 0;  // in a warp group of several warps, only the first would know where own rows go
+    constexpr int32_t kStepsWithOwnItems = 2;
+    plan.tokens_with_own_items = kStepsWithOwnItems * WarpGroup::of_senders(plan, 0, 0).num_groups;
+  }
   return plan;
 }
 

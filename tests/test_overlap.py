@@ -72,12 +72,12 @@ def test_times_and_shares():
 def test_the_recipe_is_differentiable(make_group, mesh):
     """Operands of a start and what is pending pass through barriers, integers among them."""
     shape = dataclasses.replace(SMALL, hidden=128, dtype="float32")
-    group = make_group(mesh, shape)
+    exchange = overlap.Exchange(make_group(mesh, shape), "ragged")
 
     def gradients(order, x, topk_idx, topk_weights):
         def loss(x, topk_weights):
             inputs = overlap.Inputs(x, topk_idx, topk_weights)
-            y, _ = overlap.shared_expert(order, group, overlap.Work(1, 1), jnp.eye(128), inputs, jnp.ones((1, 128)))
+            y, _ = overlap.shared_expert(order, exchange, overlap.Work(1, 1), jnp.eye(128), inputs, jnp.ones((1, 128)))
             return jnp.sum(jnp.tanh(y) ** 2)
 
         return jax.grad(loss, argnums=(0, 1))(x, topk_weights)
@@ -128,7 +128,8 @@ def test_measured_lengths_set_the_work(monkeypatch):
         overlap, "compile_chain", lambda bench, form, order, work: chosen.append(work) or (lambda: (np.ones(2),))
     )
     row = overlap.measure(
-        overlap.Bench(None, overlap.Inputs(np.ones(2), None, None), None, None), overlap.FORMS["shared expert"]
+        overlap.Bench(overlap.Exchange(None, "ragged"), overlap.Inputs(np.ones(2), None, None), None, None),
+        overlap.FORMS["shared expert"],
     )
     assert chosen[1:] == [overlap.Work(2, 3)] * 2
     assert row["hidden_share"] == pytest.approx(1) and row["gemms_us"] == pytest.approx(100) and row["checked"]

@@ -336,6 +336,21 @@ def test_fp8_rows(make_group, mesh, wire):
     assert_same_bits(later, oracle.dispatch(x, *inputs[1:], **options, **to, layout="ragged").x)
 
 
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_own_rows_that_senders_write(make_group, mesh, dequantize):
+    """With many tokens on few SMs, senders also write a token's own row, from the 33rd token on."""
+    shape = dataclasses.replace(WIDE, tokens=72)
+    inputs = make_inputs(shape, mesh.size, "uneven")
+    group = make_group(mesh, shape, num_sms=2)
+    options = {"wire": "fp8", "capacity": 100}
+    dispatch = partial(dispatch_tokens, group=group, dequantize=dequantize, zero_pad=True, **options)
+    recv = run_spmd(dispatch, mesh, *inputs)
+    options["dequantize_to"] = np_dtype(shape.dtype) if dequantize else None
+    expected = oracle.dispatch_tokens(*inputs, num_experts=shape.num_experts, **options)
+    assert expected.num_dropped.any()
+    assert_tokens_dispatched(recv, expected, zero_pad=True)
+
+
 @pytest.mark.parametrize("wire", ["fp8", None])
 def test_fp8_rows_are_not_differentiable(make_group, mesh, wire):
     group = make_group(mesh, WIDE)

@@ -171,6 +171,28 @@ def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wir
     assert_same_bits(sent.scales, results[0].scales)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_own_rows_that_senders_write(make_group, mesh, layout, dequantize, fits):
+    """With many tokens on few SMs, senders cast a row once, for other ranks and their own, from the 33rd token on."""
+    shape = dataclasses.replace(SHAPE, hidden=528, tokens=72)
+    inputs = make_inputs(shape, mesh.size, "uneven")
+    needed = oracle.needed_capacity(inputs.topk_idx, shape.num_experts, layout, 1)
+    options = {"layout": layout, "wire": "fp8", "capacity": needed if fits else needed * 3 // 4}
+    group = make_group(mesh, shape, num_sms=2)
+
+    def dispatch(*inputs):
+        recv = ep.dispatch(*inputs, group=group, dequantize=dequantize, zero_pad=True, **options)
+        return recv, ep.dispatch_like(inputs[2], recv)
+
+    recv, like = run_spmd(dispatch, mesh, *inputs)
+    dequantize_to = np_dtype(shape.dtype) if dequantize else None
+    expected = oracle.dispatch(*inputs, num_experts=shape.num_experts, dequantize_to=dequantize_to, **options)
+    assert expected.route.num_dropped.any() == (not fits)
+    assert_dispatched(recv, expected, zero_pad=True)
+    assert_same_bits(like, expected.route.gather(inputs.topk_weights))
+
+
 @pytest.mark.parametrize("num_sms", [None, 4])
 def test_scales_with_the_bits_of_missing_units(make_group, mesh, num_sms):
     """A unit has the four scales of a chunk. A row has two chunks."""

@@ -11,8 +11,8 @@
 // DEVICE_SMS=66 plans for 66 SMs per rank, so that several ranks fit on a GPU at the same time; HIDDEN=7168,
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
 // experts are the first rank's) are as the bench's options; REMOTE=1: all experts of a token are the next rank's, so
-// that all rows travel (with two ranks or more, and in place of SKEWED); TOKEN=1: a token has one row on each rank that
-// it names, as in the layout "token", and combine has no weights (not for GRAD=1); CAST_BACK=1 sends the sums back as
+// that all rows travel (with two ranks or more, and in place of SKEWED); TOKEN=1: the layout "token" (not for GRAD=1);
+// OWN_STEPS=2: the senders of a dispatch write own rows after two steps, 0: never; CAST_BACK=1 sends the sums back as
 // fp8, for which there is no VARIANT=1; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a plan's flag; SHARED=1 is
 // memory that other processes could map. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
@@ -69,6 +69,8 @@ struct Rank {
   Peers peers;
   cudaStream_t stream;
   int32_t *axis_index = device_array<int32_t>(1), *ids = device_array<int32_t>(tokens * kTopK),
+          *slots = device_array<int32_t>(tokens * kTopK), *recv_topk_idx = device_array<int32_t>(capacity),
+          *num_rows_per_rank = device_array<int32_t>(num_ranks),
           *send_index = device_array<int32_t>(int64_t{tokens} * num_ranks),
           *recv_row = device_array<int32_t>(int64_t{num_ranks} * tokens * kTopK),
           *num_recv_per_rank = device_array<int32_t>(num_ranks), *counts = device_array<int32_t>(kExperts),
@@ -87,7 +89,7 @@ struct Rank {
 #endif
     must(cudaMemcpy(axis_index, &rank, 4, cudaMemcpyHostToDevice));
     std::mt19937 random(rank);
-    std::vector<int32_t> host, experts(kExperts);
+    std::vector<int32_t> host, host_slots, experts(kExperts);
     for (int32_t e = 0; e < kExperts; ++e) experts[e] = e;
     const bool is_skewed = setting("SKEWED", 0) != 0, is_remote = setting("REMOTE", 0) != 0;
     const int32_t num_hot = is_skewed ? std::min(kTopK / 2, kExperts / num_ranks) : 0;
@@ -102,13 +104,16 @@ struct Rank {
         std::partition(experts.begin(), experts.end(), [&](int32_t e) { return e / (kExperts / num_ranks) == next; });
       }
       std::vector<int32_t> named(experts.begin(), experts.begin() + kTopK);
+      host_slots.insert(host_slots.end(), named.begin(), named.end());
       if (kToken) {
+        const int32_t per_rank = kExperts / num_ranks;
         std::set<int32_t> ranks;
-        for (int32_t& e : named) e = ranks.insert(e / (kExperts / num_ranks)).second ? e : -1;
+        for (int32_t& e : named) e = ranks.insert(e / per_rank).second ? e / per_rank * per_rank : -1;
       }
       host.insert(host.end(), named.begin(), named.end());
     }
     must(cudaMemcpy(ids, host.data(), host.size() * 4, cudaMemcpyHostToDevice));
+    must(cudaMemcpy(slots, host_slots.data(), host_slots.size() * 4, cudaMemcpyHostToDevice));
   }
 
   void dispatch(const LaunchPlan& plan) const {
@@ -122,6 +127,10 @@ struct Rank {
     args.out = recv, args.out_row_bytes = cast ? kHidden : kRowBytes, args.out_scales = cast ? scales : nullptr;
     args.weights = weights, args.counts = counts, args.group_sizes = group_sizes, args.num_dropped = num_dropped;
     args.recv_row = recv_row, args.num_recv_per_rank = num_recv_per_rank;
+    if (kToken) {
+      args.layout = Layout::kToken, args.capacity = args.num_rows = int64_t{num_ranks} * tokens;
+      args.named_slot = slots, args.recv_topk_idx = recv_topk_idx, args.num_rows_per_rank = num_rows_per_rank;
+    }
     must(launch_dispatch(peers, args, ElementType::kBFloat16, plan, stream));
   }
 
@@ -298,10 +307,14 @@ int main(int argc, char** argv) {
     }
     if (setting("VARIANT", -1) >= 0) plan.variant = static_cast<Variant>(setting("VARIANT", 0));
     plan.sums_own = setting("SUMS_OWN", plan.sums_own);
+    const int32_t steps = setting("OWN_STEPS", plan.senders_write_own() ? 2 : 0);
+    plan.tokens_with_own_items =
+        steps > 0 ? steps * WarpGroup::of_senders(plan, 0, 0).num_groups : LaunchPlan::kAllTokens;
     return plan;
   };
   const int32_t out_chunks = num_chunks(cast ? kHidden : kRowBytes);
-  const LaunchPlan out = adjusted(plan_dispatch(tokens, num_ranks, kTopK, out_chunks, kNumSms, device_sms, grad), 3);
+  const LaunchPlan out =
+      adjusted(plan_dispatch(tokens, num_ranks, kTopK, out_chunks, kNumSms, device_sms, grad, cast != 0), 3);
   const LaunchPlan back = adjusted(
       plan_combine(tokens, num_ranks, kTopK, num_chunks(kRowBytes), kCastBack ? 2 : 1, kNumSms, device_sms, kToken), 8);
   std::vector<int32_t> devices(num_ranks);

@@ -8,7 +8,7 @@ namespace jax_ep {
 namespace {
 
 template <typename X, bool kCasts, Delivery kDelivery, Variant kVariant,
-          bool kMayHaveScales = kCasts || kDelivery != Delivery::kCombineBack>
+          bool kMayHaveScales = kCasts || kDelivery != Delivery::kCombineBack, bool kSendersWriteOwn = false>
 __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_per_sm(kVariant))
     dispatch_kernel(const __grid_constant__ Peers peers, const __grid_constant__ DispatchArgs args,
                     const __grid_constant__ LaunchPlan plan) {
@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
   JAX_EP_DYNAMIC_SHARED(16, scratch);
   JAX_EP_SHARED(DispatchShared, shared);
   const int32_t num_worker_threads = static_cast<int32_t>(blockDim.x) - (has_extra_control_warp(kVariant) ? 32 : 0);
-  using Dispatch = NodeForward<DispatchConfig<X, kCasts, kDelivery, kVariant, kMayHaveScales>>;  // the last layer
+  using Dispatch =
+      NodeForward<DispatchConfig<X, kCasts, kDelivery, kVariant, kMayHaveScales, kSendersWriteOwn>>;  // the last layer
   using Outgoing = typename Dispatch::Outgoing;
   constexpr bool kRoleByIndex = is_low_latency(kVariant);
   const auto payload = static_cast<int32_t>(args.payload_bytes(kCasts));
@@ -103,6 +104,14 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scale
   }
 }
 
+// Requires senders_can_write_own().
+Kernel kernel_with_own_rows(Delivery delivery) {
+  constexpr Variant kVariant = Variant::kThroughput;
+  return delivery == Delivery::kCopy
+             ? dispatch_kernel<__nv_bfloat16, true, Delivery::kCopy, kVariant, true, true>
+             : dispatch_kernel<__nv_bfloat16, true, Delivery::kDequantize, kVariant, true, true>;
+}
+
 Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scales, Variant variant) {
   switch (variant) {
     case Variant::kLowLatency:
@@ -114,15 +123,29 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scale
   }
 }
 
+// True if LaunchPlan::tokens_with_own_items may be set: for a new route whose rows are cast, if a sender's memory
+// suffices. (Of other calls, all_to_all moves own rows through the arena, and combine's backward pass needs y for them.)
+bool senders_can_write_own(const Peers& peers, const DispatchArgs& args) {
+  const int64_t scratch = scratch_bytes_with_own_rows(peers.num_ranks, peers.experts_per_rank);
+  return args.topk_idx != nullptr && args.cast != 0 && scratch <= max_dispatch_scratch(kHasNetwork);
+}
+
 }  // namespace
 
 LaunchPlan adapt_dispatch_plan(const Peers& peers, const DispatchArgs& args, const LaunchPlan& plan) {
-  return kHasNetwork ? over_network(plan, needs_rail_peers(peers, args)) : plan;
+  LaunchPlan adapted = kHasNetwork ? over_network(plan, needs_rail_peers(peers, args)) : plan;
+  if (!senders_can_write_own(peers, args)) adapted.tokens_with_own_items = LaunchPlan::kAllTokens;
+  return adapted;
 }
 
 cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, ElementType type, const LaunchPlan& plan,
                             cudaStream_t stream) {
   if (!plan.is_possible_dispatch(args.phase)) return cudaErrorInvalidConfiguration;
+  if (plan.senders_write_own()) {
+    const int64_t scratch = scratch_bytes_with_own_rows(peers.num_ranks, peers.experts_per_rank);
+    return launch(kernel_with_own_rows(args.delivery), {plan.num_blocks, plan.block_threads(), scratch}, stream, peers,
+                  args, plan);
+  }
   const int64_t scratch = dispatch_scratch_bytes(peers.num_ranks, peers.experts_per_rank) +
                           int64_t{plan.block_warps()} * prefetched_y_bytes(args.delivery, plan.variant, args.cast != 0);
   const Kernel kernel = kernel_of(type, args.cast != 0, args.delivery, args.num_scales > 0, plan.variant);
@@ -131,6 +154,9 @@ cudaError_t launch_dispatch(const Peers& peers, const DispatchArgs& args, Elemen
 
 cudaError_t load_dispatch() {
   cudaError_t status = cudaSuccess;
+  for (Delivery delivery : {Delivery::kCopy, Delivery::kDequantize}) {
+    if (status == cudaSuccess) status = load_kernel(kernel_with_own_rows(delivery), max_dispatch_scratch(kHasNetwork));
+  }
   for (ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     for (Delivery delivery : {Delivery::kCopy, Delivery::kDequantize, Delivery::kCombineBack}) {
       for (bool casts : {false, true}) {

@@ -81,13 +81,22 @@ struct DispatchArgs : Call {
   constexpr int64_t weights_per_row() const { return has_token_rows() ? top_k : 1; }
 };
 
-// Dynamic shared memory of a block. It holds the destinations of rows, per source and expert, or a sender's counts. So
-// it limits the number of experts. A multiple of 16 bytes.
+// Dynamic shared memory of a block. It holds a sender's counts, or the destinations of rows, per source and expert. So
+// it limits the number of experts. Multiples of 16 bytes.
 // Over a network, DispatchShared takes more of the block's memory.
 constexpr int64_t max_dispatch_scratch(bool has_network) { return (has_network ? 90 : 96) * 1024; }
+constexpr int64_t send_counts_bytes(int32_t num_ranks, int32_t experts_per_rank) {
+  return align_up(int64_t{8} * num_ranks * (experts_per_rank + 1), 16);
+}
+constexpr int64_t destinations_bytes(int32_t num_ranks, int32_t experts_per_rank) {
+  return align_up(int64_t{4} * (num_ranks + 3) * experts_per_rank, 16);
+}
 constexpr int64_t dispatch_scratch_bytes(int32_t num_ranks, int32_t experts_per_rank) {
-  const int64_t num_experts = int64_t{num_ranks} * experts_per_rank;
-  return align_up(4 * std::max(2 * (num_experts + num_ranks), num_experts + 3 * experts_per_rank), 16);
+  return std::max(send_counts_bytes(num_ranks, experts_per_rank), destinations_bytes(num_ranks, experts_per_rank));
+}
+// If senders write own rows, a sender has both.
+constexpr int64_t scratch_bytes_with_own_rows(int32_t num_ranks, int32_t experts_per_rank) {
+  return send_counts_bytes(num_ranks, experts_per_rank) + destinations_bytes(num_ranks, experts_per_rank);
 }
 
 // The plan for a launch of this module's kernels, from the plan that plan_dispatch() gives: over a network, it differs.

@@ -92,14 +92,17 @@ constexpr bool needs_rail_peers(const Peers& peers, const DispatchArgs& args) {
 }
 
 // The compile-time parameters of a dispatch kernel. X is the element type of rows. With kCasts, senders cast rows of
-// bfloat16 to fp8. If kMayHaveScales is false, rows in transit never have scales.
-template <typename X_, bool kCasts_, Delivery kDelivery_, Variant kVariant_, bool kMayHaveScales_>
+// bfloat16 to fp8. If kMayHaveScales is false, rows in transit never have scales. With kSendersWriteOwn, the route is
+// new, and senders write most own rows (LaunchPlan::tokens_with_own_items).
+template <typename X_, bool kCasts_, Delivery kDelivery_, Variant kVariant_, bool kMayHaveScales_,
+          bool kSendersWriteOwn_>
 struct DispatchConfig {
   using X = X_;
   static constexpr bool kCasts = kCasts_;
   static constexpr Delivery kDelivery = kDelivery_;
   static constexpr Variant kVariant = kVariant_;
   static constexpr bool kMayHaveScales = kMayHaveScales_;
+  static constexpr bool kSendersWriteOwn = kSendersWriteOwn_;
 };
 
 template <typename Config>
@@ -109,6 +112,7 @@ struct DispatchOperands {
   static constexpr Delivery kDelivery = Config::kDelivery;
   static constexpr Variant kVariant = Config::kVariant;
   static constexpr bool kMayHaveScales = Config::kMayHaveScales;
+  static constexpr bool kSendersWriteOwn = Config::kSendersWriteOwn;
   static constexpr bool kIsLowLatency = is_low_latency(kVariant);
   // The chunks that a sender's warp packs at once: its batch. (With a cast, combine's backward pass would spill
   // registers if the batch had two chunks.)
@@ -140,7 +144,9 @@ struct DispatchOperands {
 
   __device__ int32_t experts_per_rank() const { return peers.experts_per_rank; }
   __device__ int32_t num_experts() const { return peers.num_ranks * peers.experts_per_rank; }
-  __device__ bool new_route() const { return kDelivery != Delivery::kCombineBack && args.topk_idx != nullptr; }
+  __device__ bool new_route() const {
+    return kSendersWriteOwn || (kDelivery != Delivery::kCombineBack && args.topk_idx != nullptr);
+  }
   __device__ bool sends_numbers() const { return new_route() || args.splits; }
   __device__ bool uses_rail_peers() const { return !kIsLowLatency && needs_rail_peers(peers, args); }
   // True if rows in transit have scales. In kernels that cast, this is a compile-time constant, except in combine's

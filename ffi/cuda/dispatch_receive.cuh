@@ -11,7 +11,7 @@ struct DispatchReceiver : CombineBackward<Config> {
   using Base::args, Base::prefetch_y, Base::uses_rail_peers, Base::bytes_in_transit, Base::chunk_of, Base::chunks,
       Base::combine_back, Base::experts_per_rank, Base::has_header, Base::has_scales, Base::has_unit, Base::end_token,
       Base::first_token, Base::in_rounds, Base::has_result_unit, Base::is_last_round, Base::is_own, Base::kDelivery,
-      Base::kEvictsResultsFirst, Base::kHasRounds, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
+      Base::kHasRounds, Base::kSendersWriteOwn, Base::kIsLowLatency, Base::kMayHaveScales, Base::kReceiveBatch,
       Base::kStealsRows, Base::kUnitsRead, Base::kUnitsTaken, Base::learn_destinations, Base::load_chunk,
       Base::look_at_batch, Base::new_route, Base::new_row, Base::op, Base::out_row, Base::pad, Base::place_of,
       Base::rows_from, Base::zero_claimed_padding, Base::peers, Base::row_here, Base::batch_at,
@@ -94,7 +94,11 @@ struct DispatchReceiver : CombineBackward<Config> {
     if (!is_stealing()) op.stamp(time);
   }
 
-  __device__ uint32_t num_items() const { return peers.num_ranks * (end_token() - first_token()); }
+  __device__ uint32_t num_items() const {
+    const int32_t num_tokens = end_token() - first_token();
+    if (!kSendersWriteOwn) return peers.num_ranks * num_tokens;
+    return (peers.num_ranks - 1) * num_tokens + min(num_tokens, plan.tokens_with_own_items);
+  }
   // The first item that warp groups claim. The receivers' warp groups take the items before it without a claim: each
   // warp group takes the item with its own index.
   __device__ uint32_t first_claimable_item() const {
@@ -162,6 +166,11 @@ struct DispatchReceiver : CombineBackward<Config> {
   __device__ void find_row_of_item(uint32_t item, Arriving& arriving) const {
     arriving.source = peers.rank + 1 + peers.by_ranks.remainder(item);
     arriving.index = peers.by_ranks.quotient(item);
+    if (kSendersWriteOwn && arriving.index >= plan.tokens_with_own_items) {
+      item -= plan.tokens_with_own_items * peers.num_ranks;
+      arriving.source = peers.rank + 1 + peers.by_others.remainder(item);
+      arriving.index = plan.tokens_with_own_items + peers.by_others.quotient(item);
+    }
     if (arriving.source >= peers.num_ranks) arriving.source -= peers.num_ranks;
   }
 
@@ -256,9 +265,9 @@ struct DispatchReceiver : CombineBackward<Config> {
   __device__ void deliver_row(Arriving& arriving, const Destinations& destinations, const WarpGroup& warp_group) const {
     const int32_t source = arriving.source;
     const int64_t recv_index = int64_t{source} * args.num_tokens + arriving.index;
-    const bool keeps_route = new_route() && warp_group.warp == warp_group.num_warps - 1 && lane_id() < args.top_k;
+    const bool keeps_route = new_route() && warp_group.warp == warp_group.num_warps - 1;
     if (!arriving.is_sent) {
-      if (keeps_route) args.recv_row[recv_index * args.top_k + lane_id()] = -1;
+      if (keeps_route && lane_id() < args.top_k) args.recv_row[recv_index * args.top_k + lane_id()] = -1;
       if (args.is_all_to_all && args.zero_pad && warp_group.warp == 0) zero_row(static_cast<int32_t>(recv_index));
       return;
     }
@@ -268,11 +277,7 @@ struct DispatchReceiver : CombineBackward<Config> {
     } else if (lane_id() < args.top_k) {
       row = new_route() ? new_row(source, arriving.header, destinations) : arriving.row;
     }
-    if (keeps_route) {
-      args.recv_row[recv_index * args.top_k + lane_id()] = row;
-      if (row >= 0 && !args.recv_topk_idx) args.weights[row] = arriving.header.weight;
-    }
-    if (args.recv_topk_idx && warp_group.warp == warp_group.num_warps - 1) write_pairs(arriving.header, row);
+    if (keeps_route) Base::keep_row(source, arriving.index, arriving.header, row);
     const uint32_t targets = __ballot_sync(kAllLanes, row >= 0);
     op.stamp(Stamp::kMoved);
     if (args.weights_cotangent) shared.products[warp_id()][lane_id()] = 0;
@@ -292,69 +297,16 @@ struct DispatchReceiver : CombineBackward<Config> {
           take_batch(source, arriving.address, first_chunk, warp_group, arriving.batch, [] { return true; });
       }
       op.stamp(Stamp::kWrites);
-      if constexpr (kDelivery == Delivery::kCopy) copy(arriving.batch, first_chunk, row, targets, warp_group);
-      if constexpr (kDelivery == Delivery::kDequantize)
-        dequantize(arriving.batch, first_chunk, row, targets, warp_group);
-      if constexpr (kDelivery == Delivery::kCombineBack) combine_back(arriving, first_chunk, targets, warp_group);
+      if constexpr (kDelivery == Delivery::kCombineBack) {
+        combine_back(arriving, first_chunk, targets, warp_group);
+      } else {
+        const auto chunk_at = [=](int i) { return chunk_of(first_chunk, i, warp_group); };
+        const uint4& scales = arriving.batch.units[kUnitsTaken - 1];  // if there are scales
+        Base::template write_chunks<kReceiveBatch>(arriving.batch.units, scales, chunk_at, row, targets);
+      }
       op.stamp(Stamp::kWritten);
     }
     if constexpr (kDelivery == Delivery::kCombineBack) sum_products(row, warp_group);
-  }
-
-  // In the layout "token": writes the expert slots and the weights of a token's row here. Only the first k that names
-  // this rank has a `row` of 0 or more.
-  __device__ void write_pairs(const RowHeader& header, int32_t row) const {
-    const int32_t row_of_token = __reduce_max_sync(kAllLanes, row);
-    if (row_of_token < 0 || lane_id() >= args.top_k) return;
-    const int64_t pair = int64_t{row_of_token} * args.top_k + lane_id();
-    args.recv_topk_idx[pair] = header.expert;
-    args.weights[pair] = header.expert < 0 ? 0 : header.weight;
-  }
-
-  // Copies a batch unchanged to each expert's row. One loop writes both units and scales, because each iteration waits
-  // for a shuffle.
-  __device__ void copy(const ArrivingBatch& batch, int32_t first, int32_t row, uint32_t targets,
-                       const WarpGroup& warp_group) const {
-    const int32_t chunk_of_scales = chunk_of(first, lane_id(), warp_group);
-    const bool writes_scales = has_scales() && lane_id() < kReceiveBatch && chunk_of_scales < chunks();
-#pragma unroll(kStealsRows ? 2 : 1)
-    for (uint32_t left = targets; left; left &= left - 1) {
-      const int32_t row_of_k = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
-      uint4* const out = out_row(row_of_k) + lane_id();
-#pragma unroll
-      for (int i = 0; i < kReceiveBatch; ++i) {
-        const int32_t chunk = chunk_of(first, i, warp_group);
-        if (!has_unit(chunk)) continue;
-        if constexpr (kEvictsResultsFirst) {
-          __stcs(out + chunk * kChunkUnits, batch.units[i]);
-        } else {
-          out[chunk * kChunkUnits] = batch.units[i];
-        }
-      }
-      if constexpr (kMayHaveScales) {
-        if (writes_scales) ScalesWriter{args}.write(batch.scales(), chunk_of_scales, row_of_k);
-      }
-    }
-  }
-
-  // Dequantizes a batch into each expert's row, in bfloat16.
-  __device__ void dequantize(const ArrivingBatch& batch, int32_t first, int32_t row, uint32_t targets,
-                             const WarpGroup& warp_group) const {
-#pragma unroll
-    for (int i = 0; i < kReceiveBatch; ++i) {
-      ChannelsOfUnit x;
-      const float scale = scale_of_block(batch.scales(), i);
-      cast_from_fp8(pair_channels(batch.units[i]), scale, Cast::kAmax, x);
-#pragma unroll 1
-      for (uint32_t left = targets; left; left &= left - 1) {
-        uint4* const out = out_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1));
-#pragma unroll
-        for (int v = 0; v < 2; ++v) {
-          const int32_t unit = result_unit(chunk_of(first, i, warp_group), v);
-          if (has_result_unit(unit)) out[unit] = x[v].bits;
-        }
-      }
-    }
   }
 };
 

@@ -1,18 +1,19 @@
 // Senders of a dispatch. They send each token's row once to each rank that has one of its experts.
 #pragma once
 
-#include "ffi/cuda/routing.cuh"
+#include "ffi/cuda/result_rows.cuh"
 
 namespace jax_ep {
 
 template <typename Config>
-struct DispatchSender : Routing<Config> {
-  using Base = Routing<Config>;
+struct DispatchSender : ResultRows<Config> {
+  using Base = ResultRows<Config>;
   using Base::args, Base::uses_rail_peers, Base::chunks, Base::clear, Base::clear_groups, Base::count_earlier,
       Base::count_tokens, Base::experts_per_rank, Base::has_scales, Base::has_unit, Base::ids_to_count, Base::in_rounds,
-      Base::is_own, Base::end_token, Base::first_token, Base::kClearsBeforeEntry, Base::kSendBatch, Base::kUnitsRead,
-      Base::load_chunk, Base::send_counts, Base::new_route, Base::num_experts, Base::op, Base::pair,
-      Base::payload_bytes, Base::peers, Base::place_of, Base::row_here, Base::plan, Base::shared;
+      Base::is_own, Base::end_token, Base::first_token, Base::kClearsBeforeEntry, Base::kSendBatch,
+      Base::kSendersWriteOwn, Base::kUnitsRead, Base::load_chunk, Base::send_counts, Base::new_route, Base::num_experts,
+      Base::op, Base::pair, Base::payload_bytes, Base::peers, Base::place_of, Base::row_here, Base::plan, Base::scratch,
+      Base::shared;
   using typename Base::Ids;
   using typename Base::RowOfX;
 
@@ -42,7 +43,14 @@ struct DispatchSender : Routing<Config> {
     // `weight`: it writes the headers.
     int32_t expert, position_in_source;  // expert: -1 for none
     float weight;
-    RankSet ranks;  // the destinations, if the route is new
+    int32_t named_slot;  // of DispatchArgs::named_slot
+    RankSet ranks;       // the destinations, if the route is new
+  };
+
+  // The rows of the result that a sender writes for its token: for k = lane, or -1.
+  struct OwnRow {
+    int32_t row;
+    uint32_t targets;  // the k that have a row
   };
 
   // What a warp group loads of a token that it sends.
@@ -87,8 +95,9 @@ struct DispatchSender : Routing<Config> {
     for (int32_t step = 0; token - group_in_block < end_token(); ++step) {
       const int32_t first_of_step = token - group_in_block;  // the first token that this block sends in this step
       const int32_t next_token = token + warp_group.num_groups;
+      const bool has_next_step = next_token - group_in_block < end_token();
       Outgoing next = {};
-      if (next_token - group_in_block < end_token()) next = load_token(next_token, first_of_step, warp_group);
+      if (has_next_step) next = load_token(next_token, first_of_step, warp_group);
       const FirstBatch first_batch = first_batch_of(now.batch, warp_group);
       Route& route = now.route;
       if (new_route()) {
@@ -111,9 +120,40 @@ struct DispatchSender : Routing<Config> {
       if (sends) send_row(token, first_batch, route, index, warp_group);
       if constexpr (kHasNetwork) put_rows(token, index, warp_group, sends);
       op.stamp(Stamp::kMoved);
+      // The block meets at a barrier before it uses the destinations: in count_tokens().
+      const bool begins_own_rows = has_next_step && writes_own_row(next_token) && !writes_own_row(token);
+      if (begins_own_rows && op.is_control_warp())
+        compute_destinations_of_own(shared, plan, scratch, payload_bytes);
       token = next_token;
       now = next;
     }
+  }
+
+  // The memory behind the counts.
+  __device__ Destinations destinations_of_own() const {
+    return Destinations(static_cast<uint8_t*>(scratch) + send_counts_bytes(peers.num_ranks, experts_per_rank()),
+                        peers.num_ranks, experts_per_rank());
+  }
+  // One warp calls it. It is not inlined, and takes what operation_of() explains: the loop of senders needs registers.
+  __device__ __noinline__ static void compute_destinations_of_own(DispatchShared& shared, const LaunchPlan& plan,
+                                                                  void* scratch, int32_t payload_bytes) {
+    State& state = shared.state;
+    const DispatchSender sender = {*state.peers, static_cast<const DispatchArgs&>(*state.call),
+                                   plan,         operation_of<Operation>(state),
+                                   shared,       scratch,
+                                   payload_bytes};
+    sender.compute_destinations(sender.destinations_of_own());
+  }
+  // True if the token's sender also writes its own row.
+  __device__ bool writes_own_row(int32_t token) const {
+    return kSendersWriteOwn && token - first_token() >= plan.tokens_with_own_items;
+  }
+  // Finds, and keeps, the rows of the result for a token of which writes_own_row() is true.
+  __device__ OwnRow find_own_row(int32_t token, const Route& route) const {
+    const RowHeader header = header_for(route, peers.rank);
+    const int32_t row = Base::new_row(peers.rank, header, destinations_of_own());
+    Base::keep_row(peers.rank, token, header, row);
+    return {row, __ballot_sync(kAllLanes, row >= 0)};
   }
 
   __device__ Ids ids_ahead(int32_t first, int32_t last) const {
@@ -150,12 +190,14 @@ struct DispatchSender : Routing<Config> {
         op, index, [&](int32_t rank) { return source_at(rank); }, [&](int32_t of) { return place_of(of); });
     const RowOfX row_of_x = Base::row_of_x(token);
     const OrderedRanks ranks(peers, RankSet::of(index));
-    const int32_t end = ranks.any() ? num_batches() : 0;
-    // This rank's receiver waits for a header of every own token, even of a token without an expert here. The first
+    const bool writes_own = writes_own_row(token) && token < end_token();
+    const OwnRow own = writes_own ? find_own_row(token, route) : OwnRow{-1, 0};
+    const int32_t end = ranks.any() || own.targets ? num_batches() : 0;
+    // A receiver of own rows waits for a header of every token, even of a token without an expert here. The first
     // warp writes this header before its batches. In the low-latency variant, it writes the header after them, because
     // the latency of the peers' rows matters more.
     const auto write_own_header = [&] {
-      if (warp_group.warp != 0 || !new_route() || token >= end_token()) return;
+      if (warp_group.warp != 0 || !new_route() || token >= end_token() || writes_own) return;
       write_header(row_here(peers.rank, token), route, peers.rank);
     };
     if (!Base::kIsLowLatency) write_own_header();
@@ -168,7 +210,9 @@ struct DispatchSender : Routing<Config> {
         send_batch(batch, batch_index, route, ranks, row);
         if (next < end) batch = pack(ahead, next);
       } else {
-        send_batch(pack(batch, batch_index), batch_index, route, ranks, row);
+        const Packed packed = pack(batch, batch_index);
+        send_batch(packed, batch_index, route, ranks, row);
+        if constexpr (kSendersWriteOwn) write_own_batch(packed, batch_index, own);
         batch = ahead;
       }
     }
@@ -184,13 +228,14 @@ struct DispatchSender : Routing<Config> {
 
   // Loads a token's route. A token out of range has no destinations.
   __device__ Route load_route(int32_t token, const WarpGroup& warp_group) const {
-    Route route = {PerRank::all(-1), -1, 0, 1.0f, {}};
+    Route route = {PerRank::all(-1), -1, 0, 1.0f, -1, {}};
     if (token >= end_token()) return route;
     if (new_route()) {
       if (lane_id() >= args.top_k) return route;
       const int64_t pair = int64_t{token} * args.top_k + lane_id();
       route.expert = __ldg(args.topk_idx + pair);
       if (args.topk_weights && warp_group.warp == 0) route.weight = __ldg(args.topk_weights + pair);
+      if (args.named_slot && loads_slots_ahead()) route.named_slot = __ldg(args.named_slot + pair);
     } else {
       for_rank_of_lane(peers, [&](int w, int32_t rank) {
         route.index.of_word[w] = __ldg(args.known_send_index + int64_t{token} * peers.num_ranks + rank);
@@ -271,12 +316,17 @@ struct DispatchSender : Routing<Config> {
     }
   }
 
+  // True if load_route() loads a token's slots. It pays where a row has one warp, on few SMs. (In the low-latency
+  // variant, one value more ahead would make the compiler spill registers.)
+  __device__ bool loads_slots_ahead() const { return Base::kStealsRows && plan.log_send_warps == 0; }
+
   // In the layout "token", the headers tell all expert slots that the token names. The header of the first k that names
   // a rank has the position of the token's row there, and the other headers have -1.
   __device__ void name_slots(Route& route, int32_t token, const WarpGroup& warp_group) const {
     if (warp_group.warp != 0 || token >= end_token() || lane_id() >= args.top_k) return;
     if (route.expert < 0) route.position_in_source = -1;
-    const int32_t slot = __ldg(args.named_slot + int64_t{token} * args.top_k + lane_id());
+    const int32_t slot =
+        loads_slots_ahead() ? route.named_slot : __ldg(args.named_slot + int64_t{token} * args.top_k + lane_id());
     route.expert = is_expert(slot, num_experts()) ? slot : -1;
   }
 
@@ -318,6 +368,11 @@ struct DispatchSender : Routing<Config> {
     packed.scales = scales;
     packed.may_have_escapes = __any_sync(kAllLanes, may_have_escapes);
     return packed;
+  }
+
+  __device__ void write_own_batch(const Packed& packed, int32_t batch_index, const OwnRow& own) const {
+    const auto chunk_at = [=](int i) { return batch_index * kSendBatch + i; };
+    Base::template write_chunks<kSendBatch>(packed.units, packed.scales, chunk_at, own.row, own.targets);
   }
 
   __device__ void send_batch(const Packed& packed, int32_t batch_index, const Route& route, const OrderedRanks& ranks,
@@ -400,10 +455,13 @@ struct DispatchSender : Routing<Config> {
 
   __device__ void write_header(const RowAddress& to, const Route& route, int32_t peer) const {
     if (uses_rail_peers() && is_remote(peers, peer)) return write_header_to_forward(to, route);
-    if (lane_id() >= args.top_k) return;
+    if (lane_id() < args.top_k) send_header(op, to.header(lane_id()), header_for(route, peer));
+  }
+  // For k = lane.
+  __device__ RowHeader header_for(const Route& route, int32_t peer) const {
     const int32_t expert = route.expert - peer * experts_per_rank();
     const bool is_there = route.expert >= 0 && expert >= 0 && expert < experts_per_rank();
-    send_header(op, to.header(lane_id()), {is_there ? expert : -1, route.position_in_source, route.weight, 0});
+    return {is_there ? expert : -1, route.position_in_source, route.weight, 0};
   }
 
   // Writes the header for a forwarder. It holds the global number of the expert and, in place of the epoch, the row's

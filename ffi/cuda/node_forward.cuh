@@ -48,7 +48,7 @@ struct NodeForward : DispatchReceiver<Config> {
   // the other node's ranks. With a known route, args.known_send_index has them in these columns.
   __device__ Route forwarded_route(const Nodes& nodes, int32_t node, int32_t token, const RowAddress& from,
                                    const WarpGroup& warp_group) const {
-    Route route = {PerRank::all(-1), -1, 0, 1.0f, {}};
+    Route route = {PerRank::all(-1), -1, 0, 1.0f, -1, {}};
     // The place, in send_index, of the row's index at a rank of this node.
     const auto kept = [&](int32_t rank) {
       return (int64_t{args.num_tokens} + token) * peers.num_ranks + nodes.rail_peer(rank, node);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "ffi/cuda/dispatch_send.cuh"
-#include "ffi/cuda/scales.cuh"
 
 namespace jax_ep {
 

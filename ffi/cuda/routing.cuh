@@ -227,7 +227,7 @@ struct Routing : DispatchOperands<Config> {
       }
     }
     const bool overflows = __any_sync(kAllLanes, !fits) && new_route();
-    const int32_t dropped = overflows ? share_room(op.state, scratch) : 0;
+    const int32_t dropped = overflows ? share_room(op.state, destinations.first_position) : 0;
     if (lane_id() == 0) shared.dropped = dropped;
   }
 
