@@ -315,13 +315,14 @@ def measure_all(options: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
         with open_group(case, mesh, options.backend) as group:
             bench = make_bench(group, case, options.gemm_rows)
             rows += [
-                {"form": name, "num_sms": num_sms, "gemms_by": by, **measure(bench._replace(gemms_by=by), form)}
+                {"form": name, "num_sms": num_sms, "gemms_by": by, **measure(bench._replace(gemms_by=by), FORMS[name])}
                 for by in options.gemms_by
-                for name, form in FORMS.items()
+                for name in options.forms
             ]
             group.check()
             backend = group.backend
-    return {name: value for name, value in vars(options).items() if name not in ("json", "num_sms", "gemms_by")} | {
+    of_rows = ("json", "num_sms", "gemms_by", "forms")
+    return {name: value for name, value in vars(options).items() if name not in of_rows} | {
         "ranks": mesh.size,
         "device": mesh.devices.flat[0].device_kind,
         "jax": jax.__version__,
@@ -376,6 +377,7 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add("--gemm-rows", type=int, help="rows of the GEMMs, per rank; None: all tokens")
     by = ["auto"] if on_cpu else ["cublas", "triton"]
     add("--gemms-by", choices=GEMMS_BY, nargs="+", default=by, help="library of the GEMMs; auto: XLA chooses")
+    add("--forms", choices=FORMS, nargs="+", default=list(FORMS), help="the forms to measure")
     add("--num-sms", type=sms_or_auto, nargs="+", default=[24, None], help="SMs that an operation may use, or auto")
     add("--backend", choices=["auto", *ep.backends()], default="auto", help="backend of jax_ep")
     add("--json", metavar="FILE", help="write the results to FILE")

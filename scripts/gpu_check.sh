@@ -161,6 +161,6 @@ overlap() {  # overlap NAME ARGUMENT...
   step "overlap-$1" "$python" benchmarks/overlap.py --json "$logs/overlap-$1.json" "${@:2}"
 }
 overlap 1-recipes
-overlap 2-sms --num-sms 8 16 24 28 32 40
+overlap 2-sms --layout token --gemm-rows 16384 --num-sms 8 12 16 24 --forms "shared expert" "shared expert, backward"
 "$python" scripts/gpu_report.py "$logs" ${ran[@]+"${ran[@]}"} || failed=1
 exit $failed

@@ -407,37 +407,32 @@ GEMMS = {"triton": "Triton", "cublas": "cuBLAS", "auto": "auto"}
 
 def overlap(machine: Machine) -> str:
     """Makes the table of communication hidden behind computation, by the recipes of docs/overlap.md."""
-    rows = machine.rows("overlap", "overlap-1-recipes")
+    return overlap_table(machine, "overlap-1-recipes")
+
+
+def overlap_sms(machine: Machine) -> str:
+    """Makes the same table for long GEMMs, over the SMs that the communication may use."""
+    return overlap_table(machine, "overlap-2-sms")
+
+
+def overlap_table(machine: Machine, step: str) -> str:
+    rows = machine.rows("overlap", step)
     cells = [
         [row["form"], str(row.get("num_sms", "auto")), GEMMS[row["gemms_by"]]]
         + [us(row[name]) for name in ("alone_us", "sequential_us", "overlapped_us")]
+        + [us(row["alone_us"] * (1 - row["hidden_share"]))]
         + [f"{row['hidden_share']:.0%}", f"{row['beside_gemms']:.0%}", f"{row['gemms_slowed']:.2f}"]
         for row in rows
     ]
     first = rows[0]
     text = (
         f"{first['tokens']} tokens of {first['hidden']} channels per rank, top-{first['top_k']} of "
-        f"{first['experts']} experts, {first['dtype']}; microseconds per dispatch and combine."
+        f'{first["experts"]} experts, {first["dtype"]}, layout "{first.get("layout", "ragged")}", GEMMs of '
+        f"{first['gemm_rows']} rows; microseconds per dispatch and combine."
     )
-    headings = ["recipe", "SMs", "GEMMs of", "alone", "in turn", "overlapped", "hidden", "beside GEMMs", "GEMMs slowed"]
-    return f"{machine.caption(rows, 'scripts/gpu_check.sh overlap-1-recipes', text)}\n\n{markdown(headings, cells, 3)}"
-
-
-def overlap_sms(machine: Machine) -> str:
-    """Makes the table of the recipe with a shared expert, over the SMs that the communication may use."""
-    rows = [row for row in machine.rows("overlap", "overlap-2-sms") if row["form"] == "shared expert"]
-    counts = sorted({row["num_sms"] for row in rows})
-    found = {(row["gemms_by"], row["num_sms"]): row for row in rows}
-    by = [name for name in GEMMS if (name, counts[0]) in found]
-    lines: list[list[str]] = []
-    for name in by:
-        lines.append([f"GEMMs slowed, {GEMMS[name]}", *(f"{found[name, n]['gemms_slowed']:.2f}" for n in counts)])
-    for name in by:
-        lines.append([f"hidden, {GEMMS[name]}", *(f"{found[name, n]['hidden_share']:.0%}" for n in counts)])
-    lines.append(["communication alone", *(us(found[by[0], n]["alone_us"]) for n in counts)])
-    text = "The recipe with a shared expert, the shape of the table above."
-    caption = machine.caption(rows, "scripts/gpu_check.sh overlap-2-sms", text)
-    return f"{caption}\n\n{markdown(['SMs', *map(str, counts)], lines)}"
+    headings = ["recipe", "SMs", "GEMMs of", "alone", "in turn", "overlapped", "added"]
+    headings += ["hidden", "beside GEMMs", "GEMMs slowed"]
+    return f"{machine.caption(rows, f'scripts/gpu_check.sh {step}', text)}\n\n{markdown(headings, cells, 3)}"
 
 
 def each(count: int | list[int]) -> str:
