@@ -1,6 +1,7 @@
 #include "ffi/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <set>
 #include <vector>
 
@@ -340,6 +341,27 @@ void test_senders_enter_first() {
   EXPECT_EQ(plan_combine(4096, 2, 8, 28, 0).senders_enter_first, false);
 }
 
+// With a limit on SMs, senders write own rows if they cast, and if there are enough tokens.
+void test_who_writes_own_rows() {
+  const auto plan = [](int64_t tokens, int32_t ranks, int32_t num_sms, bool is_combine_back = false,
+                       bool casts = true) {
+    return plan_dispatch(tokens, ranks, 8, 14, num_sms, kDeviceSms, is_combine_back, casts);
+  };
+  for (const auto& [tokens, ranks, senders] : {std::array{4096, 2, 17}, {1024, 2, 14}, {480, 2, 14}, {480, 4, 11}}) {
+    const LaunchPlan own = plan(tokens, ranks, 24);
+    EXPECT_EQ(own.num_senders, senders);
+    EXPECT_EQ(own.num_blocks, 24);
+    EXPECT_EQ(own.log_send_warps, 0);
+    EXPECT_EQ(own.tokens_with_own_items, 2 * 16 * (senders - 1));  // of two steps
+    EXPECT_EQ(own.senders_write_own(), true);
+  }
+  for (const LaunchPlan& without : {plan(4096, 2, 24, false, false), plan(4096, 2, 24, true), plan(4096, 2, 0),
+                                    plan(4096, 1, 24), plan(479, 2, 24)}) {
+    EXPECT_EQ(without.senders_write_own(), false);
+  }
+  EXPECT_EQ(plan(4096, 2, 1).tokens_with_own_items, 2 * 16);
+}
+
 // Receivers sum the rows of own tokens if a combine casts, prefetches y, or (kBalanced) has one or two experts per
 // token, much to read, or 17 to 32 tokens.
 void test_who_sums_own_rows() {
@@ -594,6 +616,7 @@ int main() {
   test_few_tokens_take_few_blocks();
   test_rounds_are_even();
   test_senders_enter_first();
+  test_who_writes_own_rows();
   test_who_sums_own_rows();
   test_warps_per_prefetched_row();
   test_few_blocks_send_long_rows();
