@@ -124,7 +124,8 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scale
 }
 
 // True if LaunchPlan::tokens_with_own_items may be set: for a new route whose rows are cast, if a sender's memory
-// suffices. (Of other calls, all_to_all moves own rows through the arena, and combine's backward pass needs y for them.)
+// suffices. (Of other calls, all_to_all moves own rows through the arena, and combine's backward pass needs y for
+// them.)
 bool senders_can_write_own(const Peers& peers, const DispatchArgs& args) {
   const int64_t scratch = scratch_bytes_with_own_rows(peers.num_ranks, peers.experts_per_rank);
   return args.topk_idx != nullptr && args.cast != 0 && scratch <= max_dispatch_scratch(kHasNetwork);

@@ -1,7 +1,7 @@
 // What the parts of a dispatch kernel share: the operands, facts that follow from them, and access to rows of x and of
 // the result. The parts are layers, each in a file of its own, on top of this one:
-//   routing.cuh, dispatch_send.cuh, padding.cuh, dispatch_arrival.cuh, combine_backward.cuh, dispatch_receive.cuh,
-//   node_forward.cuh.
+//   routing.cuh, result_rows.cuh, dispatch_send.cuh, padding.cuh, dispatch_arrival.cuh, combine_backward.cuh,
+//   dispatch_receive.cuh, node_forward.cuh.
 // dispatch.cu has the kernel, in which their order is visible.
 #pragma once
 

@@ -122,8 +122,7 @@ struct DispatchSender : ResultRows<Config> {
       op.stamp(Stamp::kMoved);
       // The block meets at a barrier before it uses the destinations: in count_tokens().
       const bool begins_own_rows = has_next_step && writes_own_row(next_token) && !writes_own_row(token);
-      if (begins_own_rows && op.is_control_warp())
-        compute_destinations_of_own(shared, plan, scratch, payload_bytes);
+      if (begins_own_rows && op.is_control_warp()) compute_destinations_of_own(shared, plan, scratch, payload_bytes);
       token = next_token;
       now = next;
     }
