@@ -343,7 +343,7 @@ def test_debug_nans(debug_group, mesh, layout, options):
     assert_dispatched(zeros, expected, zero_pad=True)
     route = expected.route
     unspecified = ~(route.is_token | route.is_alignment)
-    assert unspecified.any()
+    assert unspecified.any() or "capacity" in options  # on two ranks, tokens fill the capacity
     assert np.isnan(recv.x[unspecified].astype(np.float32)).all()
     assert recv.scales is None or np.isnan(recv.scales[unspecified]).all()
     assert (like[~route.is_token] == np.iinfo(np.int32).max).all()
