@@ -1,4 +1,4 @@
-"""Measures how much of the communication hides behind computation: dispatch and combine beside GEMMs of equal length.
+"""Measures how much of the communication hides behind computation: dispatch and combine beside GEMMs.
 
     python benchmarks/overlap.py --json overlap.json          # all GPUs of this machine, else 8 virtual CPU devices
 
@@ -12,11 +12,12 @@ The program measures two forms, with the recipes of docs/overlap.md, and their b
 Each form is a chain of STEPS steps in one executable. In the forms with "backward", the first step is the forward pass.
 Every later step is the backward pass of this first step. Its cotangents are the results of the step before. GEMMs take
 the place of the experts, and the rows that arrive go back unchanged, so only the communication and the GEMMs count. The
-number of GEMMs beside each operation is chosen so that they take as long as the operation alone. The program runs each
-chain sequentially, and overlapped by the recipe, for each number of streaming multiprocessors (SMs) that an operation
-may use. It runs them with GEMMs of cuBLAS and of Triton, because XLA by itself chooses the one that is faster alone,
-and its choice varies between runs. All tokens must come back unchanged, bit for bit. Times are from a profiler trace of
-the GPUs. In the JSON file, they are per step, and medians over executions and GPUs:
+number of GEMMs beside each operation is at least one, and otherwise such that they take about as long as the operation
+alone. The program runs each chain sequentially, and overlapped by the recipe, for each number of streaming
+multiprocessors (SMs) that an operation may use. It runs them with GEMMs of cuBLAS and of Triton, because XLA by itself
+chooses the one that is faster alone, and its choice varies between runs. All tokens must come back unchanged, bit for
+bit. (In the layout "token", combine adds the rows of a token, and the sums must have the expected bits.) Times are from
+a profiler trace of the GPUs. In the JSON file, they are per step, and medians over executions and GPUs:
 
     alone_us            the communication without GEMMs
     gemms_us            the GEMMs without communication
@@ -96,7 +97,7 @@ class Gemms(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How tokens travel."""
+    """The group and the layout of all operations."""
 
     group: ep.Group
     layout: LayoutName
@@ -113,11 +114,11 @@ class Exchange(NamedTuple):
         if self.layout != "token":
             return x
         ranks = np.sort(topk_idx // (self.group.num_experts // self.group.num_ranks), axis=-1)
-        num_ranks = 1 + np.sum(ranks[:, 1:] != ranks[:, :-1], axis=-1, keepdims=True)
+        ranks_of_token = 1 + np.sum(ranks[:, 1:] != ranks[:, :-1], axis=-1, keepdims=True)
         for _ in range(STEPS):
             row = total = x.astype(np.float32)
-            for earlier in range(1, num_ranks.max()):
-                total = np.where(earlier < num_ranks, total + row, total)
+            for added in range(1, ranks_of_token.max()):
+                total = np.where(added < ranks_of_token, total + row, total)
             x = total.astype(x.dtype)
         return x
 
@@ -362,7 +363,7 @@ def show(result: dict[str, Any]) -> None:
 def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:
     """Parses the options. The default sizes are small on CPUs."""
     parser = argparse.ArgumentParser(
-        description="Measures how much of dispatch and combine hides behind GEMMs of equal length.",
+        description="Measures how much of dispatch and combine hides behind GEMMs.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

@@ -98,7 +98,7 @@ struct LaunchPlan {
   // Dispatch: receivers write the own rows of the first tokens_with_own_items tokens of a round. (A token's *own* row
   // is the row that its rank sends to itself.) Senders write all other own rows, while they send the token's row to the
   // peers. So they read and cast the row once. A sender must then know the places of rows in the result, which depend
-  // on the peers' counts. It has sent some rows before it waits for the counts.
+  // on the peers' counts. It sends the rows of the first tokens before it waits for the counts.
   int32_t tokens_with_own_items = kAllTokens;
   static constexpr int32_t kAllTokens = INT32_MAX;
   constexpr bool senders_write_own() const { return tokens_with_own_items != kAllTokens; }
@@ -370,8 +370,8 @@ constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
 }
 
 // Launch shapes of a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving
-// warp group writes a row once per expert. "Tokens" are the tokens of one rank. All shapes but the last
-// four are for calls without a limit on SMs.
+// warp group writes a row once per expert. "Tokens" are the tokens of one rank. The shapes from
+// kFewSms on are for calls with a limit on SMs, all others for calls without one.
 namespace dispatch_shapes {
 
 inline constexpr int32_t kAny = WarpsPerRow::kAnyNumber;
@@ -452,11 +452,12 @@ inline constexpr Shape kFewSmsAndFewRows = {Variant::kThroughput, BlockWarps{16}
                                             Receive{WarpsPerRow::at_most(2, 4).more_for_few_rows(kAny, 2)},
                                             kFewSms.receivers};
 
-// Limited SMs, and many tokens that senders cast: senders also write own rows (LaunchPlan::tokens_with_own_items). On
-// more than two ranks, kFewSms has the best share (measured on four). On two ranks, receivers have little left to do.
+// A limit on SMs, a cast, and at least 64 tokens per SM: senders also write own rows
+// (LaunchPlan::tokens_with_own_items). On more than two ranks, kFewSms has the best share (measured on four). On two
+// ranks, receivers have little left to do.
 inline constexpr Shape kOwnRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::of(1)},
                                              Receive{WarpsPerRow::of(1)}, ReceiverSixteenths{5}};
-// The same with fewer tokens per SM. Receivers write a large part of the own rows: those of the first two steps.
+// The same with 20 to 63 tokens per SM. Receivers write a large part of the own rows: those of the first two steps.
 inline constexpr Shape kSomeOwnRowsOnTwoRanks = {Variant::kThroughput, BlockWarps{16}, Send{WarpsPerRow::of(1)},
                                                  Receive{WarpsPerRow::of(1)}, ReceiverSixteenths{6.7}};
 
@@ -473,8 +474,8 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   using namespace dispatch_shapes;
   const int64_t num_rows = num_tokens * num_ranks;
   const int32_t sms = usable_sms(num_sms, device_sms);
-  // With fewer tokens, senders would have sent almost all of them before they may write own rows. Without a cast, they
-  // would be slower (measured).
+  // With fewer tokens, senders would have sent almost all of them before they may write own rows. Without a cast, the
+  // dispatch would be slower (measured).
   const bool senders_write_own =
       num_sms > 0 && casts && !is_combine_back && num_ranks > 1 && num_tokens >= int64_t{20} * sms;
   const auto choose_shape = [=]() -> const Shape& {

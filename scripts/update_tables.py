@@ -428,7 +428,7 @@ def overlap_table(machine: Machine, step: str) -> str:
     text = (
         f"{first['tokens']} tokens of {first['hidden']} channels per rank, top-{first['top_k']} of "
         f'{first["experts"]} experts, {first["dtype"]}, layout "{first.get("layout", "ragged")}", GEMMs of '
-        f"{first['gemm_rows']} rows; microseconds per dispatch and combine."
+        f"{first['gemm_rows']} rows; microseconds per step, with one dispatch and one combine of all tokens."
     )
     headings = ["recipe", "SMs", "GEMMs of", "alone", "in turn", "overlapped", "added"]
     headings += ["hidden", "beside GEMMs", "GEMMs slowed"]

@@ -174,7 +174,7 @@ def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wir
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_own_rows_that_senders_write(make_group, mesh, layout, dequantize, fits):
-    """With many tokens on few SMs, senders cast a row once, for other ranks and their own, from the 33rd token on."""
+    """With many tokens on few SMs, senders also write a token's own row, from the 33rd token on. It is cast once."""
     shape = dataclasses.replace(SHAPE, hidden=528, tokens=72)
     inputs = make_inputs(shape, mesh.size, "uneven")
     needed = oracle.needed_capacity(inputs.topk_idx, shape.num_experts, layout, 1)

@@ -12,9 +12,9 @@
 // TOP_K=8, EXPERTS=256, NUM_SMS=0, GRAD=0 (1: the operations' backward passes) and SKEWED=0 (1: half of a token's
 // experts are the first rank's) are as the bench's options; REMOTE=1: all experts of a token are the next rank's, so
 // that all rows travel (with two ranks or more, and in place of SKEWED); TOKEN=1: the layout "token" (not for GRAD=1);
-// OWN_STEPS=2: the senders of a dispatch write own rows after two steps, 0: never; CAST_BACK=1 sends the sums back as
-// fp8, for which there is no VARIANT=1; VARIANT=2 takes a Variant by its number, SUMS_OWN=0 a plan's flag; SHARED=1 is
-// memory that other processes could map. bfloat16; routing is uniform otherwise.
+// OWN_STEPS=n: the senders of a dispatch write own rows after n steps, 0: never; without it, as plan.h says;
+// CAST_BACK=1 sends the sums back as fp8, for which there is no VARIANT=1; VARIANT=2 takes a Variant by its number,
+// SUMS_OWN=0 a plan's flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>

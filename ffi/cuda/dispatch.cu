@@ -104,7 +104,7 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scale
   }
 }
 
-// Requires senders_can_write_own().
+// The kernel in which senders write own rows. It casts, so rows of x are bfloat16. See senders_can_write_own().
 Kernel kernel_with_own_rows(Delivery delivery) {
   constexpr Variant kVariant = Variant::kThroughput;
   return delivery == Delivery::kCopy
@@ -123,9 +123,8 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scale
   }
 }
 
-// True if LaunchPlan::tokens_with_own_items may be set: for a new route whose rows are cast, if a sender's memory
-// suffices. (Of other calls, all_to_all moves own rows through the arena, and combine's backward pass needs y for
-// them.)
+// True if senders can write own rows in this call: it casts, its route is new, and the memory of a block suffices.
+// (all_to_all cannot: its own rows go through the arena. Combine's backward pass cannot: it needs y for own rows.)
 bool senders_can_write_own(const Peers& peers, const DispatchArgs& args) {
   const int64_t scratch = scratch_bytes_with_own_rows(peers.num_ranks, peers.experts_per_rank);
   return args.topk_idx != nullptr && args.cast != 0 && scratch <= max_dispatch_scratch(kHasNetwork);

@@ -82,7 +82,7 @@ struct DispatchArgs : Call {
 };
 
 // Dynamic shared memory of a block. It holds a sender's counts, or the destinations of rows, per source and expert. So
-// it limits the number of experts. Multiples of 16 bytes.
+// it limits the number of experts. The sizes are multiples of 16 bytes.
 // Over a network, DispatchShared takes more of the block's memory.
 constexpr int64_t max_dispatch_scratch(bool has_network) { return (has_network ? 90 : 96) * 1024; }
 constexpr int64_t send_counts_bytes(int32_t num_ranks, int32_t experts_per_rank) {
@@ -94,7 +94,7 @@ constexpr int64_t destinations_bytes(int32_t num_ranks, int32_t experts_per_rank
 constexpr int64_t dispatch_scratch_bytes(int32_t num_ranks, int32_t experts_per_rank) {
   return std::max(send_counts_bytes(num_ranks, experts_per_rank), destinations_bytes(num_ranks, experts_per_rank));
 }
-// If senders write own rows, a sender has both.
+// If senders write own rows, a sender keeps both in this memory.
 constexpr int64_t scratch_bytes_with_own_rows(int32_t num_ranks, int32_t experts_per_rank) {
   return send_counts_bytes(num_ranks, experts_per_rank) + destinations_bytes(num_ranks, experts_per_rank);
 }

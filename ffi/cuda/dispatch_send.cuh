@@ -43,7 +43,7 @@ struct DispatchSender : ResultRows<Config> {
     // `weight`: it writes the headers.
     int32_t expert, position_in_source;  // expert: -1 for none
     float weight;
-    int32_t named_slot;  // of DispatchArgs::named_slot
+    int32_t named_slot;  // for k = lane; only if loads_slots_ahead()
     RankSet ranks;       // the destinations, if the route is new
   };
 
@@ -120,7 +120,7 @@ struct DispatchSender : ResultRows<Config> {
       if (sends) send_row(token, first_batch, route, index, warp_group);
       if constexpr (kHasNetwork) put_rows(token, index, warp_group, sends);
       op.stamp(Stamp::kMoved);
-      // The block meets at a barrier before it uses the destinations: in count_tokens().
+      // All warps of the block pass a barrier in count_tokens() before they use these destinations.
       const bool begins_own_rows = has_next_step && writes_own_row(next_token) && !writes_own_row(token);
       if (begins_own_rows && op.is_control_warp()) compute_destinations_of_own(shared, plan, scratch, payload_bytes);
       token = next_token;
@@ -128,7 +128,7 @@ struct DispatchSender : ResultRows<Config> {
     }
   }
 
-  // The memory behind the counts.
+  // The destinations with which a sender finds own rows, in the memory behind its counts.
   __device__ Destinations destinations_of_own() const {
     return Destinations(static_cast<uint8_t*>(scratch) + send_counts_bytes(peers.num_ranks, experts_per_rank()),
                         peers.num_ranks, experts_per_rank());
@@ -147,7 +147,7 @@ struct DispatchSender : ResultRows<Config> {
   __device__ bool writes_own_row(int32_t token) const {
     return kSendersWriteOwn && token - first_token() >= plan.tokens_with_own_items;
   }
-  // Finds, and keeps, the rows of the result for a token of which writes_own_row() is true.
+  // Finds and keeps the rows of the result for a token whose own row the sender writes.
   __device__ OwnRow find_own_row(int32_t token, const Route& route) const {
     const RowHeader header = header_for(route, peers.rank);
     const int32_t row = Base::new_row(peers.rank, header, destinations_of_own());
@@ -192,9 +192,9 @@ struct DispatchSender : ResultRows<Config> {
     const bool writes_own = writes_own_row(token) && token < end_token();
     const OwnRow own = writes_own ? find_own_row(token, route) : OwnRow{-1, 0};
     const int32_t end = ranks.any() || own.targets ? num_batches() : 0;
-    // A receiver of own rows waits for a header of every token, even of a token without an expert here. The first
-    // warp writes this header before its batches. In the low-latency variant, it writes the header after them, because
-    // the latency of the peers' rows matters more.
+    // If receivers write the token's own row, one of them waits for its header, even if the token has no expert here.
+    // The first warp writes this header before its batches. In the low-latency variant, it writes the header after
+    // them, because the latency of the peers' rows matters more.
     const auto write_own_header = [&] {
       if (warp_group.warp != 0 || !new_route() || token >= end_token() || writes_own) return;
       write_header(row_here(peers.rank, token), route, peers.rank);
@@ -315,8 +315,8 @@ struct DispatchSender : ResultRows<Config> {
     }
   }
 
-  // True if load_route() loads a token's slots. It pays where a row has one warp, on few SMs. (In the low-latency
-  // variant, one value more ahead would make the compiler spill registers.)
+  // True if load_route() loads a token's slots. This is faster if a sent row has one warp, as on few SMs. (In the
+  // low-latency variant, one value more ahead would make the compiler spill registers.)
   __device__ bool loads_slots_ahead() const { return Base::kStealsRows && plan.log_send_warps == 0; }
 
   // In the layout "token", the headers tell all expert slots that the token names. The header of the first k that names

@@ -1,4 +1,4 @@
-// The rows of a dispatch's result: where a row of a new route goes, and how a warp writes it.
+// How a warp writes rows of a dispatch's result, and records where a row of a new route has gone.
 #pragma once
 
 #include "ffi/cuda/routing.cuh"
@@ -13,8 +13,9 @@ struct ResultRows : Routing<Config> {
       Base::kEvictsResultsFirst, Base::kMayHaveScales, Base::kStealsRows, Base::new_row, Base::out_row,
       Base::result_unit;
 
-  // Writes a row's place in the result to the route and, with its weights, to the results. `row`: the row of the result
-  // for k = lane, or -1. A whole warp calls it, once for each row of a new route.
+  // Records the rows of the result to which an arriving row goes, in recv_row. Writes the weights of these rows and, in
+  // the layout "token", their expert slots. `row`: the row of the result for k = lane, or -1. A whole warp calls it,
+  // once for each row of a new route.
   __device__ void keep_row(int32_t source, int32_t index, const RowHeader& header, int32_t row) const {
     if (lane_id() < args.top_k) {
       args.recv_row[(int64_t{source} * args.num_tokens + index) * args.top_k + lane_id()] = row;
@@ -34,8 +35,8 @@ struct ResultRows : Routing<Config> {
   }
 
   // Writes N chunks, in the form in which a row travels, to the rows of the result that `targets` names: bit k for
-  // `row` of lane k. units[i] is this lane's unit of chunk chunk_at(i). Lane i has the unit with the scales of the i-th
-  // chunk.
+  // `row` of lane k. units[i] is this lane's unit of chunk chunk_at(i). `scales` of lane i is the unit with the
+  // scales of the i-th chunk.
   template <int N, typename ChunkAt>
   __device__ void write_chunks(const uint4* units, const uint4& scales, ChunkAt chunk_at, int32_t row,
                                uint32_t targets) const {

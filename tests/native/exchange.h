@@ -42,9 +42,9 @@ struct PlanOverrides {
 };
 
 // In plan.h, the senders of a dispatch write own rows only with more tokens than the tests have, and after two steps.
-// Here, they do so after one step. About half of the cases with a throughput kernel have a warp per row, which this
-// needs.
-inline LaunchPlan with_own_rows(LaunchPlan plan) {
+// Here, they do so after one step. They can only if a sent row has one warp, so about half of the plans for throughput
+// kernels get that.
+inline LaunchPlan with_own_rows_of_senders(LaunchPlan plan) {
   if (plan.variant != Variant::kThroughput) return plan;
   if (num_tokens % 2 == 0) plan.log_send_warps = 0;
   if (plan.log_send_warps == 0) {
@@ -275,7 +275,7 @@ class Session {
           adjust(plan_dispatch(planned_tokens(call.num_tokens, round_tokens), num_ranks_, call.top_k,
                                num_chunks(call.num_scales ? kHidden : kRowBytes), num_sms, member.num_sms,
                                call.delivery == Delivery::kCombineBack, call.cast != 0));
-      const LaunchPlan plan = kernels.adapt_dispatch_plan(peers, call, with_own_rows(best));
+      const LaunchPlan plan = kernels.adapt_dispatch_plan(peers, call, with_own_rows_of_senders(best));
       const auto launch = [&peers, kernels, call, type, plan, round_tokens](cudaStream_t stream) {
         return launch_rounds(call, round_tokens, [&](const DispatchArgs& round) {
           return kernels.launch_dispatch(peers, round, type, plan, stream);
