@@ -357,7 +357,7 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(row["form"], str(row["num_sms"] or "auto"), row["gemms_by"], *cells)
     console = Console(width=max(100, Console().width))  # for the longest rows
     console.print(table)
-    console.print(f"{'all' if result['checked'] else 'WRONG: not all'} tokens came back as they were")
+    console.print(f"{'all' if result['checked'] else 'WRONG: not all'} results have the expected bits")
 
 
 def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argparse.Namespace:

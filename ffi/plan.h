@@ -98,7 +98,8 @@ struct LaunchPlan {
   // Dispatch: receivers write the own rows of the first tokens_with_own_items tokens of a round. (A token's *own* row
   // is the row that its rank sends to itself.) Senders write all other own rows, while they send the token's row to the
   // peers. So they read and cast the row once. A sender must then know the places of rows in the result, which depend
-  // on the peers' counts. It sends the rows of the first tokens before it waits for the counts.
+  // on the peers' counts. It sends the rows of the first tokens, those of at least one step, before it waits for the
+  // counts.
   int32_t tokens_with_own_items = kAllTokens;
   static constexpr int32_t kAllTokens = INT32_MAX;
   constexpr bool senders_write_own() const { return tokens_with_own_items != kAllTokens; }
@@ -111,9 +112,13 @@ struct LaunchPlan {
   constexpr bool is_possible(Phase phase) const {
     return !is_low_latency(variant) || (num_blocks <= kMaxLowLatencyBlocks && phase != Phase::kDone);
   }
-  // The same for a dispatch. Also returns false if a block of a low-latency launch would send and then receive.
+  // The same for a dispatch. Also returns false in two cases: if a block of a low-latency launch would send and then
+  // receive; and if senders write own rows, but not in the throughput variant, or with several warps per row. (In a
+  // warp group of several warps, only the first would know where own rows go.)
   constexpr bool is_possible_dispatch(Phase phase) const {
-    return is_possible(phase) && (!is_low_latency(variant) || first_receiver >= num_senders);
+    const bool may_write_own = variant == Variant::kThroughput && log_send_warps == 0 && tokens_with_own_items > 0;
+    return is_possible(phase) && (!is_low_latency(variant) || first_receiver >= num_senders) &&
+           (!senders_write_own() || may_write_own);
   }
 
   constexpr bool is_sender(int32_t block) const { return block >= 0 && block < num_senders; }
@@ -440,9 +445,9 @@ inline constexpr Shape kCombineBackOfManyTokens = {Variant::kThroughput,   Block
 inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWarps{16},
                                                  kCombineBack.send,      kCombineBackOfManyTokens.receive,
                                                  ReceiverSixteenths{12}, Fewest::kSenders};
-// Any number of tokens, if the user limits the SMs, or in a split-phase call, in all cases that the three shapes below
-// do not cover. The receivers' share is measured on two ranks. On four ranks, and in combine's backward pass, 8/16 was
-// as fast.
+// Any number of tokens, if the user limits the SMs, or in a split-phase call, in all cases that
+// kFewSmsAndFewRows and the shapes for own rows do not cover. The receivers' share is measured on two ranks. On four
+// ranks, and in combine's backward pass, 8/16 was as fast.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
                                   Send{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)},
                                   Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{9}};
@@ -468,7 +473,7 @@ inline constexpr Shape kSomeOwnRowsOnTwoRanks = {Variant::kThroughput, BlockWarp
 constexpr bool has_few_rows_per_sm(int64_t num_rows, int32_t num_sms) { return num_rows <= 24 * num_sms; }
 
 // Plans a dispatch. `is_combine_back`: the backward pass of combine. `num_chunks`: the chunks of a row in transit.
-// `casts`: senders cast rows.
+// `casts`: senders cast the rows of a new route.
 constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_t top_k, int32_t num_chunks,
                                    int32_t num_sms, int32_t device_sms, bool is_combine_back, bool casts = false) {
   using namespace dispatch_shapes;
@@ -512,7 +517,6 @@ constexpr LaunchPlan plan_dispatch(int64_t num_tokens, int32_t num_ranks, int32_
   LaunchPlan plan = plan_launch(num_tokens, num_rows, shape, log_warps, sms);
   plan.senders_enter_first = let_senders_enter_first(num_tokens, num_ranks, num_sms);
   if (senders_write_own) {
-    plan.log_send_warps = 0;  // in a warp group of several warps, only the first would know where own rows go
     constexpr int32_t kStepsWithOwnItems = 2;
     plan.tokens_with_own_items = kStepsWithOwnItems * WarpGroup::of_senders(plan, 0, 0).num_groups;
   }

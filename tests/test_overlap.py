@@ -18,6 +18,17 @@ overlap = load_program("benchmarks/overlap.py")
 TINY = ["--tokens=8", "--hidden=16", "--top-k=2", "--gemms-by=auto"]
 
 
+def test_sums_of_token_rows_are_checked(capsys, monkeypatch):
+    """In the layout "token", combine adds the rows of a token's ranks."""
+    monkeypatch.setattr(overlap, "STEPS", 3)
+    options = [*TINY, "--experts=16", "--num-sms=24", "--layout=token", "--forms", "shared expert"]
+    assert overlap.main(options) == 0
+    shown = capsys.readouterr().out
+    assert "shared expert" in shown and "two halves" not in shown
+    monkeypatch.setattr(overlap.Exchange, "after_steps", lambda exchange, x, topk_idx: x)
+    assert overlap.main(options) == 1
+
+
 def test_all_tokens_come_back(tmp_path, capsys, backend, monkeypatch):
     monkeypatch.setattr(overlap, "STEPS", 3)
     file = tmp_path / "overlap.json"

@@ -171,15 +171,17 @@ def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wir
     assert_same_bits(sent.scales, results[0].scales)
 
 
-@pytest.mark.parametrize("fits", [True, False])
-@pytest.mark.parametrize("dequantize", [False, True])
-def test_own_rows_that_senders_write(make_group, mesh, layout, dequantize, fits):
+@pytest.mark.parametrize(
+    ("num_sms", "routing", "fits"), [(1, "duplicates", True), (2, "uneven", False), (4, "out_of_range", True)]
+)
+@pytest.mark.parametrize(("wire", "dequantize"), [("fp8", False), ("fp8_pow2", True)])
+def test_own_rows_that_senders_write(make_group, mesh, layout, wire, dequantize, num_sms, routing, fits):
     """With many tokens on few SMs, senders also write a token's own row, from the 33rd token on. It is cast once."""
-    shape = dataclasses.replace(SHAPE, hidden=528, tokens=72)
-    inputs = make_inputs(shape, mesh.size, "uneven")
+    shape = dataclasses.replace(SHAPE, hidden=528, tokens=88)
+    inputs = make_inputs(shape, mesh.size, routing)
     needed = oracle.needed_capacity(inputs.topk_idx, shape.num_experts, layout, 1)
-    options = {"layout": layout, "wire": "fp8", "capacity": needed if fits else needed * 3 // 4}
-    group = make_group(mesh, shape, num_sms=2)
+    options = {"layout": layout, "wire": wire, "capacity": needed if fits else needed * 3 // 4}
+    group = make_group(mesh, shape, num_sms=num_sms)
 
     def dispatch(*inputs):
         recv = ep.dispatch(*inputs, group=group, dequantize=dequantize, zero_pad=True, **options)

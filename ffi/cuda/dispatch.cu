@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(most_block_threads(kVariant), dispatch_blocks_
   } else if (counts_sender) {
     dispatch.op.learn_roles_to_take(counts_before, plan.num_senders);
   }
-  // send() keeps counts, and receive() keeps destinations, in the same scratch memory. So a barrier is between them:
+  // send() keeps counts, and destinations if senders write own rows. receive() keeps destinations in the same scratch
+  // memory. So a barrier is between them:
   // sync_and_decide_to_steal() for a block that steals, __syncthreads() for a block with both roles, and
   // take_given_role() for a block that takes a role.
   const bool steals = Dispatch::kStealsRows && role < plan.first_receiver && dispatch.sync_and_decide_to_steal();
@@ -127,7 +128,7 @@ Kernel kernel_of(ElementType type, bool casts, Delivery delivery, bool has_scale
 // (all_to_all cannot: its own rows go through the arena. Combine's backward pass cannot: it needs y for own rows.)
 bool senders_can_write_own(const Peers& peers, const DispatchArgs& args) {
   const int64_t scratch = scratch_bytes_with_own_rows(peers.num_ranks, peers.experts_per_rank);
-  return args.topk_idx != nullptr && args.cast != 0 && scratch <= max_dispatch_scratch(kHasNetwork);
+  return args.casts_new_rows() && scratch <= max_dispatch_scratch(kHasNetwork);
 }
 
 }  // namespace

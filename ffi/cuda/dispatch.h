@@ -76,6 +76,9 @@ struct DispatchArgs : Call {
     if (scales_format == ScalesFormat::kUe8m0) return num_rows * num_scales;
     return num_rows * 4 * (scales_format == ScalesFormat::kUe8m0Columns ? divide_up(num_scales, 4) : num_scales);
   }
+  // True if senders cast the rows of a new route. (A cast may also be that of all_to_all or of combine's backward
+  // pass.)
+  constexpr bool casts_new_rows() const { return cast != 0 && topk_idx != nullptr; }
   // True for a new route in the layout "token".
   constexpr bool has_token_rows() const { return recv_topk_idx != nullptr; }
   constexpr int64_t weights_per_row() const { return has_token_rows() ? top_k : 1; }

@@ -301,7 +301,7 @@ struct DispatchReceiver : CombineBackward<Config> {
         combine_back(arriving, first_chunk, targets, warp_group);
       } else {
         const auto chunk_at = [=](int i) { return chunk_of(first_chunk, i, warp_group); };
-        const uint4& scales = arriving.batch.units[kUnitsTaken - 1];  // if there are scales
+        const uint4& scales = arriving.batch.units[kUnitsTaken - 1];  // not read if rows never have scales
         Base::template write_chunks<kReceiveBatch>(arriving.batch.units, scales, chunk_at, row, targets);
       }
       op.stamp(Stamp::kWritten);

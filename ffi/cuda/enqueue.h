@@ -201,7 +201,7 @@ inline ffi::Error enqueue_dispatch(const char* op, CallStream stream, const Memb
       peers, args,
       plan_dispatch(planned_tokens(args.num_tokens, round_tokens), peers.num_ranks, args.top_k,
                     num_chunks(static_cast<int32_t>(payload)), num_sms(group, args.phase, member.num_sms),
-                    member.num_sms, args.delivery == Delivery::kCombineBack, args.cast != 0));
+                    member.num_sms, args.delivery == Delivery::kCombineBack, args.casts_new_rows()));
   error = check_rounds(op, args, round_tokens, plan);
   if (error.failure()) return error;
   const auto launch = [&peers, args, type, plan, kernels, round_tokens](cudaStream_t on) {

@@ -36,14 +36,14 @@ __device__ inline Fill fill_experts(const int32_t* needs, int32_t num_experts, i
 }
 
 // Limits the destinations of a new route to the capacity: the experts share the room of the rank, and the sources share
-// the room of each expert. Before the call, `scratch` has the destinations without a limit. Returns the number of
+// the room of each expert. Before the call, `memory` has the destinations without a limit. Returns the number of
 // dropped rows. One warp calls it, and only if rows do not fit. It takes the state and not an operation: see
 // operation_of().
-__device__ __noinline__ static int32_t share_room(State& state, void* scratch) {
+__device__ __noinline__ static int32_t share_room(State& state, void* memory) {
   const Peers& peers = *state.peers;
   const auto& args = static_cast<const DispatchArgs&>(*state.call);
   const int32_t num_experts = peers.experts_per_rank;
-  const Destinations destinations(scratch, peers.num_ranks, num_experts);
+  const Destinations destinations(memory, peers.num_ranks, num_experts);
   const bool shares_buffer = !has_buffer_per_expert(args.layout);
   // Alignment and capacity fit in 32 bits (jax_ep/_dispatch_options.py). A GPU is slow in 64-bit divisions.
   const auto alignment = static_cast<uint32_t>(args.alignment);

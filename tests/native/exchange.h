@@ -42,11 +42,14 @@ struct PlanOverrides {
 };
 
 // In plan.h, the senders of a dispatch write own rows only with more tokens than the tests have, and after two steps.
-// Here, they do so after one step. They can only if a sent row has one warp, so about half of the plans for throughput
-// kernels get that.
+// Here, they do so after one step, and about half of the plans for throughput kernels have small blocks, with one warp
+// per sent row. So a step has few tokens.
 inline LaunchPlan with_own_rows_of_senders(LaunchPlan plan) {
   if (plan.variant != Variant::kThroughput) return plan;
-  if (num_tokens % 2 == 0) plan.log_send_warps = 0;
+  if (num_tokens % 2 == 0) {
+    plan.log_block_warps = 2, plan.log_send_warps = 0;
+    plan.log_receive_warps = std::min(plan.log_receive_warps, plan.log_block_warps);
+  }
   if (plan.log_send_warps == 0) {
     plan.tokens_with_own_items = WarpGroup::of_senders(plan, 0, 0).num_groups;
   }
@@ -274,7 +277,7 @@ class Session {
       const LaunchPlan best =
           adjust(plan_dispatch(planned_tokens(call.num_tokens, round_tokens), num_ranks_, call.top_k,
                                num_chunks(call.num_scales ? kHidden : kRowBytes), num_sms, member.num_sms,
-                               call.delivery == Delivery::kCombineBack, call.cast != 0));
+                               call.delivery == Delivery::kCombineBack, call.casts_new_rows()));
       const LaunchPlan plan = kernels.adapt_dispatch_plan(peers, call, with_own_rows_of_senders(best));
       const auto launch = [&peers, kernels, call, type, plan, round_tokens](cudaStream_t stream) {
         return launch_rounds(call, round_tokens, [&](const DispatchArgs& round) {

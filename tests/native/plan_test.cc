@@ -79,6 +79,10 @@ void test_plans(int32_t device_sms, const std::vector<int32_t>& choices_of_num_s
               if (!is_combine_back && is_low_latency(plan.variant)) continue;
               EXPECT_EQ(plan.log_receive_warps <= plan.log_block_warps, true);
             }
+            const LaunchPlan casts = plan_dispatch(tokens, ranks, top_k, chunks, num_sms, device_sms, false, true);
+            expect_valid(casts, num_sms, device_sms, false);
+            EXPECT_EQ(casts.is_possible_dispatch(Phase::kWhole), true);
+            EXPECT_EQ(over_network(casts, !has_few_tokens(tokens)).is_possible_dispatch(Phase::kWhole), true);
           }
           for (int32_t top_k : {0, 1, 2, 8}) {
             for (int32_t units_read : {1, 2, 4}) {
@@ -347,7 +351,8 @@ void test_who_writes_own_rows() {
                        bool casts = true) {
     return plan_dispatch(tokens, ranks, 8, 14, num_sms, kDeviceSms, is_combine_back, casts);
   };
-  for (const auto& [tokens, ranks, senders] : {std::array{4096, 2, 17}, {1024, 2, 14}, {480, 2, 14}, {480, 4, 11}}) {
+  for (const auto& [tokens, ranks, senders] :
+       {std::array{4096, 2, 17}, {1536, 2, 17}, {1535, 2, 14}, {1024, 2, 14}, {480, 2, 14}, {480, 4, 11}}) {
     const LaunchPlan own = plan(tokens, ranks, 24);
     EXPECT_EQ(own.num_senders, senders);
     EXPECT_EQ(own.num_blocks, 24);
@@ -359,7 +364,11 @@ void test_who_writes_own_rows() {
                                     plan(4096, 1, 24), plan(479, 2, 24)}) {
     EXPECT_EQ(without.senders_write_own(), false);
   }
-  EXPECT_EQ(plan(4096, 2, 1).tokens_with_own_items, 2 * 16);
+  LaunchPlan own = plan(4096, 2, 1);
+  EXPECT_EQ(own.tokens_with_own_items, 2 * 16);
+  EXPECT_EQ(own.is_possible_dispatch(Phase::kWhole), true);
+  own.log_send_warps = 1;
+  EXPECT_EQ(own.is_possible_dispatch(Phase::kWhole), false);
 }
 
 // Receivers sum the rows of own tokens if a combine casts, prefetches y, or (kBalanced) has one or two experts per
