@@ -37,7 +37,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ep as ep
-from jax_ep._layouts import LayoutName
+from jax_ep._layouts import LAYOUTS, LayoutName
 from jax_ep.bench import report
 from jax_ep.bench.cases import Case, Inputs, make_inputs
 from jax_ep.bench.devices import allow_virtual_cpus
@@ -374,7 +374,7 @@ def parse(argv: Sequence[str] | None, *, num_ranks: int, on_cpu: bool) -> argpar
     add(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="dtype of activations and GEMMs"
     )
-    add("--layout", choices=get_args(LayoutName), default="ragged", help="layout of the rows that arrive")
+    add("--layout", choices=LAYOUTS, default="ragged", help="layout of the rows that arrive")
     add("--gemm-rows", type=int, help="rows of the GEMMs, per rank; None: all tokens")
     by = ["auto"] if on_cpu else ["cublas", "triton"]
     add("--gemms-by", choices=GEMMS_BY, nargs="+", default=by, help="library of the GEMMs; auto: XLA chooses")

@@ -375,8 +375,8 @@ constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
 }
 
 // Launch shapes of a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving
-// warp group writes a row once per expert. "Tokens" are the tokens of one rank. The shapes from
-// kFewSms on are for calls with a limit on SMs, all others for calls without one.
+// warp group writes a row once per expert. "Tokens" are the tokens of one rank. The shapes from kFewSms on are for calls
+// with a limit on SMs, all others for calls without one.
 namespace dispatch_shapes {
 
 inline constexpr int32_t kAny = WarpsPerRow::kAnyNumber;
@@ -445,9 +445,9 @@ inline constexpr Shape kCombineBackOfManyTokens = {Variant::kThroughput,   Block
 inline constexpr Shape kCombineBackOnTwoRanks = {Variant::kThroughput,   BlockWarps{16},
                                                  kCombineBack.send,      kCombineBackOfManyTokens.receive,
                                                  ReceiverSixteenths{12}, Fewest::kSenders};
-// Any number of tokens, if the user limits the SMs, or in a split-phase call, in all cases that
-// kFewSmsAndFewRows and the shapes for own rows do not cover. The receivers' share is measured on two ranks. On four
-// ranks, and in combine's backward pass, 8/16 was as fast.
+// Any number of tokens, if the user limits the SMs, or in a split-phase call, in all cases that kFewSmsAndFewRows and
+// the shapes for own rows do not cover. The receivers' share is measured on two ranks. On four ranks, and in combine's
+// backward pass, 8/16 was as fast.
 inline constexpr Shape kFewSms = {Variant::kThroughput, BlockWarps{16},
                                   Send{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)},
                                   Receive{WarpsPerRow::of(1).more_for_few_rows(kAny, 2)}, ReceiverSixteenths{9}};
