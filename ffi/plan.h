@@ -112,9 +112,9 @@ struct LaunchPlan {
   constexpr bool is_possible(Phase phase) const {
     return !is_low_latency(variant) || (num_blocks <= kMaxLowLatencyBlocks && phase != Phase::kDone);
   }
-  // The same for a dispatch. Also returns false in two cases: if a block of a low-latency launch would send and then
-  // receive; and if senders write own rows, but not in the throughput variant, or with several warps per row. (In a
-  // warp group of several warps, only the first would know where own rows go.)
+  // The same for a dispatch. Also returns false if a block of a low-latency launch would send and then receive. If
+  // senders write own rows, the launch must be of the throughput variant, have one warp per sent row, and leave the own
+  // rows of the first step to receivers. (In a warp group of several warps, only the first would know where they go.)
   constexpr bool is_possible_dispatch(Phase phase) const {
     const bool may_write_own = variant == Variant::kThroughput && log_send_warps == 0 && tokens_with_own_items > 0;
     return is_possible(phase) && (!is_low_latency(variant) || first_receiver >= num_senders) &&
@@ -375,8 +375,8 @@ constexpr Variant variant_for(int64_t num_tokens, int32_t num_sms) {
 }
 
 // Launch shapes of a dispatch. A sending warp group reads a token once, and sends its row to several ranks. A receiving
-// warp group writes a row once per expert. "Tokens" are the tokens of one rank. The shapes from kFewSms on are for calls
-// with a limit on SMs, all others for calls without one.
+// warp group writes a row once per expert. "Tokens" are the tokens of one rank. The shapes from kFewSms on are for
+// calls with a limit on SMs, all others for calls without one.
 namespace dispatch_shapes {
 
 inline constexpr int32_t kAny = WarpsPerRow::kAnyNumber;

@@ -19,7 +19,7 @@ TINY = ["--tokens=8", "--hidden=16", "--top-k=2", "--gemms-by=auto"]
 
 
 def test_sums_of_token_rows_are_checked(capsys, monkeypatch):
-    """In the layout "token", combine adds the rows of a token's ranks."""
+    """In the layout "token", combine adds a token's rows of all ranks. Wrong sums make the program fail."""
     monkeypatch.setattr(overlap, "STEPS", 3)
     options = [*TINY, "--experts=16", "--num-sms=24", "--layout=token", "--forms", "shared expert"]
     assert overlap.main(options) == 0

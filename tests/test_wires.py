@@ -176,7 +176,7 @@ def test_last_scale_has_the_channels_that_are_left(make_group, mesh, hidden, wir
 )
 @pytest.mark.parametrize(("wire", "dequantize"), [("fp8", False), ("fp8_pow2", True)])
 def test_own_rows_that_senders_write(make_group, mesh, layout, wire, dequantize, num_sms, routing, fits):
-    """With many tokens on few SMs, senders also write a token's own row, from the 33rd token on. It is cast once."""
+    """With many tokens on few SMs, senders also write a token's own row, after two steps. They cast it once."""
     shape = dataclasses.replace(SHAPE, hidden=528, tokens=88)
     inputs = make_inputs(shape, mesh.size, routing)
     needed = oracle.needed_capacity(inputs.topk_idx, shape.num_experts, layout, 1)

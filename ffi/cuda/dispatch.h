@@ -76,8 +76,7 @@ struct DispatchArgs : Call {
     if (scales_format == ScalesFormat::kUe8m0) return num_rows * num_scales;
     return num_rows * 4 * (scales_format == ScalesFormat::kUe8m0Columns ? divide_up(num_scales, 4) : num_scales);
   }
-  // True if senders cast the rows of a new route. (A cast may also be that of all_to_all or of combine's backward
-  // pass.)
+  // True if senders cast the rows of a new route. (all_to_all and combine's backward pass may cast, too.)
   constexpr bool casts_new_rows() const { return cast != 0 && topk_idx != nullptr; }
   // True for a new route in the layout "token".
   constexpr bool has_token_rows() const { return recv_topk_idx != nullptr; }

@@ -42,8 +42,8 @@ struct PlanOverrides {
 };
 
 // In plan.h, the senders of a dispatch write own rows only with more tokens than the tests have, and after two steps.
-// Here, they do so after one step, and about half of the plans for throughput kernels have small blocks, with one warp
-// per sent row. So a step has few tokens.
+// Here, senders write own rows after one step. About half of the throughput plans get small blocks with one warp per
+// sent row: a step then has few tokens, so that senders reach later steps even in a small test.
 inline LaunchPlan with_own_rows_of_senders(LaunchPlan plan) {
   if (plan.variant != Variant::kThroughput) return plan;
   if (num_tokens % 2 == 0) {
