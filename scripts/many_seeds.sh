@@ -3,6 +3,7 @@
 #
 #   scripts/many_seeds.sh 1 10000                    # seeds 1 to 10000; builds in build/native
 #   scripts/many_seeds.sh 1 10000 build/many_seeds   # builds in another folder
+#   PART=rounds scripts/many_seeds.sh 1 10000        # of each seed, only the operations with rounds
 #
 # Needs g++, CMake, and Ninja or make. JOBS is the number of processes at a time (the number of cores). A process runs 40
 # seeds. If it fails, the script runs each of its seeds alone. The last lines are the number of seeds that passed, and the
@@ -15,7 +16,7 @@ fi
 cd "$(dirname "$0")/.." || exit
 first=$((10#$1)) last=$((10#$2)) folder=${3:-build/native}
 jobs=${JOBS:-$(nproc)}
-export last num_seeds=40 program="$folder/emulated_exchange_test"
+export last num_seeds=40 part=${PART:-seeds} program="$folder/emulated_exchange_test"
 [[ $program == /* ]] || program="./$program"
 results=$(mktemp -d)
 export results
@@ -36,7 +37,7 @@ echo "many_seeds: built in $SECONDS s"
 # run_seeds FIRST COUNT SECONDS: runs seeds in one process. If the process fails, its output stays in a file.
 run_seeds() {
   local log=$results/$1-$2.failed
-  timeout "$3" "$program" seeds "$1" "$2" >"$log" 2>&1
+  timeout "$3" "$program" "$part" "$1" "$2" >"$log" 2>&1
   local status=$?
   [ $status -ne 0 ] || { rm "$log"; return 0; }
   echo "ended with status $status" >>"$log"
@@ -67,7 +68,7 @@ mapfile -t failures < <(cd "$results" && ls | grep '\.failed$' | sort -n)
 echo "many_seeds: $passed of $all seeds passed ($SECONDS s)"
 for failure in "${failures[@]:0:5}"; do
   seeds=${failure%.failed}
-  echo "$program seeds ${seeds/-/ }"
+  echo "$program $part ${seeds/-/ }"
   head -n 1 "$results/$failure" | cut -c1-200
   tail -n 2 "$results/$failure" | cut -c1-300
 done

@@ -18,7 +18,7 @@ cat >"$4/emulated_exchange_test" <<'END'
 #!/bin/bash
 first=$2
 for ((seed = first; seed < first + $3; ++seed)); do
-  if (( $FAILS )); then echo "exchange.h:1: rows differ"; echo "seed $seed has failed: 2 ranks"; exit 1; fi
+  if (( $FAILS )); then echo "exchange.h:1: rows differ"; echo "seed $seed has failed: $1 on 2 ranks"; exit 1; fi
 done
 END
 chmod +x "$4/emulated_exchange_test"
@@ -54,7 +54,7 @@ def test_seeds_that_fail_are_counted_and_shown(many_seeds):
     at = next(i for i, line in enumerate(lines) if line.startswith("many_seeds: 77 of 86 seeds passed"))
     commands = [line for line in lines[at:] if "emulated_exchange_test seeds" in line]
     assert [line.split()[1:] for line in commands] == [["seeds", str(seed), "1"] for seed in (7, 17, 27, 37, 47)]
-    assert "seed 7 has failed: 2 ranks" in lines
+    assert "seed 7 has failed: seeds on 2 ranks" in lines
 
 
 def test_seeds_that_fail_only_behind_others(many_seeds):
@@ -62,6 +62,13 @@ def test_seeds_that_fail_only_behind_others(many_seeds):
     assert status == 1
     assert any(line.startswith("many_seeds: 90 of 90 seeds passed") for line in lines)
     assert any(line.endswith("emulated_exchange_test seeds 41 40") for line in lines)
+
+
+def test_a_part_of_each_seed(many_seeds):
+    status, lines = many_seeds("1", "90", fails="seed == 50", PART="rounds")
+    assert status == 1
+    assert any(line.endswith("emulated_exchange_test rounds 50 1") for line in lines)
+    assert "seed 50 has failed: rounds on 2 ranks" in lines
 
 
 def test_a_build_that_fails(many_seeds):

@@ -15,6 +15,7 @@
 // OWN_STEPS=n: the senders of a dispatch write own rows after n steps, 0: never; without it, as plan.h says;
 // CAST_BACK=1 sends the sums back as fp8, for which there is no VARIANT=1; VARIANT=2 takes a Variant by its number,
 // SUMS_OWN=0 a plan's flag; SHARED=1 is memory that other processes could map. bfloat16; routing is uniform otherwise.
+#include <cuda_profiler_api.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -172,7 +173,8 @@ struct Rank {
   }
 };
 
-// Microseconds of one of the operations that `enqueue` puts into a graph: the slowest rank, the best of some replays.
+// Microseconds of one of the operations that `enqueue` puts into a graph: the slowest rank, the median of some replays.
+// A profiler can count the events of exactly these replays.
 float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::function<void(Rank&)>& enqueue) {
   const size_t n = ranks.size();
   std::vector<cudaGraphExec_t> graphs(n);
@@ -189,6 +191,7 @@ float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::functi
     must(cudaGraphDestroy(graph));
   }
   std::vector<float> times;
+  must(cudaProfilerStart());
   for (int32_t replay = 0; replay < kReplays; ++replay) {
     std::vector<std::thread> threads;
     for (size_t r = 0; r < n; ++r) {
@@ -210,6 +213,7 @@ float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::functi
     }
     times.push_back(slowest * 1e3f / kOps);
   }
+  must(cudaProfilerStop());
   for (cudaGraphExec_t graph : graphs) must(cudaGraphExecDestroy(graph));
   std::sort(times.begin(), times.end());
   return times[times.size() / 2];

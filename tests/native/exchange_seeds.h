@@ -138,11 +138,12 @@ std::string run_seed(uint64_t seed) {
   return what;
 }
 
-int run_seeds(uint64_t first, uint64_t count, const std::string& settings) {
+// Calls run_one, which is run_seed or one of its parts, with each seed.
+int run_seeds(std::string (*run_one)(uint64_t), uint64_t first, uint64_t count, const std::string& settings) {
   for (uint64_t seed = first; seed < first + count; ++seed) {
     emulator::reset_scheduler();
     emulator::set_adversary(seed, settings);
-    const std::string what = run_seed(seed);
+    const std::string what = run_one(seed);
     if (check::failures == 0) continue;
     std::cerr << "seed " << seed << " has failed: " << what << "\n";
     return 1;
