@@ -34,10 +34,11 @@ if ! build >"$results/build.log" 2>&1; then
 fi
 echo "many_seeds: built in $SECONDS s"
 
-# run_seeds FIRST COUNT SECONDS: runs seeds in one process. If the process fails, its output stays in a file.
+# run_seeds FIRST COUNT SECONDS: runs seeds in one process. If the process fails, its output stays in a file. (With
+# --foreground, a signal to the script's group of processes ends this process, too.)
 run_seeds() {
   local log=$results/$1-$2.failed
-  timeout "$3" "$program" "$part" "$1" "$2" >"$log" 2>&1
+  timeout --foreground "$3" "$program" "$part" "$1" "$2" >"$log" 2>&1
   local status=$?
   [ $status -ne 0 ] || { rm "$log"; return 0; }
   echo "ended with status $status" >>"$log"

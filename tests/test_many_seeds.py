@@ -1,7 +1,9 @@
 """scripts/many_seeds.sh counts the seeds that pass, and shows those that fail."""
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ mkdir -p "$4"
 cat >"$4/emulated_exchange_test" <<'END'
 #!/bin/bash
 first=$2
+[ -z "$ENDLESS" ] || { echo $$ >>"$ENDLESS"; exec sleep 100; }
 for ((seed = first; seed < first + $3; ++seed)); do
   if (( $FAILS )); then echo "exchange.h:1: rows differ"; echo "seed $seed has failed: $1 on 2 ranks"; exit 1; fi
 done
@@ -33,12 +36,19 @@ def many_seeds(tmp_path):
     (tmp_path / "bin" / "cmake").write_text(CMAKE)
     (tmp_path / "bin" / "cmake").chmod(0o755)
 
-    def run(*arguments, fails="0", **environment):
+    def start(*arguments, fails="0", **environment):
         environment |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FAILS": fails, "JOBS": "2"}
         command = [SCRIPT, *arguments, tmp_path / "build"]
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-        return done.returncode, done.stdout.splitlines()
+        return subprocess.Popen(
+            command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
 
+    def run(*arguments, **settings):
+        with start(*arguments, **settings) as script:
+            stdout, _ = script.communicate()
+        return script.returncode, stdout.splitlines()
+
+    run.start = start
     return run
 
 
@@ -69,6 +79,30 @@ def test_a_part_of_each_seed(many_seeds):
     assert status == 1
     assert any(line.endswith("emulated_exchange_test rounds 50 1") for line in lines)
     assert "seed 50 has failed: rounds on 2 ranks" in lines
+
+
+def test_no_process_stays_behind(many_seeds, tmp_path):
+    """As at the end of `timeout`, or at Ctrl-C: the group of processes gets a signal."""
+    pids = tmp_path / "pids"
+    with many_seeds.start("1", "90", ENDLESS=str(pids)) as script:
+        await_true(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        os.killpg(script.pid, signal.SIGTERM)
+    await_true(lambda: not any(map(is_running, pids.read_text().split())))
+
+
+def await_true(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_build_that_fails(many_seeds):
