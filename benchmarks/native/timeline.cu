@@ -174,7 +174,7 @@ struct Rank {
 };
 
 // Microseconds of one of the operations that `enqueue` puts into a graph: the slowest rank, the median of some replays.
-// A profiler can count the events of exactly these replays.
+// For profilers, each measurement is a range (cudaProfilerStart): 2 * kOps * kReplays operations per rank.
 float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::function<void(Rank&)>& enqueue) {
   const size_t n = ranks.size();
   std::vector<cudaGraphExec_t> graphs(n);

@@ -78,11 +78,11 @@ std::string run_rounds(uint64_t seed) {
         session.run_whole();
     }
   }
-  const std::string what = ", then " + std::to_string(ranks.number) + " ranks in nodes of " +
-                           std::to_string(ranks.node_size) + ", " + std::to_string(num_tokens) +
-                           " tokens in rounds of " + std::to_string(round_tokens) + ", top_k " + std::to_string(top_k) +
-                           ", " + std::to_string(experts_per_rank) + " experts per rank, cast " + std::to_string(cast) +
-                           " on " + std::to_string(blocks.number) + " SMs";
+  const std::string what = std::to_string(ranks.number) + " ranks in nodes of " + std::to_string(ranks.node_size) +
+                           ", " + std::to_string(num_tokens) + " tokens in rounds of " + std::to_string(round_tokens) +
+                           ", top_k " + std::to_string(top_k) + ", " + std::to_string(experts_per_rank) +
+                           " experts per rank, cast " + std::to_string(cast) + " on " + std::to_string(blocks.number) +
+                           " SMs";
   num_tokens = tokens, top_k = k, experts_per_rank = experts;
   return what;
 }

@@ -118,7 +118,7 @@ std::string run_seed(uint64_t seed) {
   if (check::failures == 0) what += run_balance(seed);
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
   if (check::failures == 0 && seed % 16 == 13) what += run_many_ranks(seed);
-  if (check::failures == 0 && seed % 2 == 1) what += run_rounds(seed);
+  if (check::failures == 0 && seed % 2 == 1) what += ", then " + run_rounds(seed);
   if (check::failures == 0 && seed % 4 == 1) {
     what += ", then a wrong rank";
     run_wrong_rank_of_few_tokens(seed);
