@@ -13,6 +13,7 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ and "host_platform_device_count" 
 import contextlib
 import re
 import zlib
+from collections import Counter
 
 import hypothesis
 import jax
@@ -111,6 +112,16 @@ def choose_tests(items):
         yield min(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
 
 
+# Files with few tests that take long.
+LONG_FILES = ["test_examples.py", "test_native.py", "test_integrations.py", "test_fallback.py", "test_multiprocess.py"]
+
+
+def longest_files_first(items):
+    """The key of an order in which no process is left alone with a long file at the end. Keeps the order in a file."""
+    num_tests = Counter(item.path.name for item in items)
+    return lambda item: (item.path.name not in LONG_FILES, -num_tests[item.path.name], item.path.name)
+
+
 def pytest_collection_modifyitems(config, items):
     global left_out
     for item in items:  # also those that are skipped here, for which pytest does not look
@@ -124,6 +135,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item in chosen]
         config.hook.pytest_deselected(items=deselected)
         left_out = len(deselected)
+    items.sort(key=longest_files_first(items))
     has_gpus = jax.default_backend() == "gpu" and len(jax.devices()) >= 2
     for item in items:
         why = why_not_emulated(item)
