@@ -113,7 +113,7 @@ def choose_tests(items):
 
 
 # Files with few tests that take long.
-LONG_FILES = ["test_examples.py", "test_native.py", "test_integrations.py", "test_fallback.py", "test_multiprocess.py"]
+LONG_FILES = ["test_examples.py", "test_native.py", "test_integrations.py", "test_fallback.py"]
 
 
 def longest_files_first(items):
