@@ -117,7 +117,7 @@ LONG_FILES = ["test_examples.py", "test_native.py", "test_integrations.py", "tes
 
 
 def longest_files_first(items):
-    """The key of an order in which no process is left alone with a long file at the end. Keeps the order in a file."""
+    """Returns a sort key: LONG_FILES first, so that none begins last; then by the number of tests."""
     num_tests = Counter(item.path.name for item in items)
     return lambda item: (item.path.name not in LONG_FILES, -num_tests[item.path.name], item.path.name)
 

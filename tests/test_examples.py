@@ -181,7 +181,7 @@ def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processe
 )
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the messages are for eight CPU devices")
 def test_a_wrong_option_is_named(script, options, message, monkeypatch, capsys):
-    """In this process, which has imported JAX: programs check their options before they do anything else."""
+    """In this process, which need not import JAX again: the programs check their options first."""
     monkeypatch.setattr(sys, "argv", [script, *options.split()])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")

@@ -75,7 +75,7 @@ def test_seeds_that_fail_only_behind_others(many_seeds):
     assert any(line.endswith("emulated_exchange_test seeds 41 40") for line in lines)
 
 
-def test_a_part_of_each_seed(many_seeds):
+def test_only_operations_in_rounds(many_seeds):
     status, lines = many_seeds("1", "90", fails="seed == 50", SEEDS="rounds")
     assert status == 1
     assert any(line.endswith("emulated_exchange_test rounds 50 1") for line in lines)
@@ -83,7 +83,7 @@ def test_a_part_of_each_seed(many_seeds):
 
 
 def test_no_process_stays_behind(many_seeds, tmp_path):
-    """`timeout` sends such a signal to the whole group of processes."""
+    """`timeout scripts/many_seeds.sh` sends a signal to the script's group of processes."""
     pids = tmp_path / "pids"
     with many_seeds.start("1", "90", ENDLESS=str(pids)) as script:
         try:

@@ -174,7 +174,7 @@ struct Rank {
 };
 
 // Microseconds of one of the operations that `enqueue` puts into a graph: the slowest rank, the median of some replays.
-// For profilers, each measurement is a range (cudaProfilerStart): 2 * kOps * kReplays operations per rank.
+// A measurement is one range of profilers: 2 * kOps * kReplays operations per rank, of which half are timed.
 float measure(const std::vector<std::unique_ptr<Rank>>& ranks, const std::function<void(Rank&)>& enqueue) {
   const size_t n = ranks.size();
   std::vector<cudaGraphExec_t> graphs(n);
