@@ -342,7 +342,7 @@ def test_own_rows_that_senders_write(make_group, mesh, dequantize):
     shape = dataclasses.replace(WIDE, tokens=72)
     inputs = make_inputs(shape, mesh.size, "uneven")
     group = make_group(mesh, shape, num_sms=2)
-    options = {"wire": "fp8", "capacity": 100}
+    options = {"wire": "fp8", "capacity": 25 * mesh.size}
     dispatch = partial(dispatch_tokens, group=group, dequantize=dequantize, zero_pad=True, **options)
     recv = run_spmd(dispatch, mesh, *inputs)
     options["dequantize_to"] = np_dtype(shape.dtype) if dequantize else None
