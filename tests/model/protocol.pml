@@ -14,13 +14,15 @@
  *   ROWLESS      the first ROWLESS ranks may have no row for their peers
  *   STARTS       at most STARTS of the operations are split-phase
  *   ONE_SENDER   one block notifies the peers and sends rows; otherwise, one block notifies, and another one sends
+ *   ROUNDS       a block sends rows only after it has read the peers' notifications of the same epoch (a combine in
+ *                rounds); not with ONE_SENDER
  *   FAULT        rank 0 may stop anywhere, and a start may have no done; a time-out comes when nothing else can happen
  *   HASTE        a time-out may come during any wait
  *   WITHOUT      the rule below that a run leaves out; the run must then fail (a mutant)
  *
  * The model does not contain: the error of two launches of XLA's stream that overlap, work stealing, the hold after a
  * start, ranks that forward the rows of others into a third rank's slots (over a network), how a unit shows that it
- * is empty, and epochs that wrap. */
+ * is empty, epochs that wrap, and the numbers of the rows of a round. */
 
 /* The rules that the protocol relies on. */
 #define NOTHING 0
@@ -35,6 +37,7 @@
 #define ONE_TELLER 9               /* a launch tells of the whole operation before it, not of what dones have noted */
 #define WARNING 10                 /* a rank that fails tells the peers */
 #define LOOKING_AT_FAILED 11       /* a rank that is told waits no more */
+#define NOTIFYING_FIRST 12         /* a rank notifies the peers without waiting for their notifications */
 #ifndef WITHOUT
 #define WITHOUT NOTHING
 #endif
@@ -112,6 +115,15 @@ bit time_is_up;
 
 #define has_sent(p) (p == self || mine.from[p].notified == epoch && (!mine.from[p].row_comes || mine.from[p].unit != 0))
 #define all_have_sent for_all(has_sent)
+
+#define has_notified(p) (p == self || mine.from[p].notified == epoch)
+#define all_have_notified for_all(has_notified)
+#ifdef ROUNDS
+#define knows_rows all_have_notified
+#else
+#define knows_rows 1
+#endif
+#define may_notify (WITHOUT != NOTIFYING_FIRST || all_have_notified)
 
 /* --- a launch begins -------------------------------------------------------------------------------------------- */
 
@@ -255,7 +267,7 @@ inline look_at_words() {
   tells = OTHERS
 }
 
-#define is_waiting (receives && !all_have_sent || claims && !slot_is_free)
+#define is_waiting (receives && !all_have_sent || claims && !slot_is_free || sends_row && !knows_rows)
 #if defined(HASTE)
 #define gives_up is_waiting
 #elif defined(FAULT)
@@ -353,8 +365,8 @@ inline plan() {
 /* --- a stream --------------------------------------------------------------------------------------------------- */
 
 #define for_peer(p)                                                       \
-  :: d_step { notifies & bit_of(p) -> notify(p) }                         \
-  :: d_step { sends_row & bit_of(p) -> send_row(p) }                      \
+  :: d_step { (notifies & bit_of(p)) && may_notify -> notify(p) }         \
+  :: d_step { (sends_row & bit_of(p)) && knows_rows -> send_row(p) }      \
   :: d_step { (tells & bit_of(p)) && !(claims & NOTIFIER) -> tell(p) }    \
   :: d_step { warns & bit_of(p) -> warn(p) }
 
