@@ -18,6 +18,7 @@ writes are claims, too: their captions name the commit.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import re
 import shlex
@@ -34,6 +35,7 @@ from gpu_results import RESULTS, ROOT, Row  # noqa: E402
 _STRING_OR_BETWEEN = re.compile(rb'("(?:\\.|[^"\\\n])*")|(?://[^\n]*|/\*.*?\*/|\s)+', re.DOTALL)
 
 
+@functools.cache
 def compiled(source: bytes) -> bytes:
     """Replaces comments and spaces of C++ by one space: a change of comments or spaces needs no new results."""
     return _STRING_OR_BETWEEN.sub(lambda match: match[1] or b" ", source)

@@ -46,7 +46,7 @@ KERNEL_BACKENDS = [pytest.param("cuda", marks=pytest.mark.gpu), *EMULATED]
 EP_SIZES = (1, 2, 4, 8)
 ALL_CASES = "JAX_EP_ALL_CASES"  # in the environment: no case is left out
 
-COLLECTIVES_SHARE = 4  # about one case in so many runs with backend "collectives"
+COLLECTIVES_SHARE = 6  # about one case in so many runs with backend "collectives"
 
 left_out = 0  # tests that were deselected: see choose_tests
 
@@ -101,7 +101,7 @@ def choose_tests(items):
             if not why_not_emulated(item):
                 over_network.setdefault((item.path, item.originalname), []).append(item)
         elif (
-            not is_emulated(item)
+            backend_parameter(item) == "cuda"
             or "any_mesh" not in parameters(item)
             or num_ranks(item) == EP_SIZES[zlib.crc32(name.encode()) % len(EP_SIZES)]
         ):
@@ -179,8 +179,8 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} cases left out: emulated tests with any_mesh ran with one number of ranks, one case of each "
-            f"test over an emulated network, and one case in {COLLECTIVES_SHARE} with backend collectives; "
+            f"{left_out} cases left out: without GPUs, tests with any_mesh ran with one number of ranks, one case of "
+            f"each test over an emulated network, and one case in {COLLECTIVES_SHARE} with backend collectives; "
             f"{ALL_CASES}=1 runs all"
         )
 
@@ -226,7 +226,7 @@ def layout(request):
 
 @pytest.fixture(scope="session", params=EP_SIZES, ids="ep{}".format)
 def any_mesh(request):
-    """A mesh of each EP size. An emulated case runs with one of them."""
+    """A mesh of each EP size. A case runs with one of them, and with all of them on GPUs."""
     return make_mesh((request.param,))
 
 

@@ -143,11 +143,10 @@ def test_balanced_training_drops_no_rows(tmp_path):
     assert np.max(result["load"]) > 1.05 / 8  # the experts, one on each rank, are not balanced
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_several_processes_give_the_same_curve(tmp_path, whole_run, num_processes):
+def test_several_processes_give_the_same_curve(tmp_path, whole_run):
     options = [*TINY, "--steps=6", "--mesh=2x4", "--out", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints"]
     program = [sys.executable, EXAMPLES / "train_moe.py", *options, "--distributed"]
-    done = launch(num_processes, *program, devices=8 // num_processes)
+    done = launch(2, *program, devices=4)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[0] step 6/6" in done.stdout
     assert "[1] step" not in done.stdout
@@ -200,7 +199,7 @@ def test_a_frameworks_layer_learns(framework):
 
 
 def test_decoding_tells_its_speed():
-    stdout = run("decode.py")
+    stdout = run("decode.py", "--prompt=4", "--length=10")
     assert re.findall(r"^ *(\d+) per device: .* ms per step, .* tokens/s$", stdout, re.MULTILINE) == ["1", "8", "64"]
 
 
