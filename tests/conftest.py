@@ -46,12 +46,18 @@ KERNEL_BACKENDS = [pytest.param("cuda", marks=pytest.mark.gpu), *EMULATED]
 EP_SIZES = (1, 2, 4, 8)
 ALL_CASES = "JAX_EP_ALL_CASES"  # in the environment: no case is left out
 
-COLLECTIVES_SHARE = 6  # about one case in so many runs with backend "collectives"
+# About one case in so many runs: with backend "reference", if the test also runs emulated; with "collectives".
+REFERENCE_SHARE, COLLECTIVES_SHARE = 2, 6
 
 left_out = 0  # tests that were deselected: see choose_tests
 
 
 # --- which tests run ------------------------------------------------------------------------------------------------
+
+
+def test_of(item):
+    """The test function of which `item` is a case."""
+    return item.path, item.originalname
 
 
 def parameters(item):
@@ -67,9 +73,13 @@ def is_emulated(item):
     return backend_parameter(item) in EMULATED
 
 
-def is_sampled(item):
-    """Whether a test with backend "collectives" runs. That backend shares most of its code with the reference."""
-    return zlib.crc32(item.nodeid.encode()) % COLLECTIVES_SHARE == 0
+def hash_of(item):
+    return zlib.crc32(item.nodeid.encode())
+
+
+def sample(cases, share):
+    """About one case in `share`, and at least one."""
+    return [item for item in cases if hash_of(item) % share == 0] or [min(cases, key=hash_of)]
 
 
 def node_size(item):
@@ -92,24 +102,30 @@ def why_not_emulated(item):
 
 def choose_tests(items):
     """The tests that run, as CONTRIBUTING.md describes them. Hashes of the tests' names choose."""
-    over_network, with_collectives = {}, {}
+    with_reference, with_collectives, over_network = {}, {}, {}
+    emulated_tests = {test_of(item) for item in items if is_emulated(item) and not why_not_emulated(item)}
     for item in items:
         name = re.sub(r"\bep\d+\b", "", item.nodeid)
         if backend_parameter(item) == "collectives":
-            with_collectives.setdefault((item.path, item.originalname), []).append(item)
+            with_collectives.setdefault(test_of(item), []).append(item)
         elif node_size(item):
             if not why_not_emulated(item):
-                over_network.setdefault((item.path, item.originalname), []).append(item)
+                over_network.setdefault(test_of(item), []).append(item)
         elif (
             backend_parameter(item) == "cuda"
             or "any_mesh" not in parameters(item)
             or num_ranks(item) == EP_SIZES[zlib.crc32(name.encode()) % len(EP_SIZES)]
         ):
-            yield item
+            if backend_parameter(item) == "reference" and test_of(item) in emulated_tests:
+                with_reference.setdefault(test_of(item), []).append(item)
+            else:
+                yield item
+    for cases in with_reference.values():
+        yield from sample(cases, REFERENCE_SHARE)
     for cases in with_collectives.values():
-        yield from list(filter(is_sampled, cases)) or [min(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))]
+        yield from sample(cases, COLLECTIVES_SHARE)
     for cases in over_network.values():
-        yield min(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        yield min(cases, key=hash_of)
 
 
 # Files with few tests that take long.
@@ -179,9 +195,9 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} cases left out: without GPUs, tests with any_mesh ran with one number of ranks, one case of "
-            f"each test over an emulated network, and one case in {COLLECTIVES_SHARE} with backend collectives; "
-            f"{ALL_CASES}=1 runs all"
+            f"{left_out} cases left out: without GPUs, tests with any_mesh ran with one number of ranks; one case of "
+            f"each test over an emulated network; one in {REFERENCE_SHARE} with backend reference, if the test also "
+            f"ran emulated; and one in {COLLECTIVES_SHARE} with collectives; {ALL_CASES}=1 runs all"
         )
 
 
