@@ -46,7 +46,7 @@ KERNEL_BACKENDS = [pytest.param("cuda", marks=pytest.mark.gpu), *EMULATED]
 EP_SIZES = (1, 2, 4, 8)
 ALL_CASES = "JAX_EP_ALL_CASES"  # in the environment: no case is left out
 
-# About one case in so many runs: with backend "reference", if the test also runs emulated; with "collectives".
+# About one case in this many runs: with backend "reference", if the test also runs emulated; with "collectives".
 REFERENCE_SHARE, COLLECTIVES_SHARE = 2, 6
 
 left_out = 0  # tests that were deselected: see choose_tests
@@ -195,9 +195,9 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} cases left out: without GPUs, tests with any_mesh ran with one number of ranks; one case of "
-            f"each test over an emulated network; one in {REFERENCE_SHARE} with backend reference, if the test also "
-            f"ran emulated; and one in {COLLECTIVES_SHARE} with collectives; {ALL_CASES}=1 runs all"
+            f"{left_out} cases left out. These ran: with any_mesh, one number of ranks per case, except for backend cuda; "
+            f"of each test, one case over an emulated network, one in {REFERENCE_SHARE} with backend reference if the "
+            f"test also ran emulated, and one in {COLLECTIVES_SHARE} with collectives. {ALL_CASES}=1 runs all"
         )
 
 
@@ -242,7 +242,7 @@ def layout(request):
 
 @pytest.fixture(scope="session", params=EP_SIZES, ids="ep{}".format)
 def any_mesh(request):
-    """A mesh of each EP size. A case runs with one of them, and with all of them on GPUs."""
+    """A mesh of each EP size. With the backend "cuda", a case runs with all of them, otherwise with one."""
     return make_mesh((request.param,))
 
 

@@ -119,9 +119,9 @@ bit time_is_up;
 #define has_notified(p) (p == self || mine.from[p].notified == epoch)
 #define all_have_notified for_all(has_notified)
 #ifdef ROUNDS
-#define knows_rows all_have_notified
+#define may_send_rows all_have_notified
 #else
-#define knows_rows 1
+#define may_send_rows 1
 #endif
 #define may_notify (WITHOUT != NOTIFYING_FIRST || all_have_notified)
 
@@ -267,7 +267,7 @@ inline look_at_words() {
   tells = OTHERS
 }
 
-#define is_waiting (receives && !all_have_sent || claims && !slot_is_free || sends_row && !knows_rows)
+#define is_waiting (receives && !all_have_sent || claims && !slot_is_free || sends_row && !may_send_rows)
 #if defined(HASTE)
 #define gives_up is_waiting
 #elif defined(FAULT)
@@ -366,7 +366,7 @@ inline plan() {
 
 #define for_peer(p)                                                       \
   :: d_step { (notifies & bit_of(p)) && may_notify -> notify(p) }         \
-  :: d_step { (sends_row & bit_of(p)) && knows_rows -> send_row(p) }      \
+  :: d_step { (sends_row & bit_of(p)) && may_send_rows -> send_row(p) }   \
   :: d_step { (tells & bit_of(p)) && !(claims & NOTIFIER) -> tell(p) }    \
   :: d_step { warns & bit_of(p) -> warn(p) }
 
