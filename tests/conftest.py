@@ -195,9 +195,9 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} cases left out. These ran: with any_mesh, one number of ranks per case, except for backend cuda; "
-            f"of each test, one case over an emulated network, one in {REFERENCE_SHARE} with backend reference if the "
-            f"test also ran emulated, and one in {COLLECTIVES_SHARE} with collectives. {ALL_CASES}=1 runs all"
+            f"{left_out} cases left out. These ran: with any_mesh, one number of ranks per case (except for cuda); of "
+            f"each test, one case over an emulated network, one in {REFERENCE_SHARE} with the reference if it also ran "
+            f"emulated, and one in {COLLECTIVES_SHARE} with collectives. {ALL_CASES}=1 runs all"
         )
 
 
