@@ -46,8 +46,9 @@ KERNEL_BACKENDS = [pytest.param("cuda", marks=pytest.mark.gpu), *EMULATED]
 EP_SIZES = (1, 2, 4, 8)
 ALL_CASES = "JAX_EP_ALL_CASES"  # in the environment: no case is left out
 
-# About one case in this many runs: with backend "reference", if the test also runs emulated; with "collectives".
-REFERENCE_SHARE, COLLECTIVES_SHARE = 2, 6
+# Of each test, about one case in so many runs.
+REFERENCE_SHARE = 2  # with backend "reference", if the test also runs emulated
+COLLECTIVES_SHARE = 6  # with backend "collectives"
 
 left_out = 0  # tests that were deselected: see choose_tests
 
@@ -195,9 +196,9 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter):
     if left_out:
         terminalreporter.write_line(
-            f"{left_out} cases left out. These ran: with any_mesh, one number of ranks per case (except for cuda); of "
-            f"each test, one case over an emulated network, one in {REFERENCE_SHARE} with the reference if it also ran "
-            f"emulated, and one in {COLLECTIVES_SHARE} with collectives. {ALL_CASES}=1 runs all"
+            f"{left_out} cases left out. These ran: with any_mesh, one number of ranks per case (reference, emulated); "
+            f"of each test, one case over an emulated network, one in {REFERENCE_SHARE} with the reference if it also "
+            f"ran emulated, and one in {COLLECTIVES_SHARE} with collectives. {ALL_CASES}=1 runs all"
         )
 
 
@@ -242,7 +243,7 @@ def layout(request):
 
 @pytest.fixture(scope="session", params=EP_SIZES, ids="ep{}".format)
 def any_mesh(request):
-    """A mesh of each EP size. With the backend "cuda", a case runs with all of them, otherwise with one."""
+    """A mesh of each EP size. A case with the backend "reference" or "emulated" runs with one of them."""
     return make_mesh((request.param,))
 
 
