@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep import _compat
+
 LayoutName: TypeAlias = Literal["expert", "ragged", "token"]  # Layout in _constants.py numbers them
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
@@ -161,5 +163,6 @@ def split_blocks(splits: jax.Array, num_rows: int, num_ranks: int) -> Blocks:
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Returns x[index], and zero if the index is one past the end."""
     if x.shape[0] == 0:
-        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
+        zeros = jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
+        return _compat.vary((zeros, x, index), ())[0]
     return x.at[index].get(mode="fill", fill_value=0)

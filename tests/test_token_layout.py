@@ -238,6 +238,23 @@ def test_fewer_tokens_than_the_group_allows(make_group, mesh, tokens, capacity):
     check_values(run, inputs, SHAPE.num_experts, SHAPE.dtype, capacity)
 
 
+def test_gradient_without_tokens(make_group, mesh):
+    group = make_group(mesh, SHAPE)
+    x, topk_idx, topk_weights = (a[:, :0] for a in make_inputs(SHAPE, mesh.size))
+
+    def gradients(x, topk_idx, topk_weights):
+        def loss(x, topk_weights):
+            recv = dispatch_tokens(x, topk_idx, topk_weights, group=group)
+            rows = ep.expand(recv, alignment=4)  # padding alone
+            return jnp.sum(ep.combine(ep.reduce(jnp.tanh(rows.x), rows), recv))
+
+        return jax.grad(loss, (0, 1))(x, topk_weights)
+
+    dx, dweights = run_spmd(gradients, mesh, x, topk_idx, topk_weights)
+    assert dx.shape == x.shape
+    assert dweights.shape == topk_weights.shape
+
+
 def test_no_weights_means_a_weight_of_1(make_group, mesh):
     x, topk_idx, _ = make_inputs(SHAPE, mesh.size, "out_of_range")
     recv = run_spmd(partial(dispatch_tokens, group=make_group(mesh, SHAPE)), mesh, x, topk_idx)
