@@ -139,6 +139,10 @@ inline float __fmul_rn(float a, float b) {
   const float product = a * b;
   return std::isnan(product) ? __uint_as_float(0x7fffffffu) : product;
 }
+inline float __fadd_rn(float a, float b) {
+  const float sum = a + b;
+  return std::isnan(sum) ? __uint_as_float(0x7fffffffu) : sum;
+}
 // Of the two 16-bit halves of each word: the larger as unsigned numbers, and the smaller as signed numbers.
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
@@ -164,5 +168,6 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   const std::tuple<std::decay_t<Params>...> copies(std::forward<Args>(args)...);
-  return emulator::launch(*config, [kernel, copies] { std::apply(kernel, copies); });
+  return emulator::launch(*config, reinterpret_cast<const void*>(kernel),
+                          [kernel, copies] { std::apply(kernel, copies); });
 }

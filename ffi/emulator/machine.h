@@ -184,6 +184,6 @@ struct Launch {
   std::vector<std::vector<Thread*>> cluster_waiting;
 };
 
-cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> kernel);
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> run);
 
 }  // namespace emulator

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <map>
 #include <thread>
 
 #include "ffi/emulator/adversary.h"
@@ -163,11 +164,18 @@ void when_done(cudaStream_t stream, std::function<void()> then) {
   add_work(*stream, std::move(work));
 }
 
-cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> kernel) {
+// The most dynamic shared memory of a launch of each kernel that has another limit than CUDA's default.
+std::map<const void*, size_t> shared_limits;
+constexpr size_t kDefaultSharedLimit = size_t{48} << 10;
+
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> run) {
   const Lock lock;
-  if (config.gridDim.x == 0 || config.blockDim.x == 0 || config.blockDim.x > 1024 ||
-      config.dynamicSmemBytes > kSharedBytes) {
+  if (config.gridDim.x == 0 || config.blockDim.x == 0 || config.blockDim.x > 1024) {
     return failed(cudaErrorInvalidConfiguration);
+  }
+  const auto limit = shared_limits.find(kernel);
+  if (config.dynamicSmemBytes > (limit == shared_limits.end() ? kDefaultSharedLimit : limit->second)) {
+    return failed(cudaErrorInvalidValue);
   }
   Work work;
   work.launch = std::make_unique<Launch>();
@@ -175,7 +183,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> kerne
   made.num_blocks = config.gridDim.x;
   made.block_threads = config.blockDim.x;
   made.shared_bytes = config.dynamicSmemBytes;
-  made.kernel = std::move(kernel);
+  made.kernel = std::move(run);
   for (uint32_t i = 0; i < config.numAttrs; ++i) {
     if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) made.cluster = config.attrs[i].val.clusterDim.x;
   }
@@ -366,8 +374,11 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
-  return value <= static_cast<int>(kSharedBytes) ? cudaSuccess : failed(cudaErrorInvalidValue);
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  if (value > static_cast<int>(kSharedBytes)) return failed(cudaErrorInvalidValue);
+  const Lock lock;
+  shared_limits[kernel] = static_cast<size_t>(value);
+  return cudaSuccess;
 }
 
 // --- the driver ----------------------------------------------------------------------------------------------------
