@@ -18,6 +18,8 @@ constexpr bool is_expert(int32_t id, int32_t num_experts) { return id >= 0 && id
 
 constexpr int32_t rank_of_expert(int32_t expert, int32_t experts_per_rank) { return expert / experts_per_rank; }
 
+constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
 // The alignment is usually 1. The comparison avoids a 64-bit division, which is slow on a GPU.
 constexpr int64_t align_up(int64_t n, int64_t alignment) {
   return alignment == 1 ? n : (n + alignment - 1) / alignment * alignment;

@@ -180,8 +180,6 @@ struct WarpGroup {
   }
 };
 
-constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
-
 constexpr int32_t log2_ceil(int32_t n) {
   int32_t log = 0;
   while (1 << log < n) ++log;

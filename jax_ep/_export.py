@@ -22,6 +22,6 @@ def export_checks() -> list[DisabledSafetyCheck]:
         True
     """
     split_phase = [part for target in targets.SPLIT for part in (target.start, target.done)]
-    names = [target.name for target in (*targets.TARGETS, *split_phase)]
+    names = [target.name for target in (*targets.TARGETS, *targets.LOCAL, *split_phase)]
     calls = [*(f"jax_ep_{name}" for name in (*names, "room", "dispatch_layout")), _grouped_matmul.TARGET]
     return [DisabledSafetyCheck.custom_call(call) for call in calls]

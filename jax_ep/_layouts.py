@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _compat
+from jax_ep import _checks, _compat
 
 LayoutName: TypeAlias = Literal["expert", "ragged", "token"]  # Layout in _constants.py numbers them
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
@@ -107,17 +107,28 @@ def fill(need: jax.Array, room: jax.Array | int, start: jax.Array | int = 0) -> 
 
 
 def place_rows(
-    need: jax.Array, *, layout: str, capacity: int, alignment: int, first_slot: jax.Array | int = 0
+    need: jax.Array,
+    *,
+    layout: str,
+    capacity: int,
+    alignment: int,
+    first_slot: jax.Array | int = 0,
+    most_rows: int = _checks.MAX_INT32,
 ) -> RowPlacement:
     """Places need [E_local, R] rows, from each source rank for each local expert, and shares too little room fairly.
 
     `first_slot` is the number of the rank's first slot, counted over all ranks. Without replicas, it is the id of the
     rank's first expert. It decides which source rank is the first to get room that equal shares leave over. In the
-    layout "token", that is rank 0.
+    layout "token", that is rank 0. `most_rows` is the most rows that there may be. If all of them have room, nothing
+    is shared, which takes XLA fewer kernels.
     """
     num_rows = jnp.sum(need, axis=1, dtype=jnp.int32)
     num_slots, num_ranks = need.shape
     slots = jnp.arange(num_slots, dtype=jnp.int32)
+    if layout == "ragged" and capacity >= capacity_for(layout, most_rows, num_groups=num_slots, alignment=alignment):
+        group_sizes = -(-num_rows // alignment) * alignment
+        first_row = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
+        return RowPlacement(first_row, num_rows, group_sizes, need, jnp.zeros_like(num_rows[0]))
     if layout == "expert":
         first_row = slots * capacity
         counts = jnp.minimum(num_rows, capacity)

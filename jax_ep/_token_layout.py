@@ -9,8 +9,7 @@ the experts' outputs. Both run on one rank and move nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jax_ep._dispatch_options import most_rows_of
 from jax_ep._group import check_usable
 from jax_ep._layouts import take
 from jax_ep._settings import GroupSettings
-from jax_ep._types import DispatchCall, Dispatched, Expanded, Route, TokenSlots, route_of
+from jax_ep._types import Backend, DispatchCall, Dispatched, Expanded, Route, TokenSlots, route_of
 from jax_ep._wires import GradWire
 
 # --- dispatch ---------------------------------------------------------------------------------------------------------
@@ -121,7 +120,9 @@ def _count(values: jax.Array, num: int) -> jax.Array:
 
 
 @_compat.named
-def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1) -> Expanded:
+def expand(
+    recv: Dispatched, *, capacity: int | None = None, alignment: int = 1, zero_pad: bool | None = None
+) -> Expanded:
     """Copies each row of the layout "token" once for each of its local experts, sorted by expert.
 
     The result is the ragged layout. Its rows are those of `dispatch` with layout="ragged": ordered by local expert,
@@ -136,9 +137,11 @@ def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1)
             token. If rows do not fit, the experts share the room fairly, and so do the source ranks in each expert
             (docs/concepts.md).
         alignment: each expert's group is padded with zero rows to a multiple of this number.
+        zero_pad: True zeroes the rows of x after the last group. False leaves them unspecified. None, the default,
+            means True if the call is differentiated, and False otherwise.
 
     Returns:
-        `Expanded`, with the same bits on every run and every backend.
+        `Expanded`. All that is specified has the same bits on every run and every backend.
 
     Raises:
         ValueError, TypeError: an argument does not fit, the group is closed, or the call is not inside a shard_map over
@@ -162,6 +165,8 @@ def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1)
             f"expand: recv has the layout {route.layout!r}; it must be what dispatch(layout='token') returned"
         )
     alignment = _checks.integer("expand: alignment", alignment, 1, _checks.MAX_INT32)
+    if zero_pad is not None:
+        _checks.boolean("expand", "zero_pad", zero_pad)
     capacity = _capacity(route, capacity, alignment)
     num_rows = route.capacity
     dims: dict[str, int | None] = {"capacity": num_rows, "K": group.top_k}
@@ -171,19 +176,21 @@ def expand(recv: Dispatched, *, capacity: int | None = None, alignment: int = 1)
         (recv.x, recv.weights, recv.scales, recv.topk_idx, recv.num_rows_per_rank), group.axis_names
     )
     placement, row_of_pair = _place_pairs(route, topk_idx, num_rows_per_rank, capacity, alignment)
-    pairs = jnp.arange(num_rows * group.top_k, dtype=jnp.int32).reshape(num_rows, group.top_k)
-    pair_of_row = jnp.full(capacity, pairs.size, jnp.int32).at[row_of_pair].set(pairs, mode="drop")
-    token_of_row = pair_of_row // group.top_k
+    operands = x, row_of_pair, placement.counts, placement.group_sizes
+    rows, pair_of_row = _expand_rows((route.backend, capacity, zero_pad), *operands)
+    pair_of_row = lax.stop_gradient(pair_of_row)  # so that what is computed from it does not count as differentiated
+    if scales is not None:
+        scales = _scales.arrange(take(scales, pair_of_row // group.top_k), recv.scales_format)
     return Expanded(
-        x=_expand_rows(x, row_of_pair, token_of_row),
+        x=rows,
         counts=placement.counts,
         group_sizes=placement.group_sizes,
         weights=_expand_weights(weights, row_of_pair, pair_of_row),
-        scales=None if scales is None else _scales.arrange(take(scales, token_of_row), recv.scales_format),
+        scales=scales,
         num_dropped=placement.num_dropped,
         row_of_pair=row_of_pair,
         pair_of_row=pair_of_row,
-        group=group,
+        backend=route.backend,
         scales_format=recv.scales_format,
         channels_per_scale=recv.channels_per_scale,
     )
@@ -216,54 +223,102 @@ def _place_pairs(
     route: Route, topk_idx: jax.Array, num_rows_per_rank: jax.Array, capacity: int, alignment: int
 ) -> tuple[_layouts.RowPlacement, jax.Array]:
     """Computes the row of each pair (token row, k) in the ragged layout: [N, K] int32, `capacity` for no row."""
-    num_entries = route.num_entries
-    expert_numbers = jnp.arange(num_entries, dtype=jnp.int32)
-    is_pair = topk_idx >= 0
-    num_pairs = jnp.sum(topk_idx[:, :, None] == expert_numbers, axis=1, dtype=jnp.int32)  # [N, E_local]
-    # The pairs of each expert in the token rows before each row, and in all rows: [N + 1, E_local].
-    before = jnp.pad(jnp.cumsum(num_pairs, axis=0, dtype=jnp.int32), ((1, 0), (0, 0)))
-    end = jnp.cumsum(num_rows_per_rank, dtype=jnp.int32)
-    before_source = before[end - num_rows_per_rank]  # [R, E_local]
-    need = before[end] - before_source
-
+    num_rows, top_k = topk_idx.shape
+    ends = jnp.cumsum(num_rows_per_rank, dtype=jnp.int32)
+    counts = _PairCounts(topk_idx, route.num_entries)
+    before_ends = counts.before(ends)  # [R, E_local]
+    need = jnp.diff(before_ends, axis=0, prepend=0)
     placement = _layouts.place_rows(
         need.T,
         layout="ragged",
         capacity=capacity,
         alignment=alignment,
         first_slot=lax.axis_index(route.group.axis_name) * route.group.slots_per_rank,
+        most_rows=num_rows * top_k,
     )
     kept = placement.kept.T  # [R, E_local]
+    before_source = before_ends - need
     first_row = placement.first_row + jnp.cumsum(kept, axis=0, dtype=jnp.int32) - kept
 
-    row = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)
-    source = jnp.sum(row[:, None] >= end[:-1], axis=1, dtype=jnp.int32)  # of each token row
-    earlier_k = jnp.tril(topk_idx[:, :, None] == topk_idx[:, None, :], -1)
-    # The pairs of the same expert and source before each pair.
-    earlier = _at(before[:-1] - before_source[source], topk_idx) + jnp.sum(earlier_k, axis=-1, dtype=jnp.int32)
-    is_kept = is_pair & (earlier < _at(kept[source], topk_idx))
-    return placement, jnp.where(is_kept, _at(first_row[source], topk_idx) + earlier, capacity)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    source = jnp.sum(row >= ends[:-1], axis=1, dtype=jnp.int32, keepdims=True)  # of each token row
+    entry = source * route.num_entries + topk_idx
+    is_kept = (topk_idx >= 0) & (counts.earlier < _at(before_source + kept, entry))
+    return placement, jnp.where(is_kept, _at(first_row - before_source, entry) + counts.earlier, capacity)
 
 
-def _at(table: jax.Array, topk_idx: jax.Array) -> jax.Array:
-    """Returns table[n, topk_idx[n, k]]: [N, K]. table is [N, E_local]."""
-    return jnp.take_along_axis(table, topk_idx, axis=-1, mode="clip")
+class _PairCounts:
+    """Counts the pairs of topk_idx [N, K] that come before a pair or a row, for each expert.
+
+    Pairs are in the order of rows, then k. Cumulative sums over [N, E_local] would give the same numbers, but XLA
+    compiles them to many small kernels. So this class counts inside blocks of rows, and adds up the blocks before.
+    """
+
+    _BLOCK_PAIRS = 128  # each pair is compared with the others of its block
+
+    def __init__(self, topk_idx: jax.Array, num_experts: int) -> None:
+        num_rows, top_k = topk_idx.shape
+        self._block_rows = max(self._BLOCK_PAIRS // top_k, 1)
+        num_blocks = num_rows // self._block_rows + 1
+        padding = ((0, num_blocks * self._block_rows - num_rows), (0, 0))
+        self._idx = jnp.pad(topk_idx, padding, constant_values=-1).reshape(num_blocks, -1)  # [blocks, pairs]
+        self._expert = jnp.arange(num_experts, dtype=jnp.int32)
+        in_block = jnp.sum(self._idx[:, :, None] == self._expert, axis=1, dtype=jnp.int32)  # [blocks, E_local]
+        self._before_block = _exclusive_sums(in_block)
+
+        pair = jnp.arange(self._idx.shape[1], dtype=jnp.int32)
+        is_earlier = (self._idx[:, None, :] == self._idx[:, :, None]) & (pair < pair[:, None])
+        block = jnp.arange(num_blocks, dtype=jnp.int32)[:, None]
+        earlier = jnp.sum(is_earlier, axis=2, dtype=jnp.int32)
+        earlier += _at(self._before_block, block * num_experts + self._idx)
+        self.earlier = earlier.reshape(-1, top_k)[:num_rows]
+        """The pairs before each pair that name the same expert: [N, K]."""
+
+    def before(self, row: jax.Array) -> jax.Array:
+        """The pairs of each expert in the rows before row [R]: [R, E_local]."""
+        block = row // self._block_rows
+        idx = self._idx[block]  # [R, pairs]
+        num_before = row % self._block_rows * (idx.shape[1] // self._block_rows)
+        is_before = jnp.arange(idx.shape[1], dtype=jnp.int32) < num_before[:, None]
+        names = (idx[:, :, None] == self._expert) & is_before[:, :, None]
+        return self._before_block[block] + jnp.sum(names, axis=1, dtype=jnp.int32)
 
 
-@jax.custom_vjp
-def _expand_rows(x: jax.Array, row_of_pair: jax.Array, token_of_row: jax.Array) -> jax.Array:
-    return take(x, token_of_row)
+def _exclusive_sums(counts: jax.Array) -> jax.Array:
+    """For each block, the sum of the counts [blocks, E_local] of the blocks before it."""
+    if len(counts) > 512:
+        return jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts
+    block = jnp.arange(len(counts), dtype=jnp.int32)  # few blocks: all comparisons fit in one small kernel
+    return jnp.sum(jnp.where(block[:, None, None] > block[:, None], counts, 0), axis=1, dtype=jnp.int32)
 
 
-def _expand_rows_fwd(x: jax.Array, row_of_pair: jax.Array, token_of_row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return take(x, token_of_row), row_of_pair
+def _at(table: jax.Array, entry: jax.Array) -> jax.Array:
+    """Returns table.reshape(-1)[entry], in the shape of `entry`."""
+    return jnp.take(table.reshape(-1), entry, mode="clip")
 
 
-def _expand_rows_bwd(row_of_pair: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
-    return _sum_pairs(take(g, row) for row in row_of_pair.T).astype(g.dtype), None, None
+_ExpandSettings: TypeAlias = tuple[Backend, int, bool | None]  # the backend; capacity; zero_pad, as the caller gave it
 
 
-_expand_rows.defvjp(_expand_rows_fwd, _expand_rows_bwd)
+def _expand_rows_primal(settings: _ExpandSettings, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    backend, capacity, zero_pad = settings
+    return backend.expand(*operands, capacity=capacity, zero_pad=bool(zero_pad))
+
+
+def _expand_rows_fwd(settings: _ExpandSettings, *operands: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    backend, capacity, zero_pad = settings
+    x, row_of_pair, *others = _compat.values(operands)
+    return _expand_rows_primal((backend, capacity, zero_pad is not False), x, row_of_pair, *others), row_of_pair
+
+
+def _expand_rows_bwd(
+    settings: _ExpandSettings, row_of_pair: jax.Array, cotangents: Any
+) -> tuple[jax.Array | None, None, None, None]:
+    g, _ = _compat.without_zeros(cotangents)
+    return None if g is None else settings[0].reduce(g, None, row_of_pair), None, None, None
+
+
+_expand_rows = _compat.differentiable(_expand_rows_primal, _expand_rows_fwd, _expand_rows_bwd)
 
 
 @jax.custom_vjp
@@ -330,40 +385,28 @@ def reduce(
     allowed = dtype if dtype is not None and dtype.name in _checks.DTYPES else group.dtype
     _checks.array("reduce", "y", y, {"capacity": capacity, "H": group.hidden}, allowed, no_cast)
     _checks.array("reduce", "rows.weights", rows.weights, {"capacity": capacity}, jnp.float32)
-    return _reduce(None, *_compat.vary((y, rows.weights, rows.row_of_pair, rows.pair_of_row), group.axis_names))
+    operands = _compat.vary((y, rows.weights, rows.row_of_pair, rows.pair_of_row), group.axis_names)
+    return _reduce(rows.backend, *operands)
 
 
-def _reduce_rows(static: None, y: jax.Array, weights: jax.Array, row_of_pair: jax.Array, _: jax.Array) -> jax.Array:
-    terms = (take(y, row).astype(jnp.float32) * take(weights, row)[:, None] for row in row_of_pair.T)
-    return _sum_pairs(terms).astype(y.dtype)
+def _reduce_primal(
+    backend: Backend, y: jax.Array, weights: jax.Array, row_of_pair: jax.Array, pair_of_row: jax.Array
+) -> jax.Array:
+    del pair_of_row
+    return backend.reduce(y, weights, row_of_pair)
 
 
-def _reduce_fwd(static: None, y: Any, weights: Any, row_of_pair: Any, pair_of_row: Any) -> tuple[jax.Array, Any]:
-    needs_y = weights.perturbed
-    y, weights, row_of_pair, pair_of_row = _compat.values((y, weights, row_of_pair, pair_of_row))
-    out = _reduce_rows(None, y, weights, row_of_pair, pair_of_row)
+def _reduce_fwd(backend: Backend, *operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    needs_y = operands[1].perturbed
+    y, *others = _compat.values(operands)
     # y is as large as the worst case of routing: keep it only where the weights' gradient needs it.
-    return out, (y if needs_y else None, weights, row_of_pair, pair_of_row)
+    return _reduce_primal(backend, y, *others), (y if needs_y else None, *others)
 
 
-def _reduce_bwd(static: None, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
-    y, weights, row_of_pair, pair_of_row = saved
-    num_pairs, top_k = row_of_pair.size, row_of_pair.shape[1]
-    of_rows = take(g, pair_of_row // top_k).astype(jnp.float32)  # zero in rows that hold no token
-    holds_token = pair_of_row < num_pairs
-    y_cotangent = jnp.where(holds_token[:, None], of_rows * weights[:, None], 0).astype(g.dtype)
-    if y is None:
-        return y_cotangent, None, None, None
-    products = jnp.sum(of_rows * y.astype(jnp.float32), axis=-1)
-    return y_cotangent, jnp.where(holds_token, products, 0), None, None
+def _reduce_bwd(
+    backend: Backend, saved: tuple[Any, ...], g: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None, None]:
+    return *backend.reduce_back(g, *saved), None, None
 
 
-_reduce = _compat.differentiable(_reduce_rows, _reduce_fwd, _reduce_bwd)
-
-
-def _sum_pairs(terms: Iterable[jax.Array]) -> jax.Array:
-    """Sums the terms of each k, in the order of k, in float32."""
-    total = jnp.zeros((), jnp.float32)
-    for term in terms:
-        total += term.astype(jnp.float32)
-    return total
+_reduce = _compat.differentiable(_reduce_primal, _reduce_fwd, _reduce_bwd)

@@ -158,6 +158,36 @@ class Backend(Protocol):
         """The transpose: adds the cotangents of copies [B, ...] to g [E_local, ...], in float32."""
         ...
 
+    def expand(
+        self,
+        x: jax.Array,
+        row_of_pair: jax.Array,
+        counts: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        capacity: int,
+        zero_pad: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Copies x [N, H] to the rows [capacity, H] of its pairs. Returns the rows, and pair_of_row of `Expanded`.
+
+        The rows that alignment adds to a group become zero. `zero_pad`: whether the rows after the last group become
+        zero, too; otherwise, they are unspecified.
+        """
+        ...
+
+    def reduce(self, y: jax.Array, weights: jax.Array | None, row_of_pair: jax.Array) -> jax.Array:
+        """Sums y [capacity, H] times weights [capacity], or unweighted, over the pairs of each token: [N, H]."""
+        ...
+
+    def reduce_back(
+        self, g: jax.Array, y: jax.Array | None, weights: jax.Array, row_of_pair: jax.Array, pair_of_row: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The cotangents of reduce's y and, where y is given, weights, for the cotangent g [N, H] of its result.
+
+        They are zero in rows without a pair.
+        """
+        ...
+
     def __copy__(self) -> Self:
         return self  # static data of pytrees: JAX compares backends by identity
 
@@ -313,7 +343,7 @@ class Dispatched:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["x", "counts", "group_sizes", "weights", "scales", "num_dropped", "row_of_pair", "pair_of_row"],
-    meta_fields=["group", "scales_format", "channels_per_scale"],
+    meta_fields=["backend", "scales_format", "channels_per_scale"],
 )
 @dataclasses.dataclass(frozen=True)
 class Expanded:
@@ -323,7 +353,8 @@ class Expanded:
     recv.topk_idx.
 
     Attributes:
-        x: [capacity, H], grouped by local expert; in recv.x's dtype. Rows that hold no token are zero.
+        x: [capacity, H], grouped by local expert; in recv.x's dtype. The rows that alignment adds to a group are zero.
+            `zero_pad` of `expand` decides whether the rows after the last group are zero or unspecified.
         counts: [E_local] int32, rows of each local expert that hold a token.
         group_sizes: [E_local] int32, the counts, rounded up to a multiple of `alignment`.
         weights: [capacity] float32; 0 in rows that hold no token.
@@ -331,7 +362,6 @@ class Expanded:
         num_dropped: [] int32, rows that did not fit.
         row_of_pair: [N, K] int32, the row of each pair (row of recv, k); `capacity` for no row. `reduce` uses it.
         pair_of_row: [capacity] int32, n * K + k for the pair (n, k) of each row; N * K for no pair. `reduce` uses it.
-        group: the `Group`.
         scales_format: the form of `scales` (static): the argument of the dispatch.
         channels_per_scale: as in recv (static).
 
@@ -351,9 +381,14 @@ class Expanded:
     num_dropped: jax.Array
     row_of_pair: jax.Array
     pair_of_row: jax.Array
-    group: GroupSettings
+    backend: Backend
     scales_format: ScalesFormat = "float32"
     channels_per_scale: int = CHANNELS_PER_SCALE
+
+    @property
+    def group(self) -> GroupSettings:
+        """The `Group` that moved the rows."""
+        return self.backend.group
 
     @property
     def row_expert(self) -> jax.Array:

@@ -196,7 +196,7 @@ def build(folder: Path, mutants: Sequence[Mutant], jobs: int) -> Path:
         write(folder / file, with_branches(file, source.read_text(), mutants))
     units = [*(ROOT / "ffi" / "cuda").glob("*.c[cu]"), *(ROOT / "ffi" / "emulator").glob("*.cc")]
     units.append(ROOT / "ffi" / "cuda" / "grouped_matmul" / "groups.cu")
-    needs_xla = ("module", "handlers", "balance_handlers", "floor")
+    needs_xla = ("module", "handlers", "balance_handlers", "expand_handlers", "floor")
     units = [unit for unit in units if unit.stem not in needs_xla] + [ROOT / "tests" / "native" / "exchange_test.cu"]
     kernels = [
         ROOT / "ffi" / "cuda" / name for name in ("dispatch.cu", "combine.cu", "balance.cu", "replicate.cu", "start.cu")

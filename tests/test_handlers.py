@@ -22,7 +22,8 @@ from shapes import SMALL
 CAPACITY = 64
 ABSENT = {"x_scales", "out_scales"}  # rows travel in bfloat16
 ONLY_OF_TOKEN = {"named_slot", "recv_topk_idx", "num_rows_per_rank"}  # only with the layout "token"
-GIVES_SIZES = ("x", "g", "y", "topk_idx", "weights", "experts")  # a handler compares some other buffers with these
+# A handler compares some other buffers with these.
+GIVES_SIZES = ("x", "g", "y", "topk_idx", "weights", "experts", "row_of_pair", "pair_of_row", "group_sizes")
 ATTRIBUTES = {
     "layout": Layout.RAGGED,
     "capacity": CAPACITY,
@@ -38,6 +39,7 @@ OPS = {  # in messages
     "combine_back": "combine (backward)",
     "copy_experts": "replicate",
     "dispatch_back": "dispatch (backward)",
+    "reduce_back": "reduce (backward)",
     "replicate_back": "replicate (backward)",
 }
 
@@ -91,11 +93,12 @@ def call(group, target, changed=None, mesh=None, **attributes):
         (operands if name in operands else results)[name] = result
     attributes = {name: value for name, value in attributes.items() if name in target.attributes}
 
-    del operands["axis_index"]  # which _call adds
+    operands.pop("axis_index", None)  # which _call adds
+    add_call = group._impl._call_local if target in targets.LOCAL else group._impl._call
 
     def on_device(x):
         given = {name: jnp.zeros(shape, dtype) + x.astype(dtype) for name, (shape, dtype) in operands.items()}
-        got = group._impl._call(target, given, results, **attributes)
+        got = add_call(target, given, results, **attributes)
         return jnp.stack([jnp.sum(array).astype(jnp.float32) for array in got.values()])
 
     return jax.jit(spmd(on_device, mesh))(np.zeros(mesh.size, np.float32))
@@ -113,6 +116,7 @@ def variants(result):
     [
         *((target, Layout.RAGGED) for target in (*targets.TARGETS, *(target.start for target in targets.SPLIT))),
         *((target, Layout.TOKEN) for target in (targets.DISPATCH, targets.DISPATCH.start, targets.DISPATCH_BACK)),
+        *((target, Layout.RAGGED) for target in targets.LOCAL),
     ],
     ids=lambda value: value.name.lower(),
 )
@@ -183,8 +187,10 @@ def test_a_message_in_full(group):
         (targets.DISPATCH, {"x": SMALL.tokens, "out": CAPACITY}, 12),
         # There is no case combine-0, because XLA removes a call whose only result is empty.
         (targets.COMBINE, {"y": CAPACITY, "out": SMALL.tokens}, 12),
+        (targets.EXPAND, {"x": SMALL.tokens, "out": CAPACITY}, 12),
+        (targets.REDUCE, {"y": CAPACITY, "out": SMALL.tokens}, 12),
     ],
-    ids=["dispatch-0", "dispatch-4", "dispatch-12", "combine-12"],
+    ids=["dispatch-0", "dispatch-4", "dispatch-12", "combine-12", "expand-12", "reduce-12"],
 )
 def test_rows_that_are_not_whole_units(group, target, num_rows, hidden):
     changed = {name: Result((number, hidden), group.dtype) for name, number in num_rows.items()}
@@ -192,6 +198,14 @@ def test_rows_that_are_not_whole_units(group, target, num_rows, hidden):
     message = f"{target.name}: a row has {num_bytes} bytes in transit; it must have 16 or a multiple of 16"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(group, target, changed))
+
+
+@pytest.mark.parametrize("target", targets.LOCAL, ids=lambda target: target.name)
+def test_more_pairs_than_lanes(group, target):
+    wide = {"row_of_pair": Result((SMALL.tokens, 33), jnp.int32)}
+    message = rf"row_of_pair is int32 \[{SMALL.tokens}, 33\]; it must be int32 \[{SMALL.tokens}, 32\]"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(call(group, target, wide))
 
 
 @pytest.mark.parametrize(

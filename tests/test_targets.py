@@ -1,4 +1,4 @@
-"""The declarations of FFI targets agree with ffi/cuda/handlers.cc and balance_handlers.cc."""
+"""The declarations of FFI targets agree with the handlers in ffi/cuda."""
 
 import re
 from itertools import chain
@@ -10,7 +10,8 @@ import pytest
 from helpers import ROOT
 from jax_ep._backends import targets
 
-HANDLERS = "".join((ROOT / "ffi" / "cuda" / f"{name}.cc").read_text() for name in ("handlers", "balance_handlers"))
+FILES = ("handlers", "balance_handlers", "expand_handlers")
+HANDLERS = "".join((ROOT / "ffi" / "cuda" / f"{name}.cc").read_text() for name in FILES)
 BINDINGS = (ROOT / "ffi" / "cuda" / "bindings.h").read_text()
 WHOLE_AND_STARTS = [*targets.TARGETS, *(target.start for target in targets.SPLIT)]
 DONES = [target.done for target in targets.SPLIT]
@@ -21,33 +22,38 @@ def handler(name):
     parameters = re.search(rf"^ffi::Error {name}\((.*?)\) \{{", HANDLERS, re.DOTALL | re.MULTILINE)[1]
     typed = [re.split(r" +", parameter.strip()) for parameter in re.sub(r"\s+", " ", parameters).split(",")]
     named = {kind: [words[-1] for words in typed if words[0] == kind] for kind in ("Operand", "Result")}
-    (attributes,) = (words[0] for words in typed if words[0].endswith("Attrs"))
+    attributes = [words[0] for words in typed if words[0].endswith("Attrs")]
     return attributes, named["Operand"], named["Result"]
 
 
-def members(struct):
-    """The attributes that XLA decodes into a struct."""
+def members(structs):
+    """The attributes that XLA decodes into the struct, if there is one."""
+    if not structs:
+        return []
+    (struct,) = structs
     decoding = re.search(rf"DECODING\(jax_ep::{struct},(.*?)\);", HANDLERS + BINDINGS, re.DOTALL)[1]
     return re.findall(r'"(\w+)"', decoding)
 
 
-@pytest.mark.parametrize("target", WHOLE_AND_STARTS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", [*WHOLE_AND_STARTS, *targets.LOCAL], ids=lambda target: target.name)
 def test_handlers_have_the_declared_names_in_order(target):
     attributes, operands, results = handler(target.name)
     assert [operand.name for operand in target.operands] == operands
     assert [result.name for result in target.results] == results
-    assert ["group", "hash", *target.attributes] == members(attributes)
+    of_group = [] if target in targets.LOCAL else ["group", "hash"]
+    assert [*of_group, *target.attributes] == members(attributes)
 
 
-@pytest.mark.parametrize("target", WHOLE_AND_STARTS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", [*WHOLE_AND_STARTS, *targets.LOCAL], ids=lambda target: target.name)
 def test_bindings_have_as_many_buffers(target):
-    (binding,) = re.findall(rf"with_order_token\({target.name}, [^,]*\),\s*\(with_buffers<(\d+), (\d+)>", HANDLERS)
+    wrapper = "local" if target in targets.LOCAL else "with_order_token"
+    (binding,) = re.findall(rf"{wrapper}\({target.name}, [^,]*\),\s*\(with_buffers<(\d+), (\d+)>", HANDLERS)
     assert binding == (str(len(target.operands)), str(len(target.results)))
 
 
 def test_all_targets_are_declared():
     registered = re.findall(r'\{"jax_ep_(\w+)", k\w+\}', HANDLERS)
-    declared = [target.name for target in chain(WHOLE_AND_STARTS, DONES)]
+    declared = [target.name for target in chain(WHOLE_AND_STARTS, DONES, targets.LOCAL)]
     assert sorted(registered) == sorted([*declared, "room"])
 
 

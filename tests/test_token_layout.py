@@ -27,7 +27,8 @@ from helpers import (
     spmd,
     to_numpy,
 )
-from shapes import ROUTINGS, SMALL, Inputs, Shape, make_inputs, np_dtype, random_array
+from jax_ep._token_layout import _PairCounts
+from shapes import ODD, ROUTINGS, SMALL, Inputs, Shape, make_inputs, np_dtype, random_array
 from test_balance import CASES, QUICK, TOKENS, routings_of
 from test_balance import make_case as make_plan_case
 from test_combine import ORDERED
@@ -67,12 +68,18 @@ def assert_tokens_dispatched(recv, expected: oracle.TokenRows, *, zero_pad=False
         assert_same_bits(recv.scales[expected.is_token], expected.scales[expected.is_token], "scales")
 
 
-def assert_expanded(rows, expected: oracle.Dispatched) -> None:
-    """`rows` are those of the ragged layout, and zero where there is no token."""
+def in_groups(rows) -> np.ndarray:
+    """Which rows of `Expanded` are in a group: bool [R, capacity]."""
+    return np.arange(rows.x.shape[1]) < np.sum(rows.group_sizes, axis=1)[:, None]
+
+
+def assert_expanded(rows, expected: oracle.Dispatched, zero_pad: bool = False) -> None:
+    """`rows` are those of the ragged layout. Rows of x behind all groups are zero with zero_pad."""
     for name in ("counts", "group_sizes", "num_dropped"):
         assert_same_bits(getattr(rows, name), getattr(expected.route, name), name)
     assert_same_bits(rows.weights, expected.weights, "weights")
-    assert_same_bits(rows.x, expected.x, "x")
+    compared = np.ones(rows.x.shape[:2], bool) if zero_pad else in_groups(rows)
+    assert_same_bits(rows.x[compared], expected.x[compared], "x")
     if expected.scales is None:
         assert rows.scales is None
     else:
@@ -162,13 +169,48 @@ def test_same_bits_on_every_run(values, any_mesh):
     y = random_array(np.random.default_rng(0), (any_mesh.size, rows, SHAPE.hidden), "float32")
     y_rows = np.repeat(y, min(SHAPE.top_k, SHAPE.num_experts // any_mesh.size), axis=1)
     first, second = (to_numpy(values(y, y_rows, *inputs)) for _ in range(2))
-    assert_trees_same_bits(first[2:], second[2:])  # without recv, which has unspecified rows
+
+    def specified(values):  # without recv, which has unspecified rows
+        _, _, rows, *others = values
+        return dataclasses.replace(rows, x=rows.x[in_groups(rows)]), others
+
+    assert_trees_same_bits(specified(first), specified(second))
 
 
-def test_bfloat16(make_group, mesh):
-    shape = dataclasses.replace(SHAPE, dtype="bfloat16")
+@pytest.mark.parametrize("shape", [dataclasses.replace(SHAPE, name="bfloat16", dtype="bfloat16"), *ODD], ids=str)
+def test_dtypes_and_odd_shapes(make_group, mesh, shape):
     run = jax.jit(spmd(partial(every_operation, group=make_group(mesh, shape)), mesh), compiler_options=QUICK)
-    check_values(run, make_inputs(shape, mesh.size), shape.num_experts, "bfloat16")
+    check_values(run, make_inputs(shape, mesh.size), shape.num_experts, shape.dtype)
+
+
+def test_outputs_in_another_dtype(make_group, mesh):
+    """The rows of y have 8 bytes, less than the 16 of the kernels' units."""
+    shape = dataclasses.replace(SHAPE, hidden=4)
+    inputs = make_inputs(shape, mesh.size)
+    group = make_group(mesh, shape)
+
+    def reduced(*inputs):
+        rows = ep.expand(dispatch_tokens(*inputs, group=group), zero_pad=True)
+
+        def reduce(x, weights):
+            return ep.reduce(x.astype(jnp.bfloat16), dataclasses.replace(rows, weights=weights))
+
+        out, transpose = jax.vjp(reduce, rows.x, rows.weights)
+        return rows, out, transpose(out)
+
+    rows, out, (dx, dweights) = run_spmd(reduced, mesh, *inputs)
+    x, out = np.asarray(rows.x, np.float32), out.astype(np.float32)
+    for rank in range(mesh.size):
+        row, pair = (rows.row_of_pair[rank].reshape(-1), np.arange(rows.row_of_pair[rank].size))
+        token, row = pair[row < x.shape[1]] // shape.top_k, row[row < x.shape[1]]
+        expected = np.zeros_like(out[rank])
+        np.add.at(expected, token, x[rank, row] * rows.weights[rank, row, None])
+        np.testing.assert_allclose(out[rank], expected, rtol=0.03, atol=0.03)
+        np.testing.assert_allclose(
+            dx[rank, row], out[rank, token] * rows.weights[rank, row, None], rtol=0.03, atol=1e-3
+        )
+        products = np.sum(out[rank, token] * x[rank, row], axis=-1)
+        np.testing.assert_allclose(dweights[rank, row], products, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize(("capacity", "room", "alignment"), [(3, 8, 2), (17, 15, 3)])
@@ -341,7 +383,7 @@ def test_fp8_rows(make_group, mesh, wire):
     def dispatch(x, *routing):
         options = {"group": group, "wire": wire, "zero_pad": True}
         recv, on_arrival = (dispatch_tokens(x, *routing, **options, dequantize=d) for d in (False, True))
-        rows = ep.expand(recv)
+        rows = ep.expand(recv, zero_pad=True)
         return recv, on_arrival, rows, ep.dequantize(rows)
 
     recv, on_arrival, rows, later = run_spmd(dispatch, mesh, x, *inputs[1:])
@@ -349,7 +391,7 @@ def test_fp8_rows(make_group, mesh, wire):
     to = {"dequantize_to": np_dtype(WIDE.dtype)}
     assert_tokens_dispatched(recv, oracle.dispatch_tokens(x, *inputs[1:], **options), zero_pad=True)
     assert_tokens_dispatched(on_arrival, oracle.dispatch_tokens(x, *inputs[1:], **options, **to), zero_pad=True)
-    assert_expanded(rows, oracle.dispatch(x, *inputs[1:], **options, layout="ragged"))
+    assert_expanded(rows, oracle.dispatch(x, *inputs[1:], **options, layout="ragged"), zero_pad=True)
     assert_same_bits(later, oracle.dispatch(x, *inputs[1:], **options, **to, layout="ragged").x)
 
 
@@ -549,6 +591,43 @@ def test_gradient_of_weights_alone(make_group, mesh):
     assert_same_bits(of_quantised, of_plain)
 
 
+def test_gradient_of_expanded_weights_alone(make_group, mesh):
+    """No gradient reaches rows.x."""
+    inputs = make_inputs(SHAPE, mesh.size, "uneven")
+    group = make_group(mesh, SHAPE)
+
+    def gradients(x, topk_idx, topk_weights):
+        def loss(x, topk_weights):
+            return jnp.sum(ep.expand(dispatch_tokens(x, topk_idx, topk_weights, group=group)).weights)
+
+        return jax.grad(loss, (0, 1))(x, topk_weights)
+
+    dx, dweights = run_spmd(gradients, mesh, *inputs)
+    assert not dx.any()
+    is_valid = (inputs.topk_idx >= 0) & (inputs.topk_idx < SHAPE.num_experts)
+    np.testing.assert_array_equal(dweights, is_valid.astype(np.float32))
+
+
+def test_reduce_keeps_y_only_for_weights_that_learn(make_group, mesh):
+    """y is as large as the worst case of routing."""
+    group = make_group(mesh, SHAPE)
+    inputs = make_inputs(SHAPE, mesh.size)
+
+    def kept(x, topk_idx, topk_weights, learns):
+        def layer(x, y):
+            recv = dispatch_tokens(x, topk_idx, topk_weights, group=group)
+            if not learns:
+                recv = dataclasses.replace(recv, weights=jax.lax.stop_gradient(recv.weights))
+            rows = ep.expand(recv)
+            return jnp.sum(ep.reduce(rows.x * y, rows))
+
+        _, transpose = jax.vjp(layer, x, jnp.float32(2))
+        return [leaf for leaf in jax.tree.leaves(transpose) if leaf.ndim == 2 and leaf.dtype == jnp.float32]
+
+    sizes = [len(jax.eval_shape(spmd(partial(kept, learns=learns), mesh), *inputs)) for learns in (False, True)]
+    assert sizes[1] == sizes[0] + 1
+
+
 def test_tokens_that_all_ranks_share(make_group, mesh):
     """Gradients of replicated tokens and weights are summed over ranks."""
     x, topk_idx, topk_weights, _, cotangent = (a[0] for a in make_case(EXPERTS_SHAPE, mesh.size))
@@ -703,7 +782,7 @@ def test_scan_checkpoint_and_other_axes(make_group):
 
 @pytest.mark.parametrize("plain_backend", ["reference", "collectives"])
 def test_debug_nans(mesh, monkeypatch, plain_backend):
-    """Unspecified rows of x are NaN. Ids, weights and expanded rows have no NaN, and no operation reads such a row."""
+    """Unspecified rows of x are NaN. Ids and weights have no NaN, and no operation reads an unspecified row."""
     monkeypatch.setenv("JAX_EP_DEBUG_NANS", "1")
     inputs = make_inputs(SHAPE, mesh.size, "uneven")
 
@@ -718,7 +797,73 @@ def test_debug_nans(mesh, monkeypatch, plain_backend):
     assert_tokens_dispatched(recv, expected)
     assert np.isnan(recv.x[~expected.is_token]).all()
     assert_expanded(rows, oracle.dispatch(*inputs, num_experts=SHAPE.num_experts, layout="ragged"))
+    assert np.isnan(rows.x[~in_groups(rows)]).all()
     assert np.isfinite(out).all()
+
+
+def rows_of_expand(group, mesh, inputs, zero_pad, differentiated):
+    def rows_of(x, topk_idx, topk_weights):
+        recv = dispatch_tokens(x, topk_idx, topk_weights, group=group)
+        return ep.expand(recv, alignment=4, zero_pad=zero_pad)
+
+    def rows_beside_gradient(x, *others):
+        def loss(x):
+            rows = rows_of(x, *others)
+            return jnp.sum(rows.x[:1].astype(jnp.float32)), rows
+
+        return jax.grad(loss, has_aux=True)(x)[1]
+
+    return run_spmd(rows_beside_gradient if differentiated else rows_of, mesh, *inputs)
+
+
+@pytest.mark.parametrize(
+    ("zero_pad", "differentiated", "is_zero"),
+    [(None, False, False), (None, True, True), (True, False, True), (True, True, True), (False, True, False)],
+)
+def test_rows_after_the_last_group(make_group, mesh, zero_pad, differentiated, is_zero):
+    inputs = make_inputs(SHAPE, mesh.size, "uneven")
+    rows = rows_of_expand(make_group(mesh, SHAPE), mesh, inputs, zero_pad, differentiated)
+    options = {"layout": "ragged", "capacity": rows.x.shape[1], "alignment": 4}
+    assert not in_groups(rows).all()
+    assert_expanded(rows, oracle.dispatch(*inputs, num_experts=SHAPE.num_experts, **options), zero_pad=is_zero)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("zero_pad", [None, True, False])
+def test_debug_nans_after_the_last_group(mesh, monkeypatch, zero_pad, differentiated):
+    """By default, the rows are zero exactly if the call is differentiated."""
+    monkeypatch.setenv("JAX_EP_DEBUG_NANS", "1")
+    inputs = make_inputs(SHAPE, mesh.size, "uneven")
+    with open_group(mesh, SHAPE, backend="reference") as group:
+        rows = rows_of_expand(group, mesh, inputs, zero_pad, differentiated)
+    after = rows.x[~in_groups(rows)]
+    if differentiated if zero_pad is None else zero_pad:
+        assert not after.any()
+    else:
+        assert np.isnan(after).all()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "top_k", "num_experts"), [(1, 1, 1), (33, 3, 4), (64, 32, 300), (70, 200, 5), (20000, 4, 3)], ids=str
+)
+def test_pair_counts(num_rows, top_k, num_experts):
+    """In blocks of one row and of many; the last case has so many blocks that a cumulative sum adds them."""
+    random = np.random.default_rng(0)
+    topk_idx = random.integers(-1, num_experts, (num_rows, top_k)).astype(np.int32)
+    one_hot = topk_idx.reshape(-1, 1) == np.arange(num_experts)
+    before = np.cumsum(np.pad(one_hot, ((1, 0), (0, 0))), axis=0)
+    row = np.unique([0, 1, num_rows // 2, num_rows])
+
+    @jax.jit
+    def counted(topk_idx):
+        counts = _PairCounts(topk_idx, num_experts)
+        return counts.earlier, counts.before(jnp.asarray(row))
+
+    earlier, before_row = to_numpy(counted(topk_idx))
+    np.testing.assert_array_equal(before_row, before[row * top_k])
+    pair = np.flatnonzero(topk_idx.reshape(-1) >= 0)
+    expected = before[pair, topk_idx.reshape(-1)[pair]]
+    np.testing.assert_array_equal(earlier.reshape(-1)[pair], expected)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

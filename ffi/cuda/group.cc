@@ -13,6 +13,8 @@
 #include "ffi/cuda/device.h"
 #include "ffi/cuda/dispatch.h"
 #include "ffi/cuda/dispatch_layout.h"
+#include "ffi/cuda/expand.h"
+#include "ffi/cuda/reduce.h"
 #include "ffi/cuda/runtime.h"
 #include "ffi/plan_balance.h"
 
@@ -186,7 +188,7 @@ void Group::open_member(Member& member) {
   upload(peers.control, initial_control(layout_.num_slots));
   member.split_phase = std::make_unique<SplitPhaseCalls>(peers, kernels().launch_start, kernels().launch_hold);
   for (auto load : {kernels().load_dispatch, kernels().load_combine, kernels().load_balance, kernels().load_replicate,
-                    kernels().load_start, load_dispatch_layout}) {
+                    kernels().load_start, load_dispatch_layout, load_expand, load_reduce}) {
     check(load(), "loading the kernels");
   }
 }

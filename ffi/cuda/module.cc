@@ -201,7 +201,7 @@ NB_MODULE(_cuda, m) {
   m.def("targets", [] {
     nb::dict targets;
     targets["jax_ep_dispatch_layout"] = nb::capsule(reinterpret_cast<void*>(kDispatchLayout));
-    for (const auto& some : {backend_targets(), balance_targets()}) {
+    for (const auto& some : {backend_targets(), balance_targets(), expand_targets()}) {
       for (const auto& [name, handler] : some) targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
     }
     return targets;

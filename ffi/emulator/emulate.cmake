@@ -9,6 +9,8 @@ function(emulate target)
     ${target}
     PRIVATE ${exchange}
             "${cuda}/dispatch_layout.cu"
+            "${cuda}/expand.cu"
+            "${cuda}/reduce.cu"
             "${cuda}/grouped_matmul/groups.cu"
             "${cuda}/call_order.cc"
             "${cuda}/device_groups.cc"
@@ -33,8 +35,8 @@ function(emulate target)
   target_compile_definitions(${target}_network PRIVATE JAX_EP_NETWORK jax_ep=jax_ep_over_network)
   set_target_properties(${target}_network PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
 
-  set_source_files_properties(${exchange} "${cuda}/dispatch_layout.cu" "${cuda}/grouped_matmul/groups.cu"
-                              "${cuda}/nvshmem/device.cu"
+  set_source_files_properties(${exchange} "${cuda}/dispatch_layout.cu" "${cuda}/expand.cu" "${cuda}/reduce.cu"
+                              "${cuda}/grouped_matmul/groups.cu" "${cuda}/nvshmem/device.cu"
                               PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "-xc++")
   foreach(part ${target} ${target}_network)
     target_compile_definitions(${part} PRIVATE JAX_EP_EMULATOR)

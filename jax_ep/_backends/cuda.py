@@ -295,6 +295,45 @@ class _CudaOperations(Backend):
         out = self._call(target, flat, results, aliases=aliases, **attributes)["out"]
         return out.reshape(-1, *experts.shape[1:])
 
+    def expand(
+        self,
+        x: jax.Array,
+        row_of_pair: jax.Array,
+        counts: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        capacity: int,
+        zero_pad: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        channels = x.shape[1]
+        x = _pad_to_units(x)
+        operands = {"x": x, "row_of_pair": row_of_pair, "counts": counts, "group_sizes": group_sizes}
+        results = targets.EXPAND.result_types(operands, {"N": capacity}, {"out": x.dtype})
+        got = self._call_local(targets.EXPAND, operands, results, zero_pad=zero_pad)
+        return got["out"][:, :channels], got["pair_of_row"]
+
+    def reduce(self, y: jax.Array, weights: jax.Array | None, row_of_pair: jax.Array) -> jax.Array:
+        channels = y.shape[1]
+        operands = {"y": _pad_to_units(y), "weights": weights, "row_of_pair": row_of_pair}
+        results = targets.REDUCE.result_types(operands, {}, {"out": y.dtype})
+        return self._call_local(targets.REDUCE, operands, results)["out"][:, :channels]
+
+    def reduce_back(
+        self, g: jax.Array, y: jax.Array | None, weights: jax.Array, row_of_pair: jax.Array, pair_of_row: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        channels = g.shape[1]
+        operands = {
+            "g": _pad_to_units(g),
+            "y": None if y is None else _pad_to_units(y),
+            "weights": weights,
+            "row_of_pair": row_of_pair,
+            "pair_of_row": pair_of_row,
+        }
+        absent = ("weights_cotangent",) if y is None else ()
+        results = targets.REDUCE_BACK.result_types(operands, {}, {"y_cotangent": g.dtype}, absent)
+        got = self._call_local(targets.REDUCE_BACK, operands, results)
+        return got["y_cotangent"][:, :channels], None if y is None else got["weights_cotangent"]
+
     def _kernels_cast(self, wire: str | None) -> bool:
         """True if the kernels cast rows of the group's dtype for a wire, and back. Otherwise XLA casts them."""
         return self.group.dtype == jnp.bfloat16 and (wire is None or _wires.FORMATS[wire].cast is not None)
@@ -459,6 +498,20 @@ class _CudaOperations(Backend):
             has_side_effect=has_side_effect,
         )
         return dict(zip(results, lax.optimization_barrier(call), strict=True))
+
+    def _call_local(
+        self,
+        target: Target,
+        operands: Mapping[str, jax.Array | None],
+        results: Mapping[str, Result],
+        **attributes: bool,
+    ) -> dict[str, jax.Array]:
+        """As `_call`, for a target that is local to one rank: it is in no order with other calls."""
+        arrays = self._arrays(target.in_order(operands))
+        call = jax.ffi.ffi_call(f"jax_ep_{target.name}", _types(arrays, results), vmap_method="sequential")
+        once_differentiable = jax.custom_jvp(lambda *arrays: call(*arrays, **target.encode(attributes)))
+        once_differentiable.defjvp(_compat.refuse_second_derivative)
+        return dict(zip(results, lax.optimization_barrier(once_differentiable(*arrays)), strict=True))
 
     def _start(
         self,

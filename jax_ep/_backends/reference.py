@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _compat, _layouts, _placement, _scales, _wires
-from jax_ep._backends import plain_replicate
+from jax_ep._backends import plain_expand, plain_replicate
 from jax_ep._layouts import take
 from jax_ep._settings import GroupSettings
 from jax_ep._types import AllToAll, Backend, DispatchCall, Dispatched, Route
@@ -63,6 +63,30 @@ class ReferenceBackend(Backend):
 
     def add_copies(self, g: jax.Array, copies: jax.Array, slots: jax.Array) -> jax.Array:
         return plain_replicate.add_copies(self.group, g, copies, slots)
+
+    def expand(
+        self,
+        x: jax.Array,
+        row_of_pair: jax.Array,
+        counts: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        capacity: int,
+        zero_pad: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        del counts
+        rows, pair_of_row = plain_expand.expand(x, row_of_pair, capacity)
+        if not zero_pad:
+            rows = self._fill_unspecified(rows, jnp.arange(capacity) < jnp.sum(group_sizes))
+        return rows, pair_of_row
+
+    def reduce(self, y: jax.Array, weights: jax.Array | None, row_of_pair: jax.Array) -> jax.Array:
+        return plain_expand.reduce(y, weights, row_of_pair)
+
+    def reduce_back(
+        self, g: jax.Array, y: jax.Array | None, weights: jax.Array, row_of_pair: jax.Array, pair_of_row: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return plain_expand.reduce_back(g, y, weights, row_of_pair, pair_of_row)
 
     def dispatch_start(self, call: DispatchCall, *operands: Any, zero_pad: bool) -> None:
         """The whole operation runs in its done."""

@@ -1,8 +1,8 @@
 """The XLA FFI targets of the CUDA backend: the names and the order of operands, results and attributes.
 
-ffi/cuda/handlers.cc has the same order; tests/test_targets.py compares the two. `Target.in_order` is the only place
-that puts operands in order. The handler of every target has one more operand and one more result, in front of the
-declared ones: the token of `_ordered_calls`.
+The handlers in ffi/cuda have the same order; tests/test_targets.py compares the two. `Target.in_order` is the only
+place that puts operands in order. The handler of every target but those in LOCAL has one more operand and one more
+result, in front of the declared ones: the token of `_ordered_calls`.
 """
 
 from __future__ import annotations
@@ -242,6 +242,25 @@ REPLICATE_BACK = Target(
     (_AXIS_INDEX, Array("experts", "L D"), Array("copies", "B D"), Array("slots", "R B", _INT)),
     (Array("out", "L D"),),
 )
+# jax_ep.Expanded describes row_of_pair and pair_of_row.
+_ROW_OF_PAIR = Array("row_of_pair", "T K", _INT)
+_PAIR_OF_ROW = Array("pair_of_row", "N", _INT)
+EXPAND = Target(
+    "expand",
+    (Array("x", "T H"), _ROW_OF_PAIR, *_COUNTS),
+    (Array("out", "N H"), _PAIR_OF_ROW),
+    ("zero_pad",),
+)
+REDUCE = Target(
+    "reduce",
+    (Array("y", "N H"), Array("weights", "N", _FLOAT), _ROW_OF_PAIR),
+    (Array("out", "T H"),),
+)
+REDUCE_BACK = Target(
+    "reduce_back",
+    (Array("g", "T H"), Array("y", "N H"), Array("weights", "N", _FLOAT), _ROW_OF_PAIR, _PAIR_OF_ROW),
+    (Array("y_cotangent", "N H"), Array("weights_cotangent", "N", _FLOAT)),
+)
 TARGETS = (
     DISPATCH,
     DISPATCH_LIKE,
@@ -255,4 +274,5 @@ TARGETS = (
     COPY_EXPERTS,
     REPLICATE_BACK,
 )
+LOCAL = (EXPAND, REDUCE, REDUCE_BACK)  # the targets that run on one rank, without a group
 SPLIT = (DISPATCH, COMBINE, DISPATCH_BACK, COMBINE_BACK)  # the targets that have a start and a done

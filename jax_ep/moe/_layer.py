@@ -217,7 +217,7 @@ def _token_rows(tokens: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[
         group = recv.route.group
         sizes = {"num_tokens": len(tokens[0]), "top_k": group.top_k, "experts_per_rank": group.experts_per_rank}
         room = capacity_of_factor("ragged", factor, **sizes, alignment=alignment)
-    return recv, expand(recv, capacity=room, alignment=alignment)
+    return recv, expand(recv, capacity=room, alignment=alignment, zero_pad=options.get("zero_pad"))
 
 
 class _Weights(NamedTuple):

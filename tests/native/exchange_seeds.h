@@ -10,6 +10,7 @@
 #include "exchange_balance.h"
 #include "exchange_dispatch_layout.h"
 #include "exchange_emulated.h"
+#include "exchange_expand.h"
 #include "exchange_failures.h"
 #include "exchange_group_arrays.h"
 #include "exchange_layouts.h"
@@ -104,6 +105,10 @@ std::string run_seed(uint64_t seed) {
   // One seed of 16 has more groups than the kernel has threads (kThreads in groups.cu).
   const int32_t extra_groups = seed % 16 == 6 ? 1024 : 0;
   if (check::failures == 0) run_group_arrays_of(random, extra_groups + 1 + random() % 40);
+  if (check::failures == 0 && seed % 4 == 3) {
+    what += ", then expand";
+    run_expand_and_reduce(random);
+  }
   if (check::failures == 0 && seed % 8 == 2) {
     what += ", then dispatch_layout";
     run_dispatch_layout(1 + random() % 40, 4, 6, 2, 1, random);

@@ -3,8 +3,8 @@
 //
 //   exchange_test [MAX_RANKS [(quick | all) [PART]]]
 //
-// runs all parts, or one: "exchange", "all_to_all", "layouts", "balance", "dispatch_layout", "group_arrays". "quick" is
-// for the sanitizers, under which a kernel takes long.
+// runs all parts, or one: "exchange", "all_to_all", "layouts", "balance", "dispatch_layout", "group_arrays", "expand".
+// "quick" is for the sanitizers, under which a kernel takes long.
 //
 //   emulated_exchange_test seeds FIRST COUNT [SETTINGS]
 //
@@ -20,6 +20,7 @@
 #include "exchange_all_to_all.h"
 #include "exchange_balance.h"
 #include "exchange_dispatch_layout.h"
+#include "exchange_expand.h"
 #include "exchange_group_arrays.h"
 #include "exchange_layouts.h"
 #include "exchange_token.h"
@@ -31,7 +32,8 @@ namespace {
 
 constexpr int32_t kRepeats = 40;
 
-constexpr const char* kParts[] = {"exchange", "all_to_all", "layouts", "balance", "dispatch_layout", "group_arrays"};
+constexpr const char* kParts[] = {"exchange",        "all_to_all",   "layouts", "balance",
+                                  "dispatch_layout", "group_arrays", "expand"};
 bool is_part(const std::string& part) {
   return part.empty() || std::find(std::begin(kParts), std::end(kParts), part) != std::end(kParts);
 }
@@ -259,6 +261,10 @@ int main(int argc, char** argv) {
   if (runs("dispatch_layout")) {
     run_dispatch_layouts(is_quick);
     std::cerr << "dispatch_layout: " << check::failures << " failures\n";
+  }
+  if (runs("expand")) {
+    run_expand_and_reduce_of_all_sizes();
+    std::cerr << "expand: " << check::failures << " failures\n";
   }
   if (runs("group_arrays")) {
     run_all_group_arrays();
