@@ -5,8 +5,10 @@
 The group has one rank, which holds --experts experts of --model. So dispatch and combine move rows within one device.
 Each part is an executable of its own: dispatch, the matmul with gate and up, the activation, the matmul with down, and
 combine; with --layout token, also expand and reduce. A layer should take little longer than its parts together. The
-layer runs once for each of --implementations, and the parts with the first of them. For each executable the times are
-on the host's clock: the median over chains of executions, one behind the other.
+layer runs once for each of --implementations, and the parts with the first of them. With --layout token, the kernels of
+expand, reduce and their gradients are also timed alone, and beside them the same functions in plain JAX. With --here,
+the device does as one of several ranks: only --here of the --top-k experts of a token are its own. For each executable
+the times are on the host's clock: the median over chains of executions, one behind the other.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ep as ep
+from jax_ep._backends import plain_expand
 from jax_ep.bench import models
 from jax_ep.bench.experts import time_us
 from jax_ep.moe._grouped_matmul import grouped_matmul
@@ -31,12 +34,16 @@ from jax_ep.moe._grouped_matmul import grouped_matmul
 AXIS = "ep"
 
 
-def make_arrays(group: ep.Group, tokens: int, intermediate: int) -> tuple[jax.Array, ...]:
-    """x, topk_idx, topk_weights, w_gate_up and w_down. Each token chooses different experts, all equally often."""
+def make_arrays(group: ep.Group, tokens: int, here: int, intermediate: int) -> tuple[jax.Array, ...]:
+    """x, topk_idx, topk_weights, w_gate_up and w_down. Each token chooses different experts, all equally often.
+
+    Only the first `here` of a token's experts are of this device.
+    """
     keys = jax.random.split(jax.random.key(0), 4)
     experts, hidden, top_k = group.num_experts, group.hidden, group.top_k
     draw = partial(jax.random.normal, dtype=group.dtype)
-    topk_idx = (np.arange(tokens * top_k) % experts).astype(np.int32).reshape(tokens, top_k)
+    topk_idx = np.full((tokens, top_k), -1, np.int32)
+    topk_idx[:, :here] = (np.arange(tokens * here) % experts).reshape(tokens, here)
     return (
         draw(keys[0], (tokens, hidden)),
         jnp.asarray(topk_idx),
@@ -87,6 +94,32 @@ def time_parts(
     return us
 
 
+def time_copies(timer: Timer, group: ep.Group, tokens: Sequence[jax.Array]) -> list[dict[str, Any]]:
+    """Times expand, reduce and their gradients: the backend's functions, and the same in plain JAX."""
+    _, recv = timer(partial(ep.dispatch, group=group, layout="token"), *tokens)
+    _, rows = timer(ep.expand, recv)
+    capacity, row_of_pair, pair_of_row = len(rows.x), rows.row_of_pair, rows.pair_of_row
+    backend = group._impl
+    expand = partial(backend.expand, capacity=capacity, zero_pad=False)
+    plain_of = partial(plain_expand.expand, capacity=capacity)
+    both: dict[str, tuple[tuple[Callable[..., Any], Sequence[Any]], ...]] = {
+        "expand": (
+            (expand, (recv.x, row_of_pair, rows.counts, rows.group_sizes)),
+            (plain_of, (recv.x, row_of_pair)),
+        ),
+        "reduce": tuple((of.reduce, (rows.x, rows.weights, row_of_pair)) for of in (backend, plain_expand)),
+        "gradient of expand": tuple((of.reduce, (rows.x, None, row_of_pair)) for of in (backend, plain_expand)),
+        "gradient of reduce": tuple(
+            (of.reduce_back, (recv.x, rows.x, rows.weights, row_of_pair, pair_of_row)) for of in (backend, plain_expand)
+        ),
+    }
+    return [
+        {"implementation": name, "part": part, "us": timer(function, *arrays)[0]}
+        for part, functions in both.items()
+        for name, (function, arrays) in zip(("kernel", "plain JAX"), functions, strict=True)
+    ]
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     on_cpu = jax.default_backend() == "cpu"
     names = [model.name for model in models.MODELS.values() if model.intermediate]
@@ -103,6 +136,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="experts of the device",
     )
     add("--top-k", type=int, default=2 if on_cpu else 8, help="experts per token")
+    add("--here", type=int, help="experts per token that are of the device; all of them, if not given")
     add("--tokens", type=int, default=16 if on_cpu else 4096, help="tokens of the device")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--implementations", default="ragged_dot" if on_cpu else "grouped,ragged_dot", help="of the matmuls; a list")
@@ -124,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     timer = Timer(mesh, options.seconds, options.samples)
     rows = []
     with ep.Group(mesh, AXIS, **sizes, max_tokens_per_rank=options.tokens, dtype=options.dtype) as group:
-        arrays = make_arrays(group, options.tokens, intermediate)
+        here = options.top_k if options.here is None else options.here
+        arrays = make_arrays(group, options.tokens, here, intermediate)
         first, *others = options.implementations.split(",")
         parts = time_parts(timer, group, first, options.layout, arrays)
         rows += [{"implementation": first, "part": part, "us": us} for part, us in parts.items()]
@@ -132,8 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for implementation in (first, *others):
             us, _ = timer(partial(ep.moe.mlp, group=group, experts=implementation, layout=options.layout), *arrays)
             rows.append({"implementation": implementation, "part": "moe.mlp", "us": us})
+        if options.layout == "token":
+            rows += time_copies(timer, group, arrays[:3])
     for row in rows:
-        print(f"{row['implementation']:10} {row['part']:12} {row['us']:10.1f}")
+        print(f"{row['implementation']:10} {row['part']:18} {row['us']:10.1f}")
     if options.json:
         with open(options.json, "w") as file:
             told = {name: value for name, value in vars(options).items() if name != "json"}

@@ -144,7 +144,7 @@ bench 11-grad-legs --tokens 128,512,4096 --combine-wire fp8 --grad --grad-wire n
 bench 12-capacity --tokens 128,512,4096 --wire none --grad --capacity-factor 1.25
 bench 13-capacity-fp8 --tokens 128,512,4096 --combine-wire fp8 --grad --grad-wire fp8 --capacity-factor 1.25
 # On one GPU: the experts' matrix products, and a layer beside its parts. Without CUTLASS's headers at the time of build,
-# there is no grouped GEMM, and matmul-2-parts and matmul-3-token fail.
+# there is no grouped GEMM, and all parts of matmul but the first fail.
 first_gpu=${CUDA_VISIBLE_DEVICES:-0}
 first_gpu=${first_gpu%%,*}
 step matmul-1-experts env CUDA_VISIBLE_DEVICES="$first_gpu" $installed -m jax_ep.bench experts \
@@ -152,6 +152,9 @@ step matmul-1-experts env CUDA_VISIBLE_DEVICES="$first_gpu" $installed -m jax_ep
 step matmul-2-parts env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --json "$logs/matmul-2-parts.json"
 step matmul-3-token env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --layout token \
   --implementations grouped --json "$logs/matmul-3-token.json"
+# As one of four ranks: four times the tokens, and two of the eight experts of each.
+step matmul-4-token-of-4 env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --layout token \
+  --implementations grouped --tokens 16384 --here 2 --experts 64 --json "$logs/matmul-4-token-of-4.json"
 # Balanced placement: its kernels, and a layer's step under skewed routing. balance-2-step needs the grouped GEMM, too.
 step balance-1-kernels $installed -m jax_ep.bench balance --json "$logs/balance-1-kernels.json"
 step balance-2-step "$python" benchmarks/moe_step.py --skew 0 0.5 1 1.5 hot --compute grouped \

@@ -1,6 +1,7 @@
 """benchmarks/mlp_parts.py."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,16 @@ def test_the_layout_token_has_two_more_parts(tmp_path):
     file = tmp_path / "mlp_parts.json"
     options = ["--model=tiny", "--experts=4", "--top-k=2", "--tokens=8", "--seconds=0.001", "--samples=1"]
     assert mlp_parts.main([*options, "--layout=token", "--implementations=ragged_dot", f"--json={file}"]) == 0
-    parts = [row["part"] for row in json.loads(file.read_text())["rows"]]
+    rows = json.loads(file.read_text())["rows"]
     in_order = ["dispatch", "expand", "gate and up", "activation", "down", "reduce", "combine", "all parts", "moe.mlp"]
-    assert parts == in_order
+    assert [row["part"] for row in rows[:9]] == in_order
+    copies = [(row["part"], row["implementation"]) for row in rows[9:]]
+    parts = ("expand", "reduce", "gradient of expand", "gradient of reduce")
+    assert copies == [(part, name) for part in parts for name in ("kernel", "plain JAX")]
+
+
+@pytest.mark.parametrize("here", [1, 2])
+def test_experts_of_other_ranks(here):
+    group = SimpleNamespace(num_experts=4, hidden=16, top_k=2, dtype="float32")
+    _, topk_idx, *_ = mlp_parts.make_arrays(group, tokens=8, here=here, intermediate=8)
+    assert ((topk_idx >= 0).sum(axis=1) == here).all()
