@@ -38,6 +38,8 @@ from test_gradients import assert_close, dense_gradients, make_case
 
 SHAPE = dataclasses.replace(SMALL, dtype="float32", hidden=16)
 WIDE = dataclasses.replace(SMALL, hidden=256)
+BFLOAT16 = dataclasses.replace(SHAPE, name="bfloat16", dtype="bfloat16")
+ODD_ROWS = ("shortest_row_f32", "hidden_1000", "top_32", "one_token")  # of shapes.ODD; hidden_1000 is float16
 
 
 def run_spmd(fn, mesh, *args, **options):
@@ -177,7 +179,7 @@ def test_same_bits_on_every_run(values, any_mesh):
     assert_trees_same_bits(specified(first), specified(second))
 
 
-@pytest.mark.parametrize("shape", [dataclasses.replace(SHAPE, name="bfloat16", dtype="bfloat16"), *ODD], ids=str)
+@pytest.mark.parametrize("shape", [BFLOAT16, *(shape for shape in ODD if shape.name in ODD_ROWS)], ids=str)
 def test_dtypes_and_odd_shapes(make_group, mesh, shape):
     run = jax.jit(spmd(partial(every_operation, group=make_group(mesh, shape)), mesh), compiler_options=QUICK)
     check_values(run, make_inputs(shape, mesh.size), shape.num_experts, shape.dtype)
