@@ -6,9 +6,10 @@ The group has one rank, which holds --experts experts of --model. So dispatch an
 Each part is an executable of its own: dispatch, the matmul with gate and up, the activation, the matmul with down, and
 combine; with --layout token, also expand and reduce. A layer should take little longer than its parts together. The
 layer runs once for each of --implementations, and the parts with the first of them. With --layout token, the kernels of
-expand, reduce and their gradients are also timed alone, and beside them the same functions in plain JAX. With --here,
-the device does as one of several ranks: only --here of the --top-k experts of a token are its own. For each executable
-the times are on the host's clock: the median over chains of executions, one behind the other.
+expand, reduce and their gradients are also timed alone, and beside them the same functions in plain JAX. With
+--local-experts-per-token N, the device acts as one of several ranks: N of the --top-k experts of each token are local,
+and the other ids are -1. For each executable the times are on the host's clock: the median over chains of executions,
+one behind the other.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from jax_ep.moe._grouped_matmul import grouped_matmul
 AXIS = "ep"
 
 
-def make_arrays(group: ep.Group, tokens: int, here: int, intermediate: int) -> tuple[jax.Array, ...]:
+def make_arrays(group: ep.Group, tokens: int, num_local: int, intermediate: int) -> tuple[jax.Array, ...]:
     """x, topk_idx, topk_weights, w_gate_up and w_down. Each token chooses different experts, all equally often.
 
-    Only the first `here` of a token's experts are of this device.
+    Only the first `num_local` of a token's experts are on this device.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     experts, hidden, top_k = group.num_experts, group.hidden, group.top_k
     draw = partial(jax.random.normal, dtype=group.dtype)
     topk_idx = np.full((tokens, top_k), -1, np.int32)
-    topk_idx[:, :here] = (np.arange(tokens * here) % experts).reshape(tokens, here)
+    topk_idx[:, :num_local] = (np.arange(tokens * num_local) % experts).reshape(tokens, num_local)
     return (
         draw(keys[0], (tokens, hidden)),
         jnp.asarray(topk_idx),
@@ -101,21 +102,22 @@ def time_copies(timer: Timer, group: ep.Group, tokens: Sequence[jax.Array]) -> l
     capacity, row_of_pair, pair_of_row = len(rows.x), rows.row_of_pair, rows.pair_of_row
     backend = group._impl
     expand = partial(backend.expand, capacity=capacity, zero_pad=False)
-    plain_of = partial(plain_expand.expand, capacity=capacity)
-    both: dict[str, tuple[tuple[Callable[..., Any], Sequence[Any]], ...]] = {
+    plain_expand_rows = partial(plain_expand.expand, capacity=capacity)
+    cases: dict[str, tuple[tuple[Callable[..., Any], Sequence[Any]], ...]] = {
         "expand": (
             (expand, (recv.x, row_of_pair, rows.counts, rows.group_sizes)),
-            (plain_of, (recv.x, row_of_pair)),
+            (plain_expand_rows, (recv.x, row_of_pair)),
         ),
-        "reduce": tuple((of.reduce, (rows.x, rows.weights, row_of_pair)) for of in (backend, plain_expand)),
-        "gradient of expand": tuple((of.reduce, (rows.x, None, row_of_pair)) for of in (backend, plain_expand)),
+        "reduce": tuple((module.reduce, (rows.x, rows.weights, row_of_pair)) for module in (backend, plain_expand)),
+        "gradient of expand": tuple((module.reduce, (rows.x, None, row_of_pair)) for module in (backend, plain_expand)),
         "gradient of reduce": tuple(
-            (of.reduce_back, (recv.x, rows.x, rows.weights, row_of_pair, pair_of_row)) for of in (backend, plain_expand)
+            (module.reduce_back, (recv.x, rows.x, rows.weights, row_of_pair, pair_of_row))
+            for module in (backend, plain_expand)
         ),
     }
     return [
         {"implementation": name, "part": part, "us": timer(function, *arrays)[0]}
-        for part, functions in both.items()
+        for part, functions in cases.items()
         for name, (function, arrays) in zip(("kernel", "plain JAX"), functions, strict=True)
     ]
 
@@ -136,7 +138,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="experts of the device",
     )
     add("--top-k", type=int, default=2 if on_cpu else 8, help="experts per token")
-    add("--here", type=int, help="experts per token that are of the device; all of them, if not given")
+    add("--local-experts-per-token", type=int, help="experts of a token that are on the device; without it, all")
     add("--tokens", type=int, default=16 if on_cpu else 4096, help="tokens of the device")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--implementations", default="ragged_dot" if on_cpu else "grouped,ragged_dot", help="of the matmuls; a list")
@@ -158,8 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     timer = Timer(mesh, options.seconds, options.samples)
     rows = []
     with ep.Group(mesh, AXIS, **sizes, max_tokens_per_rank=options.tokens, dtype=options.dtype) as group:
-        here = options.top_k if options.here is None else options.here
-        arrays = make_arrays(group, options.tokens, here, intermediate)
+        num_local = options.local_experts_per_token
+        num_local = options.top_k if num_local is None else num_local
+        arrays = make_arrays(group, options.tokens, num_local, intermediate)
         first, *others = options.implementations.split(",")
         parts = time_parts(timer, group, first, options.layout, arrays)
         rows += [{"implementation": first, "part": part, "us": us} for part, us in parts.items()]

@@ -178,7 +178,7 @@ def expand(
     placement, row_of_pair = _place_pairs(route, topk_idx, num_rows_per_rank, capacity, alignment)
     operands = x, row_of_pair, placement.counts, placement.group_sizes
     rows, pair_of_row = _expand_rows((route.backend, capacity, zero_pad), *operands)
-    pair_of_row = lax.stop_gradient(pair_of_row)  # so that what is computed from it does not count as differentiated
+    pair_of_row = lax.stop_gradient(pair_of_row)  # values computed from it do not count as differentiated then
     if scales is not None:
         scales = _scales.arrange(take(scales, pair_of_row // group.top_k), recv.scales_format)
     return Expanded(
@@ -248,13 +248,13 @@ def _place_pairs(
 
 
 class _PairCounts:
-    """Counts the pairs of topk_idx [N, K] that come before a pair or a row, for each expert.
+    """Counts, for each expert, the pairs of topk_idx [N, K] before a pair or a row, in the order of rows, then k.
 
-    Pairs are in the order of rows, then k. Cumulative sums over [N, E_local] would give the same numbers, but XLA
-    compiles them to many small kernels. So this class counts inside blocks of rows, and adds up the blocks before.
+    Cumulative sums over [N, E_local] would give the same numbers, but XLA compiles them to many small kernels. So this
+    class counts inside blocks of rows, and adds the counts of all blocks before.
     """
 
-    _BLOCK_PAIRS = 128  # each pair is compared with the others of its block
+    _BLOCK_PAIRS = 128  # a block compares each of its pairs with each other
 
     def __init__(self, topk_idx: jax.Array, num_experts: int) -> None:
         num_rows, top_k = topk_idx.shape

@@ -182,9 +182,10 @@ class Backend(Protocol):
     def reduce_back(
         self, g: jax.Array, y: jax.Array | None, weights: jax.Array, row_of_pair: jax.Array, pair_of_row: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The cotangents of reduce's y and, where y is given, weights, for the cotangent g [N, H] of its result.
+        """The backward pass of `reduce`. g [N, H] is the cotangent of its result.
 
-        They are zero in rows without a pair.
+        Returns the cotangents of y and of weights; the second is None if y is None. They are zero in rows without a
+        pair.
         """
         ...
 
@@ -362,6 +363,7 @@ class Expanded:
         num_dropped: [] int32, rows that did not fit.
         row_of_pair: [N, K] int32, the row of each pair (row of recv, k); `capacity` for no row. `reduce` uses it.
         pair_of_row: [capacity] int32, n * K + k for the pair (n, k) of each row; N * K for no pair. `reduce` uses it.
+        backend: internal (static); `reduce` uses it.
         scales_format: the form of `scales` (static): the argument of the dispatch.
         channels_per_scale: as in recv (static).
 
@@ -387,7 +389,7 @@ class Expanded:
 
     @property
     def group(self) -> GroupSettings:
-        """The `Group` that moved the rows."""
+        """The `Group` of the dispatch."""
         return self.backend.group
 
     @property

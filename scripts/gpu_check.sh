@@ -154,7 +154,7 @@ step matmul-3-token env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/m
   --implementations grouped --json "$logs/matmul-3-token.json"
 # As one of four ranks: four times the tokens, and two of the eight experts of each.
 step matmul-4-token-of-4 env CUDA_VISIBLE_DEVICES="$first_gpu" "$python" benchmarks/mlp_parts.py --layout token \
-  --implementations grouped --tokens 16384 --here 2 --experts 64 --json "$logs/matmul-4-token-of-4.json"
+  --implementations grouped --tokens 16384 --local-experts-per-token 2 --experts 64 --json "$logs/matmul-4-token-of-4.json"
 # Balanced placement: its kernels, and a layer's step under skewed routing. balance-2-step needs the grouped GEMM, too.
 step balance-1-kernels $installed -m jax_ep.bench balance --json "$logs/balance-1-kernels.json"
 step balance-2-step "$python" benchmarks/moe_step.py --skew 0 0.5 1 1.5 hot --compute grouped \

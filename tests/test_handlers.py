@@ -201,7 +201,7 @@ def test_rows_that_are_not_whole_units(group, target, num_rows, hidden):
 
 
 @pytest.mark.parametrize("target", targets.LOCAL, ids=lambda target: target.name)
-def test_more_pairs_than_lanes(group, target):
+def test_top_k_above_32(group, target):
     wide = {"row_of_pair": Result((SMALL.tokens, 33), jnp.int32)}
     message = rf"row_of_pair is int32 \[{SMALL.tokens}, 33\]; it must be int32 \[{SMALL.tokens}, 32\]"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):

@@ -40,8 +40,8 @@ def test_the_layout_token_has_two_more_parts(tmp_path):
     assert copies == [(part, name) for part in parts for name in ("kernel", "plain JAX")]
 
 
-@pytest.mark.parametrize("here", [1, 2])
-def test_experts_of_other_ranks(here):
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_experts_of_other_ranks(num_local):
     group = SimpleNamespace(num_experts=4, hidden=16, top_k=2, dtype="float32")
-    _, topk_idx, *_ = mlp_parts.make_arrays(group, tokens=8, here=here, intermediate=8)
-    assert ((topk_idx >= 0).sum(axis=1) == here).all()
+    _, topk_idx, *_ = mlp_parts.make_arrays(group, tokens=8, num_local=num_local, intermediate=8)
+    assert ((topk_idx >= 0).sum(axis=1) == num_local).all()

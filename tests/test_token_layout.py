@@ -76,7 +76,7 @@ def in_groups(rows) -> np.ndarray:
 
 
 def assert_expanded(rows, expected: oracle.Dispatched, zero_pad: bool = False) -> None:
-    """`rows` are those of the ragged layout. Rows of x behind all groups are zero with zero_pad."""
+    """`rows` are those of the ragged layout. Rows of x after the last group are zero with zero_pad."""
     for name in ("counts", "group_sizes", "num_dropped"):
         assert_same_bits(getattr(rows, name), getattr(expected.route, name), name)
     assert_same_bits(rows.weights, expected.weights, "weights")

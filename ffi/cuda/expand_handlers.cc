@@ -26,7 +26,7 @@ PairRows pairs_of(const Operand& tokens, const Operand& row_of_pair, int64_t cap
           pair_of_row};
 }
 
-// The kernels have a lane for each k.
+// Checks row_of_pair, and the bytes of a row. There may be at most 32 columns, because a warp has a lane for each k.
 ffi::Error check_pairs(const char* op, const Operand& tokens, int64_t num_tokens, const Operand& row_of_pair) {
   const int64_t top_k = std::min<int64_t>(last_size(row_of_pair), 32);
   return first_error({check_buffers(op, {{"row_of_pair", row_of_pair, ffi::S32, {num_tokens, top_k}}}),

@@ -1,5 +1,5 @@
-// The code that the kernels of expand and reduce share. A block takes one token, and its threads take 16-byte units of
-// the row. More blocks take the rows without a pair: each lane looks at one row.
+// The code that the kernels of expand and reduce share. Each of the first blocks takes one token, and its threads take
+// 16-byte units of the row. The blocks after them look at all rows, a lane per row, and write the rows without a pair.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,8 @@ struct Units {
       unit[i] = at < num_units ? __ldcs(reinterpret_cast<const uint4*>(row) + at) : uint4{};
     }
   }
-  // Streams the stores: the result is larger than the L2 cache, so nobody would find its units there.
+  // Uses streaming stores. With many tokens, the result is larger than the L2 cache, so the next kernel would not find
+  // its units there.
   __device__ __forceinline__ void store(uint8_t* row, int32_t first, int32_t num_units) const {
 #pragma unroll
     for (int i = 0; i < kUnitsPerThread; ++i) {

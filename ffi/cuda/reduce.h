@@ -10,13 +10,13 @@
 namespace jax_ep {
 
 struct ReduceArgs {
-  PairRows pairs;        // pair_of_row is not used
+  PairRows pairs;
   const uint8_t* y;      // [capacity] rows
   const float* weights;  // [capacity]; null: all are 1
   uint8_t* out;          // [num_tokens] rows
 };
 
-// The cotangents of y and weights. They are zero in rows without a pair.
+// The backward pass: computes the cotangents of y and of weights, which are zero in rows without a pair.
 struct ReduceBackArgs {
   PairRows pairs;
   const uint8_t* g;          // [num_tokens] rows, the cotangents of reduce's result

@@ -164,7 +164,8 @@ void when_done(cudaStream_t stream, std::function<void()> then) {
   add_work(*stream, std::move(work));
 }
 
-// The most dynamic shared memory of a launch of each kernel that has another limit than CUDA's default.
+// Kernel -> its limit of dynamic shared memory, as cudaFuncSetAttribute has set it. A kernel that is not in the map has
+// CUDA's default.
 std::map<const void*, size_t> shared_limits;
 constexpr size_t kDefaultSharedLimit = size_t{48} << 10;
 

@@ -506,12 +506,12 @@ class _CudaOperations(Backend):
         results: Mapping[str, Result],
         **attributes: bool,
     ) -> dict[str, jax.Array]:
-        """As `_call`, for a target that is local to one rank: it is in no order with other calls."""
+        """Adds a call of a local target. It takes no order token, so XLA may run it in any order with other calls."""
         arrays = self._arrays(target.in_order(operands))
         call = jax.ffi.ffi_call(f"jax_ep_{target.name}", _types(arrays, results), vmap_method="sequential")
-        once_differentiable = jax.custom_jvp(lambda *arrays: call(*arrays, **target.encode(attributes)))
-        once_differentiable.defjvp(_compat.refuse_second_derivative)
-        return dict(zip(results, lax.optimization_barrier(once_differentiable(*arrays)), strict=True))
+        without_jvp = jax.custom_jvp(lambda *arrays: call(*arrays, **target.encode(attributes)))
+        without_jvp.defjvp(_compat.refuse_second_derivative)
+        return dict(zip(results, lax.optimization_barrier(without_jvp(*arrays)), strict=True))
 
     def _start(
         self,

@@ -12,7 +12,10 @@ from jax_ep._layouts import take
 
 
 def expand(x: jax.Array, row_of_pair: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """x [N, H] in the rows of its pairs [capacity, H], zero in rows without a pair; and the pair of each row."""
+    """Copies x [N, H] to the rows of its pairs. Returns the rows [capacity, H] and pair_of_row [capacity].
+
+    Rows without a pair are zero.
+    """
     pairs = jnp.arange(row_of_pair.size, dtype=jnp.int32).reshape(row_of_pair.shape)
     none = _compat.vary((jnp.full(capacity, row_of_pair.size, jnp.int32), row_of_pair), ())[0]
     pair_of_row = none.at[row_of_pair].set(pairs, mode="drop")
@@ -30,13 +33,13 @@ def reduce(y: jax.Array, weights: jax.Array | None, row_of_pair: jax.Array) -> j
 def reduce_back(
     g: jax.Array, y: jax.Array | None, weights: jax.Array, row_of_pair: jax.Array, pair_of_row: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The cotangents of reduce's y and, where y is given, weights, for the cotangent g [N, H] of its result."""
-    of_rows = take(g, pair_of_row // row_of_pair.shape[1]).astype(jnp.float32)  # zero in rows without a pair
+    """The backward pass of `reduce`: `Backend.reduce_back` describes it."""
+    g_rows = take(g, pair_of_row // row_of_pair.shape[1]).astype(jnp.float32)  # zero in rows without a pair
     has_pair = pair_of_row < row_of_pair.size
-    y_cotangent = jnp.where(has_pair[:, None], of_rows * weights[:, None], 0).astype(g.dtype)
+    y_cotangent = jnp.where(has_pair[:, None], g_rows * weights[:, None], 0).astype(g.dtype)
     if y is None:
         return y_cotangent, None
-    products = jnp.sum(of_rows * y.astype(jnp.float32), axis=-1)
+    products = jnp.sum(g_rows * y.astype(jnp.float32), axis=-1)
     return y_cotangent, jnp.where(has_pair, products, 0)
 
 
