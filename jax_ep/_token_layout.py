@@ -178,7 +178,7 @@ def expand(
     placement, row_of_pair = _place_pairs(route, topk_idx, num_rows_per_rank, capacity, alignment)
     operands = x, row_of_pair, placement.counts, placement.group_sizes
     rows, pair_of_row = _expand_rows((route.backend, capacity, zero_pad), *operands)
-    pair_of_row = lax.stop_gradient(pair_of_row)  # values computed from it do not count as differentiated then
+    pair_of_row = lax.stop_gradient(pair_of_row)  # so JAX does not treat values computed from it as differentiated
     if scales is not None:
         scales = _scales.arrange(take(scales, pair_of_row // group.top_k), recv.scales_format)
     return Expanded(
@@ -248,13 +248,13 @@ def _place_pairs(
 
 
 class _PairCounts:
-    """Counts, for each expert, the pairs of topk_idx [N, K] before a pair or a row, in the order of rows, then k.
+    """Counts, for each expert, the pairs of topk_idx [N, K] that come before a given pair or row.
 
-    Cumulative sums over [N, E_local] would give the same numbers, but XLA compiles them to many small kernels. So this
-    class counts inside blocks of rows, and adds the counts of all blocks before.
+    Pairs are ordered by row, then k. Cumulative sums over [N, E_local] would give the same numbers, but XLA compiles
+    them to many small kernels. So this class counts inside blocks of rows, and adds the counts of all blocks before.
     """
 
-    _BLOCK_PAIRS = 128  # a block compares each of its pairs with each other
+    _BLOCK_PAIRS = 128  # of a block, unless K is larger; each is compared with all pairs of its block
 
     def __init__(self, topk_idx: jax.Array, num_experts: int) -> None:
         num_rows, top_k = topk_idx.shape

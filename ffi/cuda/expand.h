@@ -13,7 +13,7 @@ struct ExpandArgs {
   int32_t num_groups;
   bool zero_pad;               // whether the rows after the last group become zero; if not, they are not written
   const uint8_t* x;            // [num_tokens] rows
-  const int32_t* counts;       // [num_groups]: so many rows of a group have pairs, its first; its others become zero
+  const int32_t* counts;       // [num_groups]: the first counts[i] rows of group i have pairs; its others become zero
   const int32_t* group_sizes;  // [num_groups]
   uint8_t* out;                // [capacity] rows
 };

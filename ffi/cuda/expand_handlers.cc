@@ -55,7 +55,7 @@ ffi::Error expand(CallStream stream, ExpandAttrs attrs, Operand x, Operand row_o
       stream));
 }
 
-// Without weights, all are 1.
+// If `weights` has no elements, every weight is 1.
 ffi::Error reduce(CallStream stream, Operand y, Operand weights, Operand row_of_pair, Result out) {
   const int64_t num_tokens = size(row_of_pair, 0), capacity = size(y, 0);
   const ffi::Error error =

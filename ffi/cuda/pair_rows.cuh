@@ -1,5 +1,6 @@
-// The code that the kernels of expand and reduce share. Each of the first blocks takes one token, and its threads take
-// 16-byte units of the row. The blocks after them look at all rows, a lane per row, and write the rows without a pair.
+// The code that the kernels of expand and reduce share. Each of the first num_tokens blocks takes one token. Its
+// threads take 16-byte units of the token's row. expand and the gradient of reduce have more blocks, with a lane for
+// each of the `capacity` rows: these blocks handle the rows without a pair.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 
 namespace jax_ep {
 
-constexpr int kUnitsPerThread = 4;  // which a thread holds at the same time
+constexpr int kUnitsPerThread = 4;  // a thread holds so many units in registers
 constexpr int kMaxThreadsPerBlock = 256;
 constexpr int kMinBlocksPerSm = 4;
 
@@ -28,7 +29,8 @@ struct Warp {
   __device__ static int32_t num_threads() { return 32; }
 };
 
-// Calls f(first, num_units): the threads take the units of a row from `first` on, kUnitsPerThread units each.
+// Calls f(first, num_units) for each pass over a row. In a pass, each thread takes kUnitsPerThread units, beginning at
+// unit `first`. num_units is the number of units of the whole row.
 template <typename Threads, typename F>
 __device__ __forceinline__ void for_units(const PairRows& pairs, F f) {
   const auto num_units = static_cast<int32_t>(pairs.row_bytes / kUnitBytes);
@@ -41,7 +43,7 @@ template <typename Threads>
 struct Units {
   uint4 unit[kUnitsPerThread];
 
-  // Loads units which no other block reads.
+  // Uses streaming loads, because no other block reads these units.
   __device__ __forceinline__ void load(const uint8_t* row, int32_t first, int32_t num_units) {
 #pragma unroll
     for (int i = 0; i < kUnitsPerThread; ++i) {
@@ -50,7 +52,7 @@ struct Units {
     }
   }
   // Uses streaming stores. With many tokens, the result is larger than the L2 cache, so the next kernel would not find
-  // its units there.
+  // these units there.
   __device__ __forceinline__ void store(uint8_t* row, int32_t first, int32_t num_units) const {
 #pragma unroll
     for (int i = 0; i < kUnitsPerThread; ++i) {
@@ -87,12 +89,12 @@ struct PairsOfToken {
   }
 };
 
-// Whether this block has no token: it takes rows without a pair.
+// True if this block has no token. Such a block handles rows without a pair.
 __device__ __forceinline__ bool has_no_token(const PairRows& pairs) {
   return static_cast<int32_t>(blockIdx.x) >= pairs.num_tokens;
 }
 
-// In a block without a token: the row that this lane looks at.
+// The row of this lane, in a block without a token. `exists` is false for lanes after the last row.
 struct RowOfLane {
   int32_t row;
   bool exists;
@@ -101,7 +103,7 @@ struct RowOfLane {
       : row(static_cast<int32_t>((blockIdx.x - pairs.num_tokens) * blockDim.x + threadIdx.x)),
         exists(static_cast<uint32_t>(row) < static_cast<uint32_t>(pairs.capacity)) {}
 
-  // Zeroes the row if `is_zeroed`. The lanes of the warp do it together.
+  // Zeroes the rows of all lanes that pass is_zeroed. All lanes of the warp must call it: they write each row together.
   __device__ void zero(const PairRows& pairs, bool is_zeroed, uint8_t* rows) const {
     const Units<Warp> zeros = {};
 #pragma unroll 1
@@ -115,7 +117,7 @@ struct RowOfLane {
 };
 
 // The grid has a block for each token. With writes_rows_without_pair, it also has enough blocks for one lane per row. A
-// block has no more threads than a row needs, if the number of passes over the row stays the same.
+// block has the fewest warps that do not add a pass over the row.
 inline Grid grid_of_tokens(const PairRows& pairs, bool writes_rows_without_pair, int64_t shared_bytes_per_warp = 0) {
   const int64_t num_units = pairs.row_bytes / kUnitBytes;
   const int64_t passes = std::max<int64_t>(divide_up(num_units, int64_t{kUnitsPerThread} * kMaxThreadsPerBlock), 1);

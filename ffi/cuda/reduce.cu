@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerBlock, kMinBlocksPerSm)
   });
 }
 
-// Writes factor * g, and returns this thread's part of the product of g and y.
+// Writes factor * g to `row` of y_cotangent. Returns this thread's part of the dot product of g and that row of y.
 template <typename X>
 __device__ __forceinline__ float back_to_row(const ReduceBackArgs& args, const Units<Block>& g, float factor,
                                              int32_t row, int32_t first, int32_t num_units) {
@@ -83,6 +83,7 @@ __device__ void zero_rows_without_pair(const ReduceBackArgs& args) {
   mine.zero(args.pairs, is_zeroed, args.y_cotangent);
 }
 
+// One block less per SM than the other kernels: otherwise, registers would spill.
 template <typename X>
 __global__ void __launch_bounds__(kMaxThreadsPerBlock, kMinBlocksPerSm - 1)
     reduce_back_kernel(const __grid_constant__ ReduceBackArgs args) {

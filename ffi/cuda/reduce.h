@@ -1,4 +1,5 @@
-// reduce sums the rows of each token's pairs to one row, the opposite of expand. It runs on one rank and moves nothing
+// reduce sums the rows of each token's pairs, times their weights, to one row. Without weights, it is the transpose of
+// expand. It runs on one rank and moves nothing
 // between ranks.
 #pragma once
 
