@@ -5,7 +5,7 @@
 #   scripts/gpu_check.sh build native tests                 # all parts of some steps
 #   scripts/gpu_check.sh processes-2-nvlink bench-7-grad    # some parts
 #
-# The steps: build native sanitizer tests train processes bench matmul balance layer overlap.
+# The steps: build native sanitizer tests train processes bench matmul balance layer overlap peers.
 #
 # The script uses every GPU that it finds; CUDA_VISIBLE_DEVICES chooses. GPUs must be Hopper or newer, two or more, and a
 # power of two. native, sanitizer, matmul, tests-3 and processes-one-gpu use one GPU, and need no second one.
@@ -18,6 +18,7 @@
 #   native      nvcc, CMake and Ninja on the PATH
 #   sanitizer   compute-sanitizer on the PATH, and the program that native built
 #   processes   nvidia-nvshmem-cu13 at the time of build, for the parts over NVSHMEM
+#   peers       PyTorch and DeepEP (benchmarks/peers.py). Without them, the step times jax_ep only.
 #
 # Without spin, the tests leave out the model of the protocol, which CI checks. Without git, JAX_EP_COMMIT must name the
 # commit.
@@ -31,7 +32,7 @@ set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 [[ $python != */* ]] || python=$(realpath -s "$python")
-steps=${*:-build native sanitizer tests train processes bench matmul balance layer overlap}
+steps=${*:-build native sanitizer tests train processes bench matmul balance layer overlap peers}
 logs=$(realpath -m "${GPU_CHECK_LOGS:-build/gpu_check}")
 mkdir -p "$logs"
 # Runs Python in tests/. In this folder, Python would import this folder's jax_ep/, which has no native extensions.
@@ -165,5 +166,6 @@ overlap() {  # overlap NAME ARGUMENT...
 }
 overlap 1-recipes
 overlap 2-sms --layout token --gemm-rows 16384 --num-sms 8 12 16 24 --forms "shared expert" "shared expert, backward"
+step peers "$python" benchmarks/peers.py --json "$logs/peers.json"
 "$python" scripts/gpu_report.py "$logs" ${ran[@]+"${ran[@]}"} || failed=1
 exit $failed

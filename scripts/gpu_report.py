@@ -24,7 +24,7 @@ import gpu_results  # noqa: E402
 from gpu_results import ROOT, Row  # noqa: E402
 from native_hash import native_hash, python_hash  # noqa: E402
 
-MEASURED = ("bench", "matmul", "balance", "layer", "overlap", "train", "soak")
+MEASURED = ("bench", "matmul", "balance", "layer", "overlap", "peers", "train", "soak")
 NOT_A_FILTER = re.compile(r"--(durations|maxfail)=\S+|-[vqx]+")  # options of pytest that select no tests
 
 

@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = "history.csv"
 Row = dict[str, Any]
 
-TABLES = ("runs", "steps", "bench", "matmul", "balance", "layer", "overlap", "train", "soak")
+TABLES = ("runs", "steps", "bench", "matmul", "balance", "layer", "overlap", "peers", "train", "soak")
 HISTORY_COLUMNS = (
     *("date", "commit", "native_hash", "device", "num_devices", "step", "chain", "processes", "nodes"),
     *("tokens", "hidden", "top_k", "experts", "dtype", "wire", "combine_wire", "grad_wire"),

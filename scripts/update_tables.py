@@ -435,6 +435,23 @@ def overlap_table(machine: Machine, step: str) -> str:
     return f"{machine.caption(rows, f'scripts/gpu_check.sh {step}', text)}\n\n{markdown(headings, cells, 3)}"
 
 
+def peers(machine: Machine) -> str:
+    """Makes the table of other libraries beside jax_ep."""
+    found = sorted(machine.rows("peers", "peers"), key=lambda row: (row["tokens"], row.get("num_sms", 0)))
+    ours = {(row["tokens"], row.get("num_sms")): row for row in found if row["mode"] == "ragged"}
+    cells = []
+    for row in found:
+        sms, base = row.get("num_sms"), ours[row["tokens"], row.get("num_sms")]
+        times = [us(row["pair_us"]), ratio(row["pair_us"], base["pair_us"])]
+        cells.append([str(row["tokens"]), str(sms or "its own choice"), row["library"], row["mode"], *times])
+    text = "wire fp8 in dispatch, bfloat16 in combine; microseconds of a pair, and its ratio to that of jax_ep, ragged."
+    caption = machine.caption(
+        found, "scripts/gpu_check.sh peers", f"Hidden 7168, top-8 of 256 experts, uniform; {text}"
+    )
+    headings = ["tokens per rank", "SMs", "library", "mode", "pair", "ratio"]
+    return f"{caption}\n\n{markdown(headings, cells, 4)}"
+
+
 def each(count: int | list[int]) -> str:
     """Formats a count, or the counts of several processes."""
     return " + ".join(map(str, count)) if isinstance(count, list) else str(count)
@@ -472,6 +489,7 @@ TABLES: dict[str, Callable[[Machine], str]] = {
         layer,
         overlap,
         overlap_sms,
+        peers,
         steps,
     )
 }

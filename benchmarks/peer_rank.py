@@ -1,0 +1,249 @@
+"""One rank of one case of benchmarks/peers.py. The last line of rank 0's output is a JSON object with the times.
+
+peers.py starts it. A case is a class: its dispatch() and combine() are what is timed, and check() compares the
+results with those that all rows must give if the experts return them unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CHAIN = 20  # pairs in a CUDA graph
+REPLAYS = 20
+BLOCK = 128  # channels per scale of a row in fp8
+TOLERANCE = 0.1  # of the largest value: rows travel as fp8
+
+
+class Case:
+    """The operands of a rank: T rows of bfloat16, and the experts of each."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.rank, self.ranks, self.tokens = settings["rank"], settings["ranks"], settings["tokens"]
+        self.num_sms, self.experts, self.hidden = settings["num_sms"], settings["experts"], settings["hidden"]
+        random = torch.Generator(device="cuda").manual_seed(self.rank)
+        scores = torch.rand(self.tokens, self.experts, generator=random, device="cuda")
+        self.topk_idx = scores.topk(settings["top_k"], sorted=False).indices
+        self.topk_weights = torch.full(self.topk_idx.shape, 1 / settings["top_k"], device="cuda")
+        self.x = torch.randn(self.tokens, self.hidden, generator=random, device="cuda").bfloat16()
+        rank_of_pair = self.topk_idx // (self.experts // self.ranks)
+        of_rank = [(rank_of_pair == rank).any(dim=1) for rank in range(self.ranks)]
+        self.is_token_in_rank = torch.stack(of_rank, dim=1)
+
+    def dispatch(self) -> Any:
+        raise NotImplementedError
+
+    def combine(self) -> torch.Tensor:
+        """Returns [T, hidden]. The rows that it combines are those of one dispatch before the timing."""
+        raise NotImplementedError
+
+    @property
+    def copies(self) -> torch.Tensor:
+        """How often a token comes back, [T, 1]: once from each rank that has one of its experts."""
+        return self.is_token_in_rank.sum(dim=1, keepdim=True)
+
+    def check(self) -> None:
+        error = (self.combine().float() - self.copies * self.x.float()).abs().max()
+        assert error <= TOLERANCE * self.ranks * self.x.abs().max(), f"wrong by {error}"
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rows in fp8 and their scales, [T, hidden / 128]."""
+    blocks = x.float().unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(dim=2).clamp(1e-4) / 448
+    return (blocks / scales[..., None]).flatten(1).to(torch.float8_e4m3fn), scales
+
+
+def dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (rows.float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1).bfloat16()
+
+
+class DeepEpV1(Case):
+    """The normal mode. Its first dispatch computes the routing; the others take it from the handle."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import deep_ep
+
+        super().__init__(settings)
+        self.quantized = quantize(self.x)
+        deep_ep.Buffer.set_num_sms(self.num_sms or torch.cuda.get_device_properties(0).multi_processor_count // 2 * 2)
+        self.buffer = deep_ep.Buffer(dist.group.WORLD, num_nvl_bytes=1 << 30)
+        per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(self.topk_idx, self.experts)
+        rows, _, _, _, self.handle, _ = self.buffer.dispatch(
+            self.quantized,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=self.topk_idx,
+            topk_weights=self.topk_weights,
+        )
+        self.y = dequantize(*rows)
+
+    def dispatch(self) -> Any:
+        return self.buffer.dispatch(self.quantized, handle=self.handle)
+
+    def combine(self) -> torch.Tensor:
+        return self.buffer.combine(self.y, self.handle)[0]
+
+
+class DeepEpV1LowLatency(Case):
+    """The low-latency mode. Dispatch casts, and combine multiplies by the weights."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import deep_ep
+
+        super().__init__(settings)
+        size = deep_ep.Buffer.get_low_latency_rdma_size_hint(self.tokens, self.hidden, self.ranks, self.experts)
+        local_experts = self.experts // self.ranks
+        self.buffer = deep_ep.Buffer(
+            dist.group.WORLD, num_rdma_bytes=size, low_latency_mode=True, num_qps_per_rank=local_experts
+        )
+        (rows, scales), _, self.handle, _, _ = self.dispatch()
+        self.y = dequantize(rows.flatten(0, 1), scales.flatten(0, 1)).view(*rows.shape)
+
+    def dispatch(self) -> Any:
+        return self.buffer.low_latency_dispatch(self.x, self.topk_idx, self.tokens, self.experts, use_fp8=True)
+
+    def combine(self) -> torch.Tensor:
+        return self.buffer.low_latency_combine(self.y, self.topk_idx, self.topk_weights, self.handle)[0]
+
+    @property
+    def copies(self) -> torch.Tensor:
+        return torch.ones(self.tokens, 1, device="cuda")
+
+
+class DeepEpV2(Case):
+    """ElasticBuffer, without synchronization with the host."""
+
+    do_expand = False
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import deep_ep
+
+        super().__init__(settings)
+        self.quantized = quantize(self.x)
+        self.buffer = deep_ep.ElasticBuffer(
+            dist.group.WORLD,
+            num_max_tokens_per_rank=self.tokens,
+            hidden=self.hidden,
+            num_topk=self.topk_idx.shape[1],
+            explicitly_destroy=True,
+        )
+        if not self.num_sms:
+            self.num_sms = self.buffer.get_theoretical_num_sms(self.experts, self.topk_idx.shape[1])
+        self.topk_idx = self.topk_idx.to(deep_ep.topk_idx_t)
+        rows, _, _, self.handle, _ = self.dispatch()
+        self.y = dequantize(*rows)
+
+    def dispatch(self) -> Any:
+        return self.buffer.dispatch(
+            x=self.quantized,
+            topk_idx=self.topk_idx,
+            topk_weights=self.topk_weights,
+            num_experts=self.experts,
+            num_max_tokens_per_rank=self.tokens,
+            num_sms=self.num_sms,
+            do_expand=self.do_expand,
+            do_cpu_sync=False,
+        )
+
+    def combine(self) -> torch.Tensor:
+        return self.buffer.combine(x=self.y, handle=self.handle, num_sms=self.num_sms)[0]
+
+
+class DeepEpV2Expanded(DeepEpV2):
+    do_expand = True
+
+    @property
+    def copies(self) -> torch.Tensor:
+        return torch.full((self.tokens, 1), self.topk_idx.shape[1], device="cuda")
+
+
+class Nccl(Case):
+    """all_to_all_single of the rows that each rank gets, which are sorted before the timing."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self.token_of_row = torch.cat([column.nonzero()[:, 0] for column in self.is_token_in_rank.unbind(1)])
+        self.sent = self.is_token_in_rank.sum(dim=0).tolist()
+        counts: list[Any] = [None] * self.ranks
+        dist.all_gather_object(counts, self.sent)
+        self.received = [of_source[self.rank] for of_source in counts]
+        rows, scales = quantize(self.x)
+        bytes_of_rows = torch.cat([rows.view(torch.uint8), scales.view(torch.uint8)], dim=1)
+        self.rows = bytes_of_rows[self.token_of_row].contiguous()
+        self.arrived = self.rows.new_empty(sum(self.received), self.rows.shape[1])
+        self.returned = self.x.new_empty(sum(self.sent), self.hidden)
+        self.dispatch()
+        rows, scales = self.arrived.split([self.hidden, self.hidden // BLOCK * 4], dim=1)
+        self.y = dequantize(rows.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32))
+
+    def dispatch(self) -> Any:
+        dist.all_to_all_single(self.arrived, self.rows, self.received, self.sent)
+
+    def combine(self) -> torch.Tensor:
+        dist.all_to_all_single(self.returned, self.y, self.sent, self.received)
+        return self.returned
+
+    def check(self) -> None:
+        error = (self.combine().float() - self.x[self.token_of_row].float()).abs().max()
+        assert error <= TOLERANCE * self.x.abs().max(), f"wrong by {error}"
+
+
+CASES = {
+    "v1": DeepEpV1,
+    "v1-low-latency": DeepEpV1LowLatency,
+    "v2": DeepEpV2,
+    "v2-expanded": DeepEpV2Expanded,
+    "nccl": Nccl,
+}
+
+
+def microseconds(*operations: Any) -> float:
+    """Returns the time of one turn of the operations, in a CUDA graph of CHAIN turns: the median of REPLAYS replays."""
+    for _ in range(3):
+        for operation in operations:
+            operation()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CHAIN):
+            for operation in operations:
+                operation()
+    times = []
+    for _ in range(REPLAYS + 2):  # the first two warm up
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / CHAIN)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.cuda.set_device(settings["rank"])
+    dist.init_process_group("nccl", rank=settings["rank"], world_size=settings["ranks"])
+    case = CASES[settings["case"]](settings)
+    case.check()
+    times = {"pair_us": microseconds(case.dispatch, case.combine)}
+    slowest: list[Any] = [None] * settings["ranks"]
+    dist.all_gather_object(slowest, times)
+    if settings["rank"] == 0:
+        print(json.dumps({name: max(of_rank[name] for of_rank in slowest) for name in times} | {"checked": True}))
+    sys.stdout.flush()
+    dist.barrier()
+    # The libraries' destructors may wait for each other. The results are out, so the process just ends.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
