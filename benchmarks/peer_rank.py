@@ -26,7 +26,8 @@ class Case:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.ranks, self.tokens = settings["rank"], settings["ranks"], settings["tokens"]
-        self.num_sms, self.experts, self.hidden = settings["num_sms"], settings["experts"], settings["hidden"]
+        self.num_sms = settings["num_sms"] or torch.cuda.get_device_properties("cuda").multi_processor_count
+        self.experts, self.hidden = settings["experts"], settings["hidden"]
         random = torch.Generator(device="cuda").manual_seed(self.rank)
         scores = torch.rand(self.tokens, self.experts, generator=random, device="cuda")
         self.topk_idx = scores.topk(settings["top_k"], sorted=False).indices
@@ -72,7 +73,7 @@ class DeepEpV1(Case):
 
         super().__init__(settings)
         self.quantized = quantize(self.x)
-        deep_ep.Buffer.set_num_sms(self.num_sms or torch.cuda.get_device_properties(0).multi_processor_count // 2 * 2)
+        deep_ep.Buffer.set_num_sms(self.num_sms // 2 * 2)
         self.buffer = deep_ep.Buffer(dist.group.WORLD, num_nvl_bytes=1 << 30)
         per_rank, _, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(self.topk_idx, self.experts)
         rows, _, _, _, self.handle, _ = self.buffer.dispatch(
@@ -133,10 +134,9 @@ class DeepEpV2(Case):
             num_max_tokens_per_rank=self.tokens,
             hidden=self.hidden,
             num_topk=self.topk_idx.shape[1],
+            num_allocated_qps=1,  # there is no network
             explicitly_destroy=True,
         )
-        if not self.num_sms:
-            self.num_sms = self.buffer.get_theoretical_num_sms(self.experts, self.topk_idx.shape[1])
         self.topk_idx = self.topk_idx.to(deep_ep.topk_idx_t)
         rows, _, _, self.handle, _ = self.dispatch()
         self.y = dequantize(*rows)
@@ -231,7 +231,8 @@ def microseconds(*operations: Any) -> float:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.cuda.set_device(settings["rank"])
-    dist.init_process_group("nccl", rank=settings["rank"], world_size=settings["ranks"])
+    device = torch.device("cuda", settings["rank"])
+    dist.init_process_group("nccl", rank=settings["rank"], world_size=settings["ranks"], device_id=device)
     case = CASES[settings["case"]](settings)
     case.check()
     times = {"pair_us": microseconds(case.dispatch, case.combine)}

@@ -51,12 +51,13 @@ NOTES = {
     "v2-expanded": ("DeepEP V2", "expanded", "the caller casts"),
     "nccl": ("NCCL", "all_to_all_single", "only moves rows; the caller has sorted them, and knows all counts"),
 }
-# A host without a network card needs the first setting. NVLink multicast stays off, as for jax_ep.
+# One host: no network, and no NVLink multicast, as for jax_ep.
 ENVIRONMENT = {
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_DISABLE_MNNVL": "1",
     "NCCL_NVLS_ENABLE": "0",
+    "EP_DISABLE_GIN": "1",  # of DeepEP V2: no network
 }
 
 
