@@ -138,7 +138,7 @@ def run_jax_ep(tokens: list[int], num_sms: list[int | None]) -> list[Row]:
             # In its own folder: the current one may have sources of jax_ep without the native extensions.
             subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
             found = json.loads(path.read_text())
-        for row in found["rows"]:
+        for row in found:
             kept = ("tokens", "num_sms", "pair_us", "dispatch_us", "combine_us", "floor_pair_us", "checked")
             rows.append({"library": "jax_ep", "mode": layout} | {name: row[name] for name in kept if row.get(name)})
     return rows
