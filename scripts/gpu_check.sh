@@ -78,7 +78,8 @@ sanitizer synccheck 2 --num-cuda-barriers 32768
 # Parts 1 and 2 may run at the same time.
 some_tests=(test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
 run_tests() {  # run_tests NUMBER ARGUMENT...
-  step "tests-$1" $installed -m pytest "${@:2}" -q -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" \
+  # Verbose: also the log of a part that runs out of time names the tests that failed.
+  step "tests-$1" $installed -m pytest "${@:2}" -v -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" \
     ${PYTEST_ARGS:-}
 }
 run_tests 1 "${some_tests[@]}"

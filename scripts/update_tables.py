@@ -435,21 +435,25 @@ def overlap_table(machine: Machine, step: str) -> str:
     return f"{machine.caption(rows, f'scripts/gpu_check.sh {step}', text)}\n\n{markdown(headings, cells, 3)}"
 
 
+ROW_PER_EXPERT = ("ragged", "low latency", "expanded")  # modes in which a token has a row for each of its experts
+
+
 def peers(machine: Machine) -> str:
     """Makes the table of other libraries beside jax_ep."""
-    found = sorted(machine.rows("peers", "peers"), key=lambda row: (row["tokens"], row.get("num_sms", 0)))
-    ours = {(row["tokens"], row.get("num_sms")): row for row in found if row["mode"] == "ragged"}
-    cells = []
+    found = machine.rows("peers", "peers")
+    ours = {}
     for row in found:
-        sms, base = row.get("num_sms"), ours[row["tokens"], row.get("num_sms")]
-        times = [us(row["pair_us"]), ratio(row["pair_us"], base["pair_us"])]
-        cells.append([str(row["tokens"]), str(sms or "its own choice"), row["library"], row["mode"], *times])
-    text = "wire fp8 in dispatch, bfloat16 in combine; microseconds of a pair, and its ratio to that of jax_ep, ragged."
-    caption = machine.caption(
-        found, "scripts/gpu_check.sh peers", f"Hidden 7168, top-8 of 256 experts, uniform; {text}"
-    )
-    headings = ["tokens per rank", "SMs", "library", "mode", "pair", "ratio"]
-    return f"{caption}\n\n{markdown(headings, cells, 4)}"
+        if row["library"] == "jax_ep":
+            ours[row["tokens"], row.get("num_sms"), row["mode"] in ROW_PER_EXPERT] = row["pair_us"]
+    cells = []
+    for row in sorted(found, key=lambda row: (row["tokens"], row.get("num_sms", 0), row["mode"] not in ROW_PER_EXPERT)):
+        per_expert, sms = row["mode"] in ROW_PER_EXPERT, row.get("num_sms")
+        what = [str(row["tokens"]), str(sms or "all"), "expert" if per_expert else "rank", row["library"], row["mode"]]
+        cells.append([*what, us(row["pair_us"]), ratio(row["pair_us"], ours[row["tokens"], sms, per_expert])])
+    text = "Hidden 7168, top-8 of 256 experts, uniform routing, fp8 in dispatch, bfloat16 in combine; microseconds."
+    caption = machine.caption(found, "scripts/gpu_check.sh peers", text)
+    headings = ["tokens per rank", "SMs", "a row per token and", "library", "mode or layout", "pair", "of jax_ep's"]
+    return f"{caption}\n\n{markdown(headings, cells, 5)}"
 
 
 def each(count: int | list[int]) -> str:

@@ -1,6 +1,9 @@
 """benchmarks/peers.py: which cases run, and what happens to a case that fails or hangs. No peer is needed."""
 
 import importlib.util
+import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +69,19 @@ def test_the_low_latency_mode_takes_few_tokens_and_all_sms():
     assert {key: peers.runs("v1-low-latency", *key) for key in limits} == limits
     assert [peers.runs("nccl", 4096, num_sms) for num_sms in (None, 24)] == [True, False]
     assert peers.runs("v2", 4096, 24)
+
+
+def test_rows_of_jax_ep_are_those_of_its_bench(monkeypatch):
+    """The bench leaves out what does not apply, such as num_sms."""
+    rows = [{"tokens": 8, "num_sms": None, "pair_us": 7.0, "hidden": 16}, {"tokens": 8, "num_sms": 24, "pair_us": 9.0}]
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(rows))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = peers.run_jax_ep([8], [None, 24])
+    expected = [{"tokens": 8, "pair_us": 7.0}, {"tokens": 8, "pair_us": 9.0, "num_sms": 24}]
+    assert found == [{"library": "jax_ep", "mode": mode} | row for mode in ("ragged", "token") for row in expected]
+    assert [command[command.index("--num-sms") + 1] for command in commands] == ["auto,24"] * 2
