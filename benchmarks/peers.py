@@ -16,7 +16,7 @@ Each case runs in processes of its own, one per GPU, for at most `--timeout` sec
 the JSON file; the program prints the end of what it wrote. In the JSON file:
 
     library, mode        what ran
-    tokens, num_sms      per rank; no num_sms: as many SMs as the library takes by itself
+    tokens, num_sms      per rank; no num_sms: all SMs, or for NCCL and the low-latency mode as many as they take
     pair_us              microseconds from the start of a pair (a dispatch and its combine) to the start of the next
     dispatch_us, combine_us   the kernels' times on the GPU's time line. For jax_ep, the medians of a profiler trace of
                          other executions of the same program
