@@ -5,24 +5,24 @@
 
 jax_ep does not depend on these libraries. The program measures those that it finds:
 
-    DeepEP    the package `deep_ep` for PyTorch: `Buffer` (V1, the normal and the low-latency mode) and `ElasticBuffer`
-              (V2). peer_rank.py has the calls.
+    DeepEP    the package `deep_ep` for PyTorch: `Buffer` (V1, in the normal and in the low-latency mode), and
+              `ElasticBuffer` (V2). peer_rank.py has the calls.
     NCCL      PyTorch's `all_to_all_single`, with the rows of a dispatch and of a combine
 
-All move the rows of a dispatch in fp8 and those of a combine in bfloat16, with hidden 7168 and top-8 of 256 experts,
-and the routing is uniform. They do different work beside that: NOTES says what each does.
+All send the rows of a dispatch in fp8 and those of a combine in bfloat16, with hidden 7168 and top-8 of 256 experts,
+and the routing is uniform. Otherwise they do different work, as docs/performance.md describes.
 
-Each case runs in processes of its own, one per GPU, for at most `--timeout` seconds. A case that fails has no row in
-the JSON file; the program prints the end of what it wrote. In the JSON file:
+Each case runs in processes of its own, one per GPU, for at most `--timeout` seconds. A case that fails has no row; the
+program prints the end of what it wrote, goes on, and ends with status 1. The JSON file has these values, and is written
+again after each case:
 
-    library, mode        what ran
-    tokens, num_sms      per rank; no num_sms: all SMs, or for NCCL and the low-latency mode as many as they take
-    pair_us              microseconds from the start of a pair (a dispatch and its combine) to the start of the next
-    dispatch_us, combine_us   the kernels' times on the GPU's time line. For jax_ep, the medians of a profiler trace of
-                         other executions of the same program
-    note                 what the case does, where it differs from jax_ep in the layout "ragged"
-
-The times of a peer are those of the slowest rank.
+    library, mode      what ran; for jax_ep, the mode is the layout
+    tokens             per rank
+    num_sms            the limit on SMs. Without it: all SMs, or for NCCL and the low-latency mode as many as they take
+    pair_us            microseconds of a dispatch and its combine, in a long chain of them. For jax_ep, from a profiler
+                       trace: see docs/performance.md. For the others, from CUDA graphs, on the slowest rank
+    checked            the results were right
+    dispatch_us, combine_us, floor_pair_us   only for jax_ep, as in its bench
 """
 
 from __future__ import annotations
@@ -36,43 +36,49 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 RANK_PROGRAM = Path(__file__).with_name("peer_rank.py")
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
-LOW_LATENCY_TOKENS = 256  # the most tokens for the low-latency mode: its buffers have room for the worst case
-# Cases of peers: the library, and what the case does.
-NOTES = {
-    "v1": ("DeepEP V1", "normal", "the caller casts; one row per token and rank; the routing is computed before"),
-    "v1-low-latency": ("DeepEP V1", "low latency", "casts; takes all SMs"),
-    "v2": ("DeepEP V2", "not expanded", "the caller casts; one row per token and rank"),
-    "v2-expanded": ("DeepEP V2", "expanded", "the caller casts"),
-    "nccl": ("NCCL", "all_to_all_single", "only moves rows; the caller has sorted them, and knows all counts"),
-}
-# One host: no network, and no NVLink multicast, as for jax_ep.
+# All libraries run on one host, without a network and without NVLink multicast.
 ENVIRONMENT = {
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_DISABLE_MNNVL": "1",
     "NCCL_NVLS_ENABLE": "0",
-    "EP_DISABLE_GIN": "1",  # of DeepEP V2: no network
+    "EP_DISABLE_GIN": "1",  # of DeepEP V2
 }
 
 
-def available_cases() -> list[str]:
-    """Returns the cases whose libraries are installed."""
+class Peer(NamedTuple):
+    library: str
+    mode: str
+    takes_num_sms: bool = True
+    most_tokens: int | None = None
+
+
+PEERS = {
+    "v1": Peer("DeepEP V1", "normal"),
+    # Its buffers have room for the worst case: 4096 tokens would take 60 GB.
+    "v1-low-latency": Peer("DeepEP V1", "low latency", takes_num_sms=False, most_tokens=256),
+    "v2": Peer("DeepEP V2", "not expanded"),
+    "v2-expanded": Peer("DeepEP V2", "expanded"),
+    "nccl": Peer("NCCL", "all_to_all_single", takes_num_sms=False),
+}
+
+
+def installed_peers() -> list[str]:
     if importlib.util.find_spec("torch") is None:
         return []
-    return [case for case in NOTES if case == "nccl" or importlib.util.find_spec("deep_ep") is not None]
+    return [name for name in PEERS if name == "nccl" or importlib.util.find_spec("deep_ep") is not None]
 
 
-def runs(case: str, tokens: int, num_sms: int | None) -> bool:
-    """True if the library can run the case with this number of tokens and of SMs."""
-    if case == "v1-low-latency":
-        return tokens <= LOW_LATENCY_TOKENS and num_sms is None
-    return case != "nccl" or num_sms is None
+def is_supported(name: str, tokens: int, num_sms: int | None) -> bool:
+    peer = PEERS[name]
+    return (num_sms is None or peer.takes_num_sms) and (peer.most_tokens is None or tokens <= peer.most_tokens)
 
 
 def free_port() -> int:
@@ -81,8 +87,8 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def ends_well(processes: list[subprocess.Popen], timeout: float) -> bool:
-    """Waits until all processes end, until one fails, or until the time is over. Returns whether all ended well."""
+def wait_for_all(processes: list[subprocess.Popen], timeout: float) -> bool:
+    """Waits until all processes end, until one fails, or until the time is over. Returns True if all succeeded."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         states = [process.poll() for process in processes]
@@ -92,86 +98,95 @@ def ends_well(processes: list[subprocess.Popen], timeout: float) -> bool:
     return False
 
 
-def run_peer(case: str, num_ranks: int, tokens: int, num_sms: int | None, timeout: float) -> Row | None:
+def run_peer(name: str, num_ranks: int, tokens: int, num_sms: int | None, timeout: float) -> Row | None:
     """Runs a case with one process per GPU. Returns its row, or None if a process failed."""
-    settings = {
-        "case": case,
-        "tokens": tokens,
-        "num_sms": num_sms,
-        "hidden": HIDDEN,
-        "top_k": TOP_K,
-        "experts": EXPERTS,
-    }
+    peer = PEERS[name]
+    settings = {"case": name, "tokens": tokens, "num_sms": num_sms, "ranks": num_ranks}
+    settings |= {"hidden": HIDDEN, "top_k": TOP_K, "experts": EXPERTS}
     environment = ENVIRONMENT | os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.log" for rank in range(num_ranks)]
-        processes = []
-        for rank, log in enumerate(logs):
-            command = [sys.executable, str(RANK_PROGRAM), json.dumps(settings | {"rank": rank, "ranks": num_ranks})]
-            with log.open("w") as output:
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-        has_ended = ends_well(processes, timeout)
-        for process in processes:
-            process.kill()
-            process.wait()
-        lines = logs[0].read_text(errors="replace").splitlines()
-        if not has_ended or not lines:
-            for log in logs:
-                print(
-                    f"--- {case}, {tokens} tokens, {num_sms} SMs, {log.name}", log.read_text(errors="replace")[-1500:]
-                )
-            return None
-    library, mode, note = NOTES[case]
-    row: Row = {"library": library, "mode": mode, "tokens": tokens, "note": note} | json.loads(lines[-1])
-    return row if num_sms is None else row | {"num_sms": num_sms}
+        processes: list[subprocess.Popen] = []
+        try:
+            for rank, log in enumerate(logs):
+                command = [sys.executable, str(RANK_PROGRAM), json.dumps(settings | {"rank": rank})]
+                with log.open("w") as output:
+                    started = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                processes.append(started)
+            succeeded = wait_for_all(processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        written = [log.read_text(errors="replace") for log in logs]
+    if not succeeded:
+        for log, text in zip(logs, written, strict=True):
+            print(f"--- {name}, {tokens} tokens, {num_sms} SMs, {log.name}", text[-1500:])
+        return None
+    row: Row = {"library": peer.library, "mode": peer.mode, "tokens": tokens}
+    return row | ({} if num_sms is None else {"num_sms": num_sms}) | json.loads(written[0].splitlines()[-1])
 
 
-def run_jax_ep(tokens: list[int], num_sms: list[int | None]) -> list[Row]:
-    """Runs the bench of jax_ep in the same shapes, in the layouts "ragged" and "token"."""
-    rows = []
+def run_jax_ep(layout: str, tokens: list[int], num_sms: list[int | None]) -> list[Row]:
+    """Runs the bench of jax_ep in the same shapes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.json"
+        command = [sys.executable, "-m", "jax_ep.bench", "--no-lax", "--wire", "fp8", "--layout", layout]
+        command += ["--hidden", str(HIDDEN), "--top-k", str(TOP_K), "--experts", str(EXPERTS)]
+        command += ["--tokens", ",".join(map(str, tokens)), "--json", str(path)]
+        command += ["--num-sms", ",".join("auto" if sms is None else str(sms) for sms in num_sms)]
+        # In its own folder: the current one may have sources of jax_ep without the native extensions.
+        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+        found = json.loads(path.read_text())
+    names = ("tokens", "num_sms", "pair_us", "dispatch_us", "combine_us", "floor_pair_us", "checked")
+    kept = [{name: row[name] for name in names if row.get(name) is not None} for row in found]
+    return [{"library": "jax_ep", "mode": layout} | row for row in kept]
+
+
+def run_all(peers: list[str], num_ranks: int, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Yields the rows of each case, and no rows for a case that fails."""
+    limits = [None, *options.num_sms]
     for layout in ("ragged", "token"):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "bench.json"
-            command = [sys.executable, "-m", "jax_ep.bench", "--no-lax", "--wire", "fp8", "--layout", layout]
-            command += ["--tokens", ",".join(map(str, tokens)), "--json", str(path)]
-            command += ["--num-sms", ",".join("auto" if sms is None else str(sms) for sms in num_sms)]
-            # In its own folder: the current one may have sources of jax_ep without the native extensions.
-            subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
-            found = json.loads(path.read_text())
-        for row in found:
-            kept = ("tokens", "num_sms", "pair_us", "dispatch_us", "combine_us", "floor_pair_us", "checked")
-            rows.append({"library": "jax_ep", "mode": layout} | {name: row[name] for name in kept if row.get(name)})
-    return rows
+        yield run_jax_ep(layout, options.tokens, limits)
+    for tokens in options.tokens:
+        for name in peers:
+            for num_sms in limits:
+                if is_supported(name, tokens, num_sms):
+                    row = run_peer(name, num_ranks, tokens, num_sms, options.timeout)
+                    yield [row] if row else []
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 4096], help="per rank (%(default)s)")
-    parser.add_argument("--num-sms", type=int, nargs="+", default=[24], help="limits, beside no limit (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=[*NOTES, "jax_ep"], help="these cases only (default: all)")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one case of a peer (%(default)s)")
+    parser.add_argument(
+        "--num-sms", type=int, nargs="+", default=[24], help="limits, in addition to none (%(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help="these cases (default: all)")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds for one case (%(default)s)")
     parser.add_argument("--json", help="write the rows to this file")
-    options = parser.parse_args()
-    limits = [None, *options.num_sms]
-    wanted = options.only or [*NOTES, "jax_ep"]
-    cases = [case for case in available_cases() if case in wanted]
-    print("found:", ", ".join(cases) or "no other library")
-    rows = run_jax_ep(options.tokens, limits) if "jax_ep" in wanted else []
-    if cases:
-        import torch
+    options = parser.parse_args(arguments)
+    peers = [name for name in installed_peers() if name in options.only]
+    if not peers:
+        print("found no other library: nothing to compare")
+        return 0
+    import torch
 
-        num_ranks = torch.cuda.device_count()
-        for tokens in options.tokens:
-            for case in cases:
-                for num_sms in limits:
-                    if runs(case, tokens, num_sms):
-                        row = run_peer(case, num_ranks, tokens, num_sms, options.timeout)
-                        rows += [row] if row else []
-    for row in rows:
-        print(json.dumps(row))
-    if options.json:
-        Path(options.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    num_ranks = torch.cuda.device_count()
+    if num_ranks < 2:
+        print(f"found {num_ranks} GPUs: nothing to compare")
+        return 0
+    rows: list[Row] = []
+    failed = False
+    for found in run_all(peers, num_ranks, options):
+        failed |= not found
+        rows += found
+        for row in found:
+            print(json.dumps(row), flush=True)
+        if options.json:
+            Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

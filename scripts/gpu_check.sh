@@ -18,7 +18,7 @@
 #   native      nvcc, CMake and Ninja on the PATH
 #   sanitizer   compute-sanitizer on the PATH, and the program that native built
 #   processes   nvidia-nvshmem-cu13 at the time of build, for the parts over NVSHMEM
-#   peers       PyTorch and DeepEP (benchmarks/peers.py). Without them, the step times jax_ep only.
+#   peers       PyTorch and DeepEP (benchmarks/peers.py). Without PyTorch, the step measures nothing.
 #
 # Without spin, the tests leave out the model of the protocol, which CI checks. Without git, JAX_EP_COMMIT must name the
 # commit.
@@ -78,7 +78,7 @@ sanitizer synccheck 2 --num-cuda-barriers 32768
 # Parts 1 and 2 may run at the same time.
 some_tests=(test_{all_to_all,bench,combine,cuda,dispatch,doctor,examples}.py)
 run_tests() {  # run_tests NUMBER ARGUMENT...
-  # Verbose: also the log of a part that runs out of time names the tests that failed.
+  # -v: so the log of a part that runs out of time shows which tests failed.
   step "tests-$1" $installed -m pytest "${@:2}" -v -p no:cacheprovider --junit-xml="$logs/tests-$1.xml" \
     ${PYTEST_ARGS:-}
 }

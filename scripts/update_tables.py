@@ -436,6 +436,7 @@ def overlap_table(machine: Machine, step: str) -> str:
 
 
 ROW_PER_EXPERT = ("ragged", "low latency", "expanded")  # modes in which a token has a row for each of its experts
+TAKES_NO_LIMIT = ("low latency", "all_to_all_single")  # modes that choose their SMs
 
 
 def peers(machine: Machine) -> str:
@@ -447,12 +448,13 @@ def peers(machine: Machine) -> str:
             ours[row["tokens"], row.get("num_sms"), row["mode"] in ROW_PER_EXPERT] = row["pair_us"]
     cells = []
     for row in sorted(found, key=lambda row: (row["tokens"], row.get("num_sms", 0), row["mode"] not in ROW_PER_EXPERT)):
-        per_expert, sms = row["mode"] in ROW_PER_EXPERT, row.get("num_sms")
-        what = [str(row["tokens"]), str(sms or "all"), "expert" if per_expert else "rank", row["library"], row["mode"]]
+        per_expert, sms, mode = row["mode"] in ROW_PER_EXPERT, row.get("num_sms"), row["mode"]
+        what = [str(row["tokens"]), "its choice" if mode in TAKES_NO_LIMIT else str(sms or "all")]
+        what += ["token and expert" if per_expert else "token and rank", row["library"], mode]
         cells.append([*what, us(row["pair_us"]), ratio(row["pair_us"], ours[row["tokens"], sms, per_expert])])
     text = "Hidden 7168, top-8 of 256 experts, uniform routing, fp8 in dispatch, bfloat16 in combine; microseconds."
     caption = machine.caption(found, "scripts/gpu_check.sh peers", text)
-    headings = ["tokens per rank", "SMs", "a row per token and", "library", "mode or layout", "pair", "of jax_ep's"]
+    headings = ["tokens per rank", "SMs", "one row per", "library", "mode or layout", "pair", "pair / jax_ep's pair"]
     return f"{caption}\n\n{markdown(headings, cells, 5)}"
 
 
