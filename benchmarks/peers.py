@@ -10,18 +10,19 @@ jax_ep does not depend on these libraries. The program measures those that it fi
     NCCL      PyTorch's `all_to_all_single`, with the rows of a dispatch and of a combine
 
 All send the rows of a dispatch in fp8 and those of a combine in bfloat16, with hidden 7168 and top-8 of 256 experts,
-and the routing is uniform. Otherwise they do different work, as docs/performance.md describes.
+and the routing is uniform. docs/performance.md describes how the libraries differ.
 
-Each case runs in processes of its own, one per GPU, for at most `--timeout` seconds. A case that fails has no row; the
-program prints the end of what it wrote, goes on, and ends with status 1. The JSON file has these values, and is written
-again after each case:
+The bench of jax_ep runs first, once per layout. Each case of another library runs in processes of its own, one per GPU,
+for at most `--timeout` seconds. A case that fails has no row: the program prints the last characters of each rank's
+output, goes on with the next case, and ends with status 1. The program writes the JSON file again after each case. Its
+rows have these values:
 
     library, mode      what ran; for jax_ep, the mode is the layout
     tokens             per rank
-    num_sms            the limit on SMs. Without it: all SMs, or for NCCL and the low-latency mode as many as they take
-    pair_us            microseconds of a dispatch and its combine, in a long chain of them. For jax_ep, from a profiler
+    num_sms            the limit on SMs. Without it: all SMs; NCCL and the low-latency mode choose their own number
+    pair_us            microseconds of a dispatch and its combine, in a chain of pairs. For jax_ep, from a profiler
                        trace: see docs/performance.md. For the others, from CUDA graphs, on the slowest rank
-    checked            the results were right
+    checked            combine gave the right results
     dispatch_us, combine_us, floor_pair_us   only for jax_ep, as in its bench
 """
 
@@ -31,6 +32,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -43,13 +45,13 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 RANK_PROGRAM = Path(__file__).with_name("peer_rank.py")
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
-# All libraries run on one host, without a network and without NVLink multicast.
+# Defaults of the other libraries: no network, and no NVLink multicast.
 ENVIRONMENT = {
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_DISABLE_MNNVL": "1",
     "NCCL_NVLS_ENABLE": "0",
-    "EP_DISABLE_GIN": "1",  # of DeepEP V2
+    "EP_DISABLE_GIN": "1",  # DeepEP V2: no network that kernels start
 }
 
 
@@ -57,13 +59,13 @@ class Peer(NamedTuple):
     library: str
     mode: str
     takes_num_sms: bool = True
-    most_tokens: int | None = None
+    max_tokens: int | None = None
 
 
 PEERS = {
     "v1": Peer("DeepEP V1", "normal"),
-    # Its buffers have room for the worst case: 4096 tokens would take 60 GB.
-    "v1-low-latency": Peer("DeepEP V1", "low latency", takes_num_sms=False, most_tokens=256),
+    # The low-latency buffers have room for the worst case: 4096 tokens would take 60 GB.
+    "v1-low-latency": Peer("DeepEP V1", "low latency", takes_num_sms=False, max_tokens=256),
     "v2": Peer("DeepEP V2", "not expanded"),
     "v2-expanded": Peer("DeepEP V2", "expanded"),
     "nccl": Peer("NCCL", "all_to_all_single", takes_num_sms=False),
@@ -78,7 +80,7 @@ def installed_peers() -> list[str]:
 
 def is_supported(name: str, tokens: int, num_sms: int | None) -> bool:
     peer = PEERS[name]
-    return (num_sms is None or peer.takes_num_sms) and (peer.most_tokens is None or tokens <= peer.most_tokens)
+    return (num_sms is None or peer.takes_num_sms) and (peer.max_tokens is None or tokens <= peer.max_tokens)
 
 
 def free_port() -> int:
@@ -87,8 +89,8 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def wait_for_all(processes: list[subprocess.Popen], timeout: float) -> bool:
-    """Waits until all processes end, until one fails, or until the time is over. Returns True if all succeeded."""
+def all_succeed(processes: list[subprocess.Popen], timeout: float) -> bool:
+    """Waits until all processes end, until one fails, or until the time is over."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         states = [process.poll() for process in processes]
@@ -113,44 +115,48 @@ def run_peer(name: str, num_ranks: int, tokens: int, num_sms: int | None, timeou
                 with log.open("w") as output:
                     started = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
                 processes.append(started)
-            succeeded = wait_for_all(processes, timeout)
+            succeeded = all_succeed(processes, timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        written = [log.read_text(errors="replace") for log in logs]
+        outputs = [log.read_text(errors="replace") for log in logs]
     if not succeeded:
-        for log, text in zip(logs, written, strict=True):
-            print(f"--- {name}, {tokens} tokens, {num_sms} SMs, {log.name}", text[-1500:])
+        for rank, output in enumerate(outputs):
+            print(
+                f"{name}, {tokens} tokens, {num_sms or 'all'} SMs failed. Rank {rank}:", output[-1500:], file=sys.stderr
+            )
         return None
+    times = [line for line in outputs[0].splitlines() if line.startswith("{")][-1]
     row: Row = {"library": peer.library, "mode": peer.mode, "tokens": tokens}
-    return row | ({} if num_sms is None else {"num_sms": num_sms}) | json.loads(written[0].splitlines()[-1])
+    return row | ({} if num_sms is None else {"num_sms": num_sms}) | json.loads(times)
 
 
 def run_jax_ep(layout: str, tokens: list[int], num_sms: list[int | None]) -> list[Row]:
-    """Runs the bench of jax_ep in the same shapes."""
+    """Runs the bench of jax_ep in the same shapes. Returns no rows if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "jax_ep.bench", "--no-lax", "--wire", "fp8", "--layout", layout]
         command += ["--hidden", str(HIDDEN), "--top-k", str(TOP_K), "--experts", str(EXPERTS)]
         command += ["--tokens", ",".join(map(str, tokens)), "--json", str(path)]
         command += ["--num-sms", ",".join("auto" if sms is None else str(sms) for sms in num_sms)]
-        # In its own folder: the current one may have sources of jax_ep without the native extensions.
-        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
-        found = json.loads(path.read_text())
+        # Python would import jax_ep from the current folder, which may have its sources without the native extensions.
+        if subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode:
+            return []
+        rows = json.loads(path.read_text())
     names = ("tokens", "num_sms", "pair_us", "dispatch_us", "combine_us", "floor_pair_us", "checked")
-    kept = [{name: row[name] for name in names if row.get(name) is not None} for row in found]
+    kept = [{name: row[name] for name in names if row.get(name) is not None} for row in rows]
     return [{"library": "jax_ep", "mode": layout} | row for row in kept]
 
 
 def run_all(peers: list[str], num_ranks: int, options: argparse.Namespace) -> Iterator[list[Row]]:
     """Yields the rows of each case, and no rows for a case that fails."""
-    limits = [None, *options.num_sms]
+    sm_limits = [None, *options.num_sms]
     for layout in ("ragged", "token"):
-        yield run_jax_ep(layout, options.tokens, limits)
+        yield run_jax_ep(layout, options.tokens, sm_limits)
     for tokens in options.tokens:
         for name in peers:
-            for num_sms in limits:
+            for num_sms in sm_limits:
                 if is_supported(name, tokens, num_sms):
                     row = run_peer(name, num_ranks, tokens, num_sms, options.timeout)
                     yield [row] if row else []
@@ -160,7 +166,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 4096], help="per rank (%(default)s)")
     parser.add_argument(
-        "--num-sms", type=int, nargs="+", default=[24], help="limits, in addition to none (%(default)s)"
+        "--num-sms",
+        type=int,
+        nargs="+",
+        default=[24],
+        help="limits on SMs, in addition to no limit; DeepEP V1 wants even numbers (%(default)s)",
     )
     parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help="these cases (default: all)")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one case (%(default)s)")
@@ -168,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     peers = [name for name in installed_peers() if name in options.only]
     if not peers:
-        print("found no other library: nothing to compare")
+        print("none of the chosen libraries is installed: nothing to compare")
         return 0
     import torch
 
@@ -189,4 +199,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_peer() ends the processes of its ranks
     sys.exit(main())

@@ -26,12 +26,12 @@ open(os.path.join({folder!r}, str(os.getpid())), "w").close()
 print("a line of a library")
 {body}
 """
-PRINTS = 'if settings["rank"] == 0: print(json.dumps({"pair_us": 5.0, "checked": True}))'
+PRINTS = 'if settings["rank"] == 0: print(json.dumps({"pair_us": 5.0, "checked": True}), "a warning", sep="\\n")'
 
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Replaces each rank's program by one that ends with `body`. Each process writes its number into `tmp_path`."""
+    """Replaces each rank's program by one that ends with `body`. Each process names a file by its process id."""
 
     def program(body):
         path = tmp_path / "rank.py"
@@ -55,7 +55,7 @@ def test_a_row_has_the_case_and_the_times_of_rank_0(program):
 def test_a_case_that_fails_has_no_row(program, capsys):
     program(f'assert settings["rank"] == 0, "broken"\n{PRINTS}')
     assert run() is None
-    assert "broken" in capsys.readouterr().out
+    assert "broken" in capsys.readouterr().err
 
 
 def test_a_case_ends_when_one_rank_fails(program):
@@ -67,13 +67,13 @@ def test_a_case_ends_when_one_rank_fails(program):
 
 def test_a_case_that_hangs_is_ended(program, capsys, tmp_path):
     program('if settings["rank"] == 1: time.sleep(600)')
-    assert run(timeout=2) is None
-    assert "v1, 8 tokens, None SMs, 1.log" in capsys.readouterr().out
-    numbers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
-    assert len(numbers) == 2
-    for number in numbers:
+    assert run(timeout=3) is None
+    assert "v1, 8 tokens, all SMs failed. Rank 1: a line of a library" in capsys.readouterr().err
+    ids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(ids) == 2
+    for process in ids:
         with pytest.raises(ProcessLookupError):
-            os.kill(number, 0)
+            os.kill(process, 0)
 
 
 @pytest.mark.parametrize(
@@ -105,25 +105,23 @@ def test_each_peer_has_a_class():
 
 
 def test_rows_of_jax_ep_are_those_of_its_bench(monkeypatch):
-    """The bench leaves out what does not apply, such as num_sms."""
+    """Values that do not apply, such as num_sms, are left out. If the bench fails, it has no rows."""
     rows = [
         {"tokens": 8, "num_sms": None, "pair_us": 7.0, "checked": True, "hidden": 16},
-        {"tokens": 8, "num_sms": 24, "pair_us": 9.0, "checked": False},
+        {"tokens": 8, "num_sms": 24, "pair_us": 9.0, "checked": True},
     ]
-    commands = []
+    commands, status = [], [0, 1]
 
     def run_bench(command, **options):
         commands.append(" ".join(command))
-        assert options["check"]
         Path(command[command.index("--json") + 1]).write_text(json.dumps(rows))
+        return argparse.Namespace(returncode=status.pop(0))
 
     monkeypatch.setattr(subprocess, "run", run_bench)
     found = peers.run_jax_ep("token", [8, 16], [None, 24])
-    expected = [
-        {"tokens": 8, "pair_us": 7.0, "checked": True},
-        {"tokens": 8, "num_sms": 24, "pair_us": 9.0, "checked": False},
-    ]
-    assert found == [{"library": "jax_ep", "mode": "token"} | row for row in expected]
+    expected = [{"tokens": 8, "pair_us": 7.0}, {"tokens": 8, "num_sms": 24, "pair_us": 9.0}]
+    assert found == [{"library": "jax_ep", "mode": "token", "checked": True} | row for row in expected]
+    assert peers.run_jax_ep("token", [8, 16], [None, 24]) == []
     for option in ("--tokens 8,16", "--num-sms auto,24", "--wire fp8", "--layout token", "--hidden 7168", "--no-lax"):
         assert option in commands[0]
 
@@ -137,7 +135,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(peers, "run_jax_ep", lambda layout, tokens, num_sms: [{"library": "jax_ep", "mode": layout}])
 
 
-def test_a_failed_case_is_the_status_and_the_other_rows_stay(gpus, monkeypatch, tmp_path):
+def test_a_failed_case_gives_status_1_and_keeps_the_other_rows(gpus, monkeypatch, tmp_path):
     def run_peer(name, num_ranks, tokens, num_sms, timeout):
         return None if name == "v2" else {"library": name, "tokens": tokens, "num_sms": num_sms}
 
@@ -155,7 +153,7 @@ def test_a_failed_case_is_the_status_and_the_other_rows_stay(gpus, monkeypatch, 
     assert peers.main(["--tokens", "8", "--only", "v1"]) == 0
 
 
-def test_rows_are_written_before_a_case_that_ends_the_program(gpus, monkeypatch, tmp_path):
+def test_rows_survive_an_interrupt(gpus, monkeypatch, tmp_path):
     def run_peer(*arguments):
         raise KeyboardInterrupt
 
@@ -170,10 +168,23 @@ def test_without_another_library_nothing_is_written(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(peers, "installed_peers", list)
     assert peers.main(["--json", str(tmp_path / "rows.json")]) == 0
     assert not list(tmp_path.iterdir())
-    assert "found no other library" in capsys.readouterr().out
+    assert "none of the chosen libraries is installed" in capsys.readouterr().out
 
 
-def test_the_table_divides_by_jax_ep_with_the_same_rows():
+def test_with_one_gpu_nothing_is_written(gpus, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys.modules["torch"].cuda, "device_count", lambda: 1)
+    assert peers.main(["--json", str(tmp_path / "rows.json")]) == 0
+    assert not list(tmp_path.iterdir())
+    assert "found 1 GPUs" in capsys.readouterr().out
+
+
+def test_a_failed_bench_of_jax_ep_gives_status_1(gpus, monkeypatch):
+    monkeypatch.setattr(peers, "run_jax_ep", lambda *arguments: [])
+    monkeypatch.setattr(peers, "run_peer", lambda name, *arguments: {"library": name})
+    assert peers.main(["--only", "nccl"]) == 1
+
+
+def test_the_table_divides_by_jax_ep_with_the_same_kind_of_rows():
     def row(library, mode, pair_us, **other):
         return {"run": "1", "tokens": 8, "library": library, "mode": mode, "pair_us": pair_us} | other
 
@@ -186,9 +197,9 @@ def test_the_table_divides_by_jax_ep_with_the_same_rows():
         row("A", "normal", 12.0, num_sms=24),
     ]
     machine = argparse.Namespace(rows=lambda *steps: rows, caption=lambda *arguments: "caption")
-    cells = [line.split("|")[4:8] for line in update_tables.peers(machine).splitlines() if "| A |" in line]
+    cells = [line.split("|")[2:8] for line in update_tables.peers(machine).splitlines() if "| A |" in line]
     assert [[cell.strip() for cell in line] for line in cells] == [
-        ["A", "low latency", "30.0", "3.00"],
-        ["A", "normal", "10.0", "2.00"],
-        ["A", "normal", "12.0", "1.50"],
+        ["its choice", "token and expert", "A", "low latency", "30.0", "3.00"],
+        ["all", "token and rank", "A", "normal", "10.0", "2.00"],
+        ["24", "token and rank", "A", "normal", "12.0", "1.50"],
     ]
