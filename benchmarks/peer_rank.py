@@ -6,6 +6,7 @@ Its rows, unchanged, are the input of every combine. expected() is what combine 
 
 from __future__ import annotations
 
+import abc
 import json
 import os
 import statistics
@@ -21,7 +22,7 @@ BLOCK = 128  # channels per scale of a row in fp8
 RTOL, ATOL = 0.1, 0.05  # a row in fp8 (e4m3) has an error of at most 1/16
 
 
-class Case:
+class Case(abc.ABC):
     """The inputs of one rank, T rows of bfloat16 and the experts of each, and the calls to time."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -37,11 +38,13 @@ class Case:
         mask_per_rank = [(rank_of_expert == rank).any(dim=1) for rank in range(self.ranks)]
         self.is_token_in_rank = torch.stack(mask_per_rank, dim=1)  # [T, ranks]
 
+    @abc.abstractmethod
     def dispatch(self) -> Any:
-        raise NotImplementedError
+        """Sends the rows to the ranks of their experts."""
 
+    @abc.abstractmethod
     def combine(self) -> torch.Tensor:
-        raise NotImplementedError
+        """Sends the rows of the first dispatch back, and returns [T, hidden], or one row per row sent."""
 
     def expected(self) -> torch.Tensor:
         """The right result of combine(). By default, x times the number of ranks that have an expert of the token."""
