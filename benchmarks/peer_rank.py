@@ -1,7 +1,7 @@
 """One rank of one case of benchmarks/peers.py. The last line of rank 0's output is a JSON object with the times.
 
-peers.py starts it. A case is a class, whose dispatch() and combine() are timed. Before the timing, one dispatch runs.
-Its rows, unchanged, are the input of every combine. expected() is what combine must then return.
+peers.py starts it with `jax-ep launch`. A case is a class, whose dispatch() and combine() are timed. Before the timing,
+one dispatch runs. Its rows, unchanged, are the input of every combine. expected() is what combine must then return.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Case(abc.ABC):
     """The inputs of one rank, T rows of bfloat16 and the experts of each, and the calls to time."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.rank, self.ranks, self.tokens = settings["rank"], settings["ranks"], settings["tokens"]
+        self.rank, self.ranks, self.tokens = dist.get_rank(), settings["ranks"], settings["tokens"]
         self.num_sms = settings["num_sms"] or torch.cuda.get_device_properties("cuda").multi_processor_count
         self.experts, self.hidden = settings["experts"], settings["hidden"]
         random = torch.Generator(device="cuda").manual_seed(self.rank)
@@ -245,14 +245,17 @@ def pair_us(case: Case) -> float:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    torch.cuda.set_device(settings["rank"])
-    device = torch.device("cuda", settings["rank"])
-    dist.init_process_group("nccl", rank=settings["rank"], world_size=settings["ranks"], device_id=device)
+    rank, address = int(os.environ["SLURM_PROCID"]), os.environ["JAX_COORDINATOR_ADDRESS"]  # from `jax-ep launch`
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://{address}", rank=rank, world_size=settings["ranks"], device_id=device
+    )
     case = CASES[settings["case"]](settings)
     times: list[Any] = [None] * settings["ranks"]
     dist.all_gather_object(times, pair_us(case))
     dist.barrier()
-    if settings["rank"] == 0:
+    if rank == 0:
         print(json.dumps({"pair_us": max(times), "checked": True}), flush=True)
     os._exit(0)  # without the libraries' destructors, which may wait for each other
 

@@ -13,7 +13,7 @@ All send the rows of a dispatch in fp8 and those of a combine in bfloat16, with 
 and the routing is uniform. docs/performance.md describes how the libraries differ.
 
 The bench of jax_ep runs first, once per layout. Each case of another library runs in processes of its own, one per GPU,
-for at most `--timeout` seconds. A case that fails has no row: the program prints the last characters of each rank's
+for at most `--timeout` seconds. A case that fails has no row: the program prints the last characters of its
 output, goes on with the next case, and ends with status 1. The program writes the JSON file again after each case. Its
 rows have these values:
 
@@ -32,18 +32,15 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
-RANK_PROGRAM = Path(__file__).with_name("peer_rank.py")
+RANK_PROGRAM = Path(__file__).resolve().with_name("peer_rank.py")
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 # Defaults of the other libraries: no network, and no NVLink multicast.
 ENVIRONMENT = {
@@ -83,21 +80,10 @@ def is_supported(name: str, tokens: int, num_sms: int | None) -> bool:
     return (num_sms is None or peer.takes_num_sms) and (peer.max_tokens is None or tokens <= peer.max_tokens)
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
-def all_succeed(processes: list[subprocess.Popen], timeout: float) -> bool:
-    """Waits until all processes end, until one fails, or until the time is over."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        states = [process.poll() for process in processes]
-        if None not in states or any(states):
-            return not any(states)
-        time.sleep(0.1)
-    return False
+def run_elsewhere(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program of jax_ep in an empty folder: a checkout has the sources, without the native extensions."""
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(command, cwd=folder, **options)
 
 
 def run_peer(name: str, num_ranks: int, tokens: int, num_sms: int | None, timeout: float) -> Row | None:
@@ -105,29 +91,13 @@ def run_peer(name: str, num_ranks: int, tokens: int, num_sms: int | None, timeou
     peer = PEERS[name]
     settings = {"case": name, "tokens": tokens, "num_sms": num_sms, "ranks": num_ranks}
     settings |= {"hidden": HIDDEN, "top_k": TOP_K, "experts": EXPERTS}
-    environment = ENVIRONMENT | os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"{rank}.log" for rank in range(num_ranks)]
-        processes: list[subprocess.Popen] = []
-        try:
-            for rank, log in enumerate(logs):
-                command = [sys.executable, str(RANK_PROGRAM), json.dumps(settings | {"rank": rank})]
-                with log.open("w") as output:
-                    started = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-                processes.append(started)
-            succeeded = all_succeed(processes, timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        outputs = [log.read_text(errors="replace") for log in logs]
-    if not succeeded:
-        for rank, output in enumerate(outputs):
-            print(
-                f"{name}, {tokens} tokens, {num_sms or 'all'} SMs failed. Rank {rank}:", output[-1500:], file=sys.stderr
-            )
+    command = [sys.executable, "-m", "jax_ep.launch", "-n", str(num_ranks), "--timeout", str(timeout)]
+    command += [sys.executable, str(RANK_PROGRAM), json.dumps(settings)]
+    done = run_elsewhere(command, env=ENVIRONMENT | os.environ, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(f"{name}, {tokens} tokens, {num_sms or 'all'} SMs failed:", done.stdout[-3000:], file=sys.stderr)
         return None
-    times = [line for line in outputs[0].splitlines() if line.startswith("{")][-1]
+    times = [line.removeprefix("[0] ") for line in done.stdout.splitlines() if line.startswith("[0] {")][-1]
     row: Row = {"library": peer.library, "mode": peer.mode, "tokens": tokens}
     return row | ({} if num_sms is None else {"num_sms": num_sms}) | json.loads(times)
 
@@ -140,8 +110,7 @@ def run_jax_ep(layout: str, tokens: list[int], num_sms: list[int | None]) -> lis
         command += ["--hidden", str(HIDDEN), "--top-k", str(TOP_K), "--experts", str(EXPERTS)]
         command += ["--tokens", ",".join(map(str, tokens)), "--json", str(path)]
         command += ["--num-sms", ",".join("auto" if sms is None else str(sms) for sms in num_sms)]
-        # Python would import jax_ep from the current folder, which may have its sources without the native extensions.
-        if subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode:
+        if run_elsewhere(command, stdout=subprocess.DEVNULL).returncode:
             return []
         rows = json.loads(path.read_text())
     names = ("tokens", "num_sms", "pair_us", "dispatch_us", "combine_us", "floor_pair_us", "checked")
@@ -199,5 +168,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_peer() ends the processes of its ranks
     sys.exit(main())

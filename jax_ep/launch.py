@@ -137,7 +137,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs the command `jax-ep launch`. Returns its exit status."""
     options = _parse(argv)
-    return launch(options.program, options.processes, options.devices, options.same_devices, options.timeout)
+    # The processes are in sessions of their own. Without this handler, they would outlive a launcher that gets SIGTERM.
+    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        return launch(options.program, options.processes, options.devices, options.same_devices, options.timeout)
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -109,6 +110,18 @@ def test_launcher_refuses(arguments, message, capsys):
 
 def test_launcher_ends_all_when_the_time_is_up():
     assert launch(2, sys.executable, "-c", "import time; time.sleep(60)", timeout=1).returncode == 124
+
+
+def test_launcher_ends_all_when_it_is_ended():
+    program = "import os, time; print(os.getpid()); time.sleep(60)"
+    command = [*JAX_EP, "launch", "-n", "2", sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=TESTS, stdout=subprocess.PIPE, text=True) as launcher:
+        ids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+        launcher.terminate()
+        assert launcher.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    for process in ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
 
 
 @pytest.mark.parametrize(
