@@ -1,7 +1,8 @@
-"""One rank of one case of benchmarks/peers.py. The last line of rank 0's output is a JSON object with the times.
+"""One rank of one case of benchmarks/peers.py. Rank 0 prints a JSON object with `pair_us` and `checked`.
 
-peers.py starts it with `jax-ep launch`. A case is a class, whose dispatch() and combine() are timed. Before the timing,
-one dispatch runs. Its rows, unchanged, are the input of every combine. expected() is what combine must then return.
+peers.py starts it with `jax-ep launch`. A case is a class, whose dispatch() and combine() are timed. The constructor
+runs one dispatch. Its rows, dequantized to bfloat16, are the input of every combine. expected() is what combine must
+then return.
 """
 
 from __future__ import annotations

@@ -9,19 +9,20 @@ jax_ep does not depend on these libraries. The program measures those that it fi
               `ElasticBuffer` (V2). peer_rank.py has the calls.
     NCCL      PyTorch's `all_to_all_single`, with the rows of a dispatch and of a combine
 
-All send the rows of a dispatch in fp8 and those of a combine in bfloat16, with hidden 7168 and top-8 of 256 experts,
-and the routing is uniform. docs/performance.md describes how the libraries differ.
+All libraries send the rows of a dispatch in fp8 and those of a combine in bfloat16, with hidden 7168 and top-8 of 256
+experts, and the routing is uniform. docs/performance.md describes how the libraries differ.
 
 The bench of jax_ep runs first, once per layout. Each case of another library runs in processes of its own, one per GPU,
-for at most `--timeout` seconds. A case that fails has no row: the program prints the last characters of its
-output, goes on with the next case, and ends with status 1. The program writes the JSON file again after each case. Its
-rows have these values:
+for at most `--timeout` seconds. A case that fails has no row, and the program prints the end of its output. If the
+bench of jax_ep fails, all rows of that layout are missing. In both cases, the program goes on, and ends with status 1.
+The program writes the JSON file again after each case. Its rows have these values:
 
     library, mode      what ran; for jax_ep, the mode is the layout
     tokens             per rank
     num_sms            the limit on SMs. Without it: all SMs; NCCL and the low-latency mode choose their own number
     pair_us            microseconds of a dispatch and its combine, in a chain of pairs. For jax_ep, from a profiler
-                       trace: see docs/performance.md. For the others, from CUDA graphs, on the slowest rank
+                       trace: see docs/performance.md. For the other libraries, from two CUDA graphs, on the slowest
+                       rank
     checked            combine gave the right results
     dispatch_us, combine_us, floor_pair_us   only for jax_ep, as in its bench
 """
@@ -42,13 +43,13 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 RANK_PROGRAM = Path(__file__).resolve().with_name("peer_rank.py")
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
-# Defaults of the other libraries: no network, and no NVLink multicast.
+# The environment of the other libraries, except for variables that the caller sets: no network, no NVLink multicast.
 ENVIRONMENT = {
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_DISABLE_MNNVL": "1",
     "NCCL_NVLS_ENABLE": "0",
-    "EP_DISABLE_GIN": "1",  # DeepEP V2: no network that kernels start
+    "EP_DISABLE_GIN": "1",  # DeepEP V2: its kernels start no network transfers
 }
 
 
@@ -139,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=int,
         nargs="+",
         default=[24],
-        help="limits on SMs, in addition to no limit; DeepEP V1 wants even numbers (%(default)s)",
+        help="limits on SMs, in addition to no limit; DeepEP V1 needs even numbers (%(default)s)",
     )
     parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help="these cases (default: all)")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one case (%(default)s)")

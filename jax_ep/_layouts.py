@@ -119,9 +119,8 @@ def place_rows(
 
     `first_slot` is the number of the rank's first slot, counted over all ranks. Without replicas, it is the id of the
     rank's first expert. It decides which source rank is the first to get room that equal shares leave over. In the
-    layout "token", that is rank 0. `most_rows` is an upper bound on the sum of `need`. In the ragged
-    layout, if so many rows fit, no row can be dropped: the code that shares the room is left out, so XLA compiles fewer
-    kernels.
+    layout "token", that is rank 0. `most_rows` is an upper bound on the sum of `need`. In the ragged layout, if so many
+    rows fit, no row can be dropped: the code that shares the room is left out, so XLA compiles fewer kernels.
     """
     num_rows = jnp.sum(need, axis=1, dtype=jnp.int32)
     num_slots, num_ranks = need.shape

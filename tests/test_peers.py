@@ -31,7 +31,7 @@ PRINTS = 'if rank == 0: print(json.dumps({"pair_us": 5.0, "checked": True}), "a 
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Replaces each rank's program by one that ends with `body`. Each process names a file by its process id."""
+    """Replaces each rank's program by one that ends with `body`. Each process makes a file, named by its process id."""
 
     def program(body):
         path = tmp_path / "rank.py"
@@ -85,12 +85,12 @@ def test_a_case_that_hangs_is_ended(program, capsys, tmp_path):
         (["torch", "deep_ep"], ["v1", "v1-low-latency", "v2", "v2-expanded", "nccl"]),
     ],
 )
-def test_only_peers_that_are_installed(installed, names, monkeypatch):
+def test_installed_peers_are_those_whose_packages_exist(installed, names, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
     assert peers.installed_peers() == names
 
 
-def test_the_low_latency_mode_takes_few_tokens_and_no_limit_on_sms():
+def test_some_cases_take_few_tokens_only_or_no_limit_on_sms():
     cases = {(256, None): True, (512, None): False, (128, 24): False}
     assert {case: peers.is_supported("v1-low-latency", *case) for case in cases} == cases
     assert [peers.is_supported("nccl", 4096, num_sms) for num_sms in (None, 24)] == [True, False]
@@ -98,14 +98,14 @@ def test_the_low_latency_mode_takes_few_tokens_and_no_limit_on_sms():
 
 
 def test_each_peer_has_a_class():
-    """PyTorch is not installed here, so the program of a rank is only read."""
+    """The test parses peer_rank.py. It cannot import it, because PyTorch is not installed here."""
     tree = ast.parse((ROOT / "benchmarks" / "peer_rank.py").read_text())
     (cases,) = (node.value for node in tree.body if ast.unparse(node).startswith("CASES = "))
     assert [key.value for key in cases.keys] == list(peers.PEERS)
 
 
 def test_rows_of_jax_ep_are_those_of_its_bench(monkeypatch):
-    """Values that do not apply, such as num_sms, are left out. If the bench fails, it has no rows."""
+    """Values that do not apply, such as num_sms, are left out. If the bench fails, there are no rows."""
     rows = [
         {"tokens": 8, "num_sms": None, "pair_us": 7.0, "checked": True, "hidden": 16},
         {"tokens": 8, "num_sms": 24, "pair_us": 9.0, "checked": True},
@@ -128,7 +128,7 @@ def test_rows_of_jax_ep_are_those_of_its_bench(monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two GPUs, PyTorch and DeepEP, as far as the program can see; and no bench of jax_ep."""
+    """Makes the program see two GPUs, PyTorch and DeepEP, and replaces the bench of jax_ep."""
     torch = types.SimpleNamespace(cuda=types.SimpleNamespace(device_count=lambda: 2))
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(peers, "installed_peers", lambda: list(peers.PEERS))

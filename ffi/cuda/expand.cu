@@ -19,7 +19,8 @@ __device__ RowKind row_kind(const ExpandArgs& args, int32_t row) {
 
 __device__ void write_rows_without_pair(const ExpandArgs& args) {
   const RowOfLane mine(args.pairs);
-  // A lane without a row must write nothing. kPair does this, because the blocks of tokens write the rows with a pair.
+  // A lane without a row must write nothing. So it gets kPair: the block of the token writes a row with a pair, and
+  // this function does not.
   const RowKind kind = mine.exists ? row_kind(args, mine.row) : RowKind::kPair;
   if (kind != RowKind::kPair) args.pairs.pair_of_row[mine.row] = args.pairs.num_tokens * args.pairs.top_k;
   mine.zero(args.pairs, kind == RowKind::kPadding || (kind == RowKind::kNoGroup && args.zero_pad), args.out);

@@ -15,7 +15,7 @@
 
 namespace jax_ep {
 
-constexpr int kUnitsPerThread = 4;  // a thread holds so many units in registers
+constexpr int kUnitsPerThread = 4;  // that a thread holds in registers
 constexpr int kMaxThreadsPerBlock = 256;
 constexpr int kMinBlocksPerSm = 4;
 
@@ -117,7 +117,7 @@ struct RowOfLane {
 };
 
 // The grid has a block for each token. With writes_rows_without_pair, it also has enough blocks for one lane per row. A
-// block has the fewest warps that do not add a pass over the row.
+// block has as few warps as possible without another pass over the row.
 inline Grid grid_of_tokens(const PairRows& pairs, bool writes_rows_without_pair, int64_t shared_bytes_per_warp = 0) {
   const int64_t num_units = pairs.row_bytes / kUnitBytes;
   const int64_t passes = std::max<int64_t>(divide_up(num_units, int64_t{kUnitsPerThread} * kMaxThreadsPerBlock), 1);

@@ -1,5 +1,6 @@
-// A pair (token, k) is a row of recv.x in the layout "token" and one of its experts. PairRows maps each pair to its row
-// in expand's result, and each such row to its pair.
+// A pair (token, k) is a row of recv.x in the layout "token" and its k-th expert id. It has no row in expand's result
+// if that expert is on another rank, or if the row was dropped. PairRows maps each pair to its row, and each row to its
+// pair.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 namespace jax_ep {
 
 struct PairRows {
-  int32_t num_tokens, top_k;   // num_tokens: the rows of recv.x, also those without a token. top_k: at most 32
+  int32_t num_tokens, top_k;   // num_tokens: the rows of recv.x, also those that hold no token. top_k: at most 32
   int32_t capacity;            // the number of rows of expand's result
   int64_t row_bytes;           // a multiple of kUnitBytes
   const int32_t* row_of_pair;  // [num_tokens, top_k]; `capacity` for a pair without a row

@@ -83,7 +83,7 @@ __device__ void zero_rows_without_pair(const ReduceBackArgs& args) {
   mine.zero(args.pairs, is_zeroed, args.y_cotangent);
 }
 
-// One block less per SM than the other kernels: otherwise, registers would spill.
+// One block fewer per SM than the other kernels: otherwise, registers would spill.
 template <typename X>
 __global__ void __launch_bounds__(kMaxThreadsPerBlock, kMinBlocksPerSm - 1)
     reduce_back_kernel(const __grid_constant__ ReduceBackArgs args) {

@@ -1,6 +1,5 @@
 // reduce sums the rows of each token's pairs, times their weights, to one row. Without weights, it is the transpose of
-// expand. It runs on one rank and moves nothing
-// between ranks.
+// expand. It runs on one rank and moves nothing between ranks.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -42,8 +42,8 @@ function(emulate target)
     target_compile_definitions(${part} PRIVATE JAX_EP_EMULATOR)
     target_include_directories(${part} PRIVATE "${ffi_dir}/..")
     target_include_directories(${part} SYSTEM BEFORE PRIVATE "${ffi_dir}/emulator/include")
-    # Without contraction products and sums are rounded one by one. The warnings are about nvcc's pragmas, fields that
-    # kernels set later, and static functions of headers that a kernel does not call.
+    # Without contraction products and sums are rounded one by one. The disabled warnings are about nvcc's pragmas,
+    # fields that kernels set later, and static functions of headers that a kernel does not call.
     target_compile_options(${part} PRIVATE -O1 -ffp-contract=off -Wno-unknown-pragmas -Wno-sign-compare
                                            -Wno-missing-field-initializers -Wno-unused-but-set-variable
                                            -Wno-unused-function -Wno-psabi)
