@@ -147,7 +147,7 @@ bool barrier(int id, int num_threads, bool waits, bool predicate = false);
 // Called in each turn of a loop that polls: other threads run before the next look.
 void poll_pause();
 
-// Between two accesses to memory that others see, an adversary may let others run.
+// Between two accesses to memory that others see, and after a wait for a bulk copy, an adversary may let others run.
 void maybe_preempt();
 // A store calls this if its address is the last word that the thread has loaded. The adversary may stall the warp here.
 void may_stall_before_writing_back();

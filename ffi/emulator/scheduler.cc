@@ -16,6 +16,7 @@ constexpr double kHeldSettleShare = 0.0003;  // the fraction of the steps at whi
 constexpr uint32_t kLogLongestNs = 22;       // log2 of the longest delay of a launch
 constexpr int kSlowSkips = 40;
 constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestEarlySkipNs = 125'000'000, kShareOfWait = 32;
+constexpr uint64_t kLongestWaitNs = 24 * 3'600'000'000'000;  // more than any time-out
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132
 // SMs.
 constexpr int kSmsPerReported = 4;
@@ -354,6 +355,9 @@ void Scheduler::skip_time() {
   progress_at_skip_ = progress_;
   if (num_skips_ < kSlowSkips) skip_ns_ = kFirstSkipNs;
   now_ns_ += skip_ns_;
+  if (now_ns_ - first_skip_at_ns_ > kLongestWaitNs) {
+    stop("no thread makes progress for a day: a wait without a deadline never ends" + report());
+  }
   const uint64_t longest = std::max(kLongestEarlySkipNs, (now_ns_ - first_skip_at_ns_) / kShareOfWait);
   if (++num_skips_ >= kSlowSkips) skip_ns_ = std::min(2 * skip_ns_, longest);
 }

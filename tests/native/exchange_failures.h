@@ -178,11 +178,14 @@ void run_wrong_rank_with_stalled_blocks(uint64_t seed) {
 
 // Two launches of one group overlap on each device. The group must fail with kOverlap. Both launches are the same
 // operation, so no rank finds its peer in another operation. They write to different buffers.
-void run_overlap(Session& session, std::mt19937& random) {
-  if (session.num_ranks() == 1 || !session.are_local(0, session.num_ranks() - 1)) return;
-  const auto missing = static_cast<int32_t>(random() % session.num_ranks());
+void run_overlap(int32_t cast, PlanOverrides blocks, std::mt19937& random) {
+  Session session(2, cast, blocks);
+  session.randomize(random);
+  session.whole([&](Rank& rank) { return rank.dispatch(cast); });
   session.wait();
-  emulator::set_num_sms(2 * kMostBlocks);  // room for both launches
+  emulator::set_num_sms(2 * kMostBlocks);      // room for both launches
+  const ResidentBlocks enough(kNoBlockLimit);  // of both
+  const auto missing = static_cast<int32_t>(random() % session.num_ranks());
   for (int32_t stream = 0; stream < 2; ++stream) {
     const auto launch = [=](Rank& rank) {
       return rank.dispatch_with_route(OpKind::kDispatchLike, stream == 0 ? rank.like : rank.recv);
@@ -267,10 +270,8 @@ void run_failure(Session& session, std::mt19937& random, PlanOverrides blocks, u
   switch (scenario) {
     case 0:
       return run_without_rank(session, random);
-    case 1: {
-      const ResidentBlocks enough(kNoBlockLimit);  // of both launches
-      return run_overlap(session, random);
-    }
+    case 1:
+      return run_overlap(session.cast(), blocks, random);
     case 2:
       return run_late_twice(session.cast(), blocks);
     case 3:

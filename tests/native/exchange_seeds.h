@@ -3,6 +3,7 @@
 #pragma once
 
 #include <iostream>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -34,8 +35,9 @@ int32_t pick_node_size(std::mt19937& random, int32_t num_ranks) {
   return size;
 }
 
-// Returns what the seed has chosen, for the report of a failure.
-std::string run_exchange(uint64_t seed) {
+// Returns what the seed has chosen, for the report of a failure. If a group `must_fail`, only a scenario of
+// exchange_failures.h follows the first operations.
+std::string run_scenarios(uint64_t seed, bool must_fail = false) {
   std::mt19937 random(static_cast<uint32_t>(seed));
   const auto num_ranks = pick<int32_t>(random, {1, 1, 2, 2, 3, 4, 4, 8});
   const auto cast = pick<int32_t>(random, {0, 0, 1, 2});
@@ -57,7 +59,7 @@ std::string run_exchange(uint64_t seed) {
                                                             {6, Variant::kThroughput}});
   // In one of six seeds, the epoch wraps around to 0. Then the words for which epoch 0 waits already have values of
   // earlier epochs.
-  const bool has_wrapping_epochs = random() % 6 == 0;
+  const bool has_wrapping_epochs = random() % 6 == 0 && !must_fail;
   const uint32_t newest_epoch = has_wrapping_epochs ? -(7 + random() % 4) : 0;
   // The network's choices use their own generator, so that they do not change the other choices of a seed.
   std::mt19937 of_network(static_cast<uint32_t>(~seed));
@@ -75,7 +77,7 @@ std::string run_exchange(uint64_t seed) {
   session.randomize(random);
   session.run_whole();
   std::string scenarios;
-  for (auto left = has_wrapping_epochs ? 0 : random() % 3; left > 0 && check::failures == 0; --left) {
+  for (auto left = has_wrapping_epochs || must_fail ? 0 : random() % 3; left > 0 && check::failures == 0; --left) {
     const uint32_t scenario = random() % kSuccesses;
     scenarios += " " + std::to_string(scenario);
     run_success(session, random, scenario);
@@ -84,7 +86,7 @@ std::string run_exchange(uint64_t seed) {
     session.randomize(random);
     session.run_whole();
     session.run_whole();
-  } else if (random() % 3 == 0 && check::failures == 0) {
+  } else if ((must_fail || random() % 3 == 0) && check::failures == 0) {
     const uint32_t scenario = random() % kFailures;
     scenarios += ", failure " + std::to_string(scenario);
     run_failure(session, random, blocks, scenario);
@@ -99,7 +101,7 @@ std::string run_exchange(uint64_t seed) {
 }
 
 std::string run_seed(uint64_t seed) {
-  std::string what = run_exchange(seed);
+  std::string what = run_scenarios(seed);
   if (check::failures == 0) what += run_rare_orders(seed);
   std::mt19937 random(static_cast<uint32_t>(seed));
   // One seed of 16 has more groups than the kernel has threads (kThreads in groups.cu).
@@ -143,8 +145,30 @@ std::string run_seed(uint64_t seed) {
   return what;
 }
 
-// Calls run_one, which is run_seed or one of its parts, with each seed.
-int run_seeds(std::string (*run_one)(uint64_t), uint64_t first, uint64_t count, const std::string& settings) {
+// Only operations that fail.
+std::string run_failures(uint64_t seed) {
+  std::string what = run_scenarios(seed, true);
+  if (check::failures == 0) run_wrong_rank_of_few_tokens(seed);
+  if (check::failures == 0) run_wrong_rank_with_stalled_blocks(seed);
+  if (check::failures == 0) run_host_fails(seed);
+  return what;
+}
+
+std::string run_only_two_groups(uint64_t seed) {
+  run_two_groups(seed);
+  return "two groups";
+}
+
+std::string run_only_scenarios(uint64_t seed) { return run_scenarios(seed); }
+
+// What runs with each seed: everything, or a part of it.
+using RunSeed = std::string (*)(uint64_t seed);
+const std::map<std::string, RunSeed> kRunsOfSeeds = {
+    {"seeds", run_seed},    {"scenarios", run_only_scenarios}, {"failures", run_failures},
+    {"rounds", run_rounds}, {"rare_orders", run_rare_orders},  {"two_groups", run_only_two_groups},
+};
+
+int run_seeds(RunSeed run_one, uint64_t first, uint64_t count, const std::string& settings) {
   for (uint64_t seed = first; seed < first + count; ++seed) {
     emulator::reset_scheduler();
     emulator::set_adversary(seed, settings);

@@ -240,9 +240,8 @@ int main(int argc, char** argv) {
   // With more hardware queues than streams, no two streams share one.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 #ifdef JAX_EP_EMULATOR
-  if (argc > 3 && (std::strcmp(argv[1], "seeds") == 0 || std::strcmp(argv[1], "rounds") == 0)) {
-    const auto run_one = argv[1][0] == 's' ? run_seed : run_rounds;
-    return run_seeds(run_one, std::atoll(argv[2]), std::atoll(argv[3]), argc > 4 ? argv[4] : "");
+  if (const auto run = kRunsOfSeeds.find(argc > 3 ? argv[1] : ""); run != kRunsOfSeeds.end()) {
+    return run_seeds(run->second, std::atoll(argv[2]), std::atoll(argv[3]), argc > 4 ? argv[4] : "");
   }
   if (argc > 3 && std::strcmp(argv[1], "many_ranks") == 0) {
     return run_many_ranks_of_seeds(std::atoi(argv[2]), std::atoll(argv[3]), argc > 4 ? std::atoll(argv[4]) : 1);
