@@ -3,14 +3,14 @@
 #
 #   scripts/many_seeds.sh 1 10000                    # seeds 1 to 10000; builds in build/native
 #   scripts/many_seeds.sh 1 10000 build/many_seeds   # builds in another folder
-#   SEEDS=rounds scripts/many_seeds.sh 1 10000       # with each seed, only operations in rounds
+#   SEEDS=rounds scripts/many_seeds.sh 1 10000       # with each seed, only operations in rounds, or another part
 #
 # Needs g++, CMake, and Ninja or make. JOBS is the number of processes at a time (the number of cores). A process runs 40
 # seeds. If it fails, the script runs each of its seeds alone. The last lines are the number of seeds that passed, and the
 # commands of the first failures. The exit status is 1 if a seed fails.
 set -u
 if [[ $# -lt 2 || $# -gt 3 || ! "$1 $2" =~ ^[0-9]{1,15}\ [0-9]{1,15}$ || 10#$1 -lt 1 || 10#$2 -lt 10#$1 ||
-  ! ${SEEDS:-seeds} =~ ^(seeds|rounds)$ ]]; then
+  ! ${SEEDS:-seeds} =~ ^(seeds|scenarios|failures|rounds|rare_orders|two_groups)$ ]]; then
   sed -n '/^#   /s/^# *//p' "$0" >&2
   exit 2
 fi

@@ -10,8 +10,8 @@ tests/mutants.txt has all of them, and says how they are written. There are two 
 
 - Mutants of ffi/ run random exchanges between emulated GPUs (tests/native/exchange_seeds.h). One program has all of
   these mutants, and an environment variable chooses one. First, the seeds 1 to 100 run without a mutant, and must pass.
-  Then each mutant runs the seeds 1 to 200, or only a part of what the seeds 1 to 1000 run, until one fails. The ten
-  seeds around this one must pass without the mutant.
+  Then each mutant runs the seeds 1 to 200 until one fails; or only a part of what a seed runs, with the seeds 1 to 1000.
+  The ten seeds around the one that fails must pass without the mutant.
 - Mutants of jax_ep/ run tests of pytest. The environment must have jax_ep with the emulated backend (cmake's
   JAX_EP_EMULATOR=ON).
 
@@ -42,7 +42,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.txt"
-SEEDS, SEEDS_OF_A_PART = 200, 1000  # a part of what a seed runs takes less time
+SEEDS = 200
+SEEDS_OF_PARTS = 1000  # a part takes less time than all that a seed runs
 SEEDS_OF_A_PROCESS = 10
 PROCESS_SECONDS = 90  # a process that takes longer hangs
 PYTEST_SECONDS = 600
@@ -249,14 +250,15 @@ def run_without_mutant(command: tuple[str, ...]) -> Failure | None:
     return run(command, PROCESS_SECONDS, JAX_EP_MUTANT="0")
 
 
-def describe_failure(failure: Failure, first: int, count: int) -> str:
+def describe_failure(failure: Failure, first: int, count: int, part: str = "seeds") -> str:
     seed = re.findall(r"\bseed (\d+)", failure.output)[-1:] or [f"{first} to {first + count - 1}"]
-    return f"at seed {seed[0]} by: {failure.output.splitlines()[0][:150]}"
+    of_part = "" if part == "seeds" else f" of {part}"
+    return f"at seed {seed[0]}{of_part} by: {failure.output.splitlines()[0][:150]}"
 
 
 def run_seeds(program: Path, number: int, part: str, *settings: str) -> str | None:
-    """Runs seeds with mutant `number`. Describes the first failure; None if all pass."""
-    seeds = SEEDS if part == "seeds" else SEEDS_OF_A_PART
+    """Runs `part` of the seeds with mutant `number`. Describes the first failure; None if all pass."""
+    seeds = SEEDS if part == "seeds" else SEEDS_OF_PARTS
     for first in range(1, 1 + seeds, SEEDS_OF_A_PROCESS):
         count = min(SEEDS_OF_A_PROCESS, 1 + seeds - first)
         command = seeds_command(program, first, count, part)
@@ -264,8 +266,8 @@ def run_seeds(program: Path, number: int, part: str, *settings: str) -> str | No
         if failure is None:
             continue
         if not settings and run_without_mutant(command):
-            raise SystemExit(f"the seeds {first} to {first + count - 1} fail without a mutant")
-        return describe_failure(failure, first, count)
+            raise SystemExit(f"{part} {first} to {first + count - 1} fail without a mutant")
+        return describe_failure(failure, first, count, part)
     return None
 
 

@@ -9,7 +9,7 @@ import mutants
 
 ROOT = Path(__file__).parents[1]
 MUTANTS, REASONS = mutants.read_list()
-SEEDS = (ROOT / "tests" / "native" / "exchange_seeds.h").read_text()
+EXCHANGE_SEEDS = (ROOT / "tests" / "native" / "exchange_seeds.h").read_text()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -25,7 +25,7 @@ def test_a_mutant_is_what_it_says(mutant):
         assert all(edit.file.startswith("jax_ep/") for edit in mutant.edits)
         assert (ROOT / arguments[0]).exists()
     else:
-        assert f'{{"{runner}", run_' in SEEDS
+        assert f'{{"{runner}", run_' in EXCHANGE_SEEDS
         assert all(edit.file.startswith("ffi/") for edit in mutant.edits)
         assert mutant.edits or arguments
 

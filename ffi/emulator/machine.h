@@ -147,7 +147,7 @@ bool barrier(int id, int num_threads, bool waits, bool predicate = false);
 // Called in each turn of a loop that polls: other threads run before the next look.
 void poll_pause();
 
-// Between two accesses to memory that others see, and after a wait for a bulk copy, an adversary may let others run.
+// Called at each access to memory that other threads use: an adversary may let others run first.
 void maybe_preempt();
 // A store calls this if its address is the last word that the thread has loaded. The adversary may stall the warp here.
 void may_stall_before_writing_back();

@@ -76,7 +76,8 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t la
 }
 inline void await_landed(uint32_t landed, uint32_t phase) {
   while (!emulator::has_landed(landed_at_address(landed), phase)) emulator::poll_pause();
-  emulator::maybe_preempt();  // so that other lanes can read what has landed, and go on, before this one reads it
+  // This is an access, too. Other lanes may read what has landed and go on before this lane reads it.
+  emulator::maybe_preempt();
 }
 inline uint4 load_shared_unit(uint32_t from) {
   uint4 v;

@@ -64,7 +64,8 @@ class Scheduler {
     steps_without_progress_ = 0;
   }
   // Advances virtual time when all fibers wait: to the end of the next delay that the adversary has chosen (a launch
-  // begins or ends, or an SM is free), or else by an interval, which grows while nothing happens.
+  // begins or ends, or an SM is free), or else by an interval, which grows while nothing happens. Stops the program if
+  // nothing happens for longer than any time-out.
   void skip_time();
   bool is_idle(int ordinal = -1) const;  // no stream has work: of one device, or of all
   bool has_late_launch() const;          // one that an adversary holds back

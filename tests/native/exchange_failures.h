@@ -176,21 +176,40 @@ void run_wrong_rank_with_stalled_blocks(uint64_t seed) {
   repeat_wrong_rank(random, pick<int32_t>(random, {1, 2}), {6, Variant::kThroughput, true, true});
 }
 
-// Two launches of one group overlap on each device. The group must fail with kOverlap. Both launches are the same
-// operation, so no rank finds its peer in another operation. They write to different buffers.
-void run_overlap(int32_t cast, PlanOverrides blocks, std::mt19937& random) {
-  Session session(2, cast, blocks);
+// Two launches of one group overlap on each device but one. The group must fail with kOverlap. Both launches are the
+// same operation, so no rank finds its peer in another operation. The blocks of the second launch enter
+//  - while the first launch still counts its entering blocks. The launches write to different buffers, which tells them
+//    apart.
+//  - or behind a block that has entered last and left: a sender of a low-latency combine, whose receivers wait. Then
+//    only the number of blocks that have left shows the overlap. Launches with even and odd epochs have a number each.
+void run_overlap(int32_t num_ranks, int32_t cast, PlanOverrides blocks, std::mt19937& random) {
+  constexpr int32_t kSmsForSenders = 24;  // enough for blocks that only send
+  constexpr uint64_t kSendersLeaveNs = 50'000'000;
+  const Settings former;
+  const bool senders_leave = random() % 2;
+  if (senders_leave) {
+    blocks = {0, Variant::kLowLatency}, num_tokens = std::min(num_tokens, 2);
+    emulator::set_num_sms(kSmsForSenders);
+    emulator::adversary.shuffles_blocks = true;
+  }
+  emulator::adversary.resident_blocks = kNoBlockLimit;
+  Session session(num_ranks, cast, blocks);
   session.randomize(random);
   session.whole([&](Rank& rank) { return rank.dispatch(cast); });
+  if (random() % 2) session.whole([](Rank& rank) { return rank.combine(); });
   session.wait();
-  emulator::set_num_sms(2 * kMostBlocks);      // room for both launches
-  const ResidentBlocks enough(kNoBlockLimit);  // of both
-  const auto missing = static_cast<int32_t>(random() % session.num_ranks());
+  emulator::set_num_sms(2 * std::max(kMostBlocks, kSmsForSenders));  // room for both launches
+  const auto missing = static_cast<int32_t>(random() % num_ranks);
   for (int32_t stream = 0; stream < 2; ++stream) {
+    if (senders_leave) {
+      session.whole([](Rank& rank) { return rank.combine(); }, missing, stream);
+      emulator::run_for(kSendersLeaveNs);
+      continue;
+    }
     const auto launch = [=](Rank& rank) {
       return rank.dispatch_with_route(OpKind::kDispatchLike, stream == 0 ? rank.like : rank.recv);
     };
-    session.whole(launch, missing, stream);  // waits for the missing rank
+    session.whole(launch, missing, stream);
   }
   session.wait();
   check_failed(session, FailureReason::kOverlap);
@@ -271,7 +290,7 @@ void run_failure(Session& session, std::mt19937& random, PlanOverrides blocks, u
     case 0:
       return run_without_rank(session, random);
     case 1:
-      return run_overlap(session.cast(), blocks, random);
+      return run_overlap(std::max(2, session.num_ranks()), session.cast(), blocks, random);
     case 2:
       return run_late_twice(session.cast(), blocks);
     case 3:

@@ -166,7 +166,7 @@ std::string run_rare_orders(uint64_t seed) {
   std::mt19937 random(static_cast<uint32_t>(seed) * 2654435761u);
   const auto scenario = random() % 6;
   const bool is_of_network = scenario == 3;
-  if (is_of_network && random() % 3 != 0) return "";
+  if (is_of_network && random() % 3 != 0) return "no rare order";
   const auto num_ranks = pick<int32_t>(random, {2, 2, 2, 3, 4});
   const auto node_size = is_of_network ? 1 : num_ranks == 3 ? 0 : pick<int32_t>(random, {0, 1});
   const auto cast = pick<int32_t>(random, {0, 0, 1});
@@ -187,24 +187,24 @@ std::string run_rare_orders(uint64_t seed) {
   session.randomize(random);
   if (scenario == 0) {
     run_done_in_any_order(session, random);
-    return ", then a done in any order";
+    return "a done in any order";
   }
   if (scenario == 5) {
     run_few_tokens_in_any_order(session, random);
-    return ", then few tokens in any order";
+    return "few tokens in any order";
   }
   if (scenario == 4) {
     run_all_to_all_in_any_order(session, random);
-    return ", then all_to_all in any order";
+    return "all_to_all in any order";
   }
   const std::string where = " by " + std::to_string(num_ranks) + " ranks in nodes of " + std::to_string(node_size) +
                             ", variant " + std::to_string(static_cast<int>(blocks.variant));
   if (is_of_network) {
     run_words_in_order(session, random);
-    return ", then words in order" + where;
+    return "words in order" + where;
   }
   run_slots_handed_over(session, random);
-  return ", then slots handed over" + where;
+  return "slots handed over" + where;
 }
 
 }  // namespace

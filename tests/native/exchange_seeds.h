@@ -35,8 +35,8 @@ int32_t pick_node_size(std::mt19937& random, int32_t num_ranks) {
   return size;
 }
 
-// Returns what the seed has chosen, for the report of a failure. If a group `must_fail`, only a scenario of
-// exchange_failures.h follows the first operations.
+// Returns what the seed has chosen, for the report of a failure. With must_fail, exactly one scenario follows the first
+// operations, one of exchange_failures.h. (With one rank, some of these do nothing.)
 std::string run_scenarios(uint64_t seed, bool must_fail = false) {
   std::mt19937 random(static_cast<uint32_t>(seed));
   const auto num_ranks = pick<int32_t>(random, {1, 1, 2, 2, 3, 4, 4, 8});
@@ -102,7 +102,7 @@ std::string run_scenarios(uint64_t seed, bool must_fail = false) {
 
 std::string run_seed(uint64_t seed) {
   std::string what = run_scenarios(seed);
-  if (check::failures == 0) what += run_rare_orders(seed);
+  if (check::failures == 0) what += ", then " + run_rare_orders(seed);
   std::mt19937 random(static_cast<uint32_t>(seed));
   // One seed of 16 has more groups than the kernel has threads (kThreads in groups.cu).
   const int32_t extra_groups = seed % 16 == 6 ? 1024 : 0;
@@ -145,27 +145,31 @@ std::string run_seed(uint64_t seed) {
   return what;
 }
 
-// Only operations that fail.
+// Four scenarios in which a group fails.
 std::string run_failures(uint64_t seed) {
   std::string what = run_scenarios(seed, true);
-  if (check::failures == 0) run_wrong_rank_of_few_tokens(seed);
-  if (check::failures == 0) run_wrong_rank_with_stalled_blocks(seed);
-  if (check::failures == 0) run_host_fails(seed);
+  const auto then = [&](const char* name, void (*run)(uint64_t)) {
+    if (check::failures != 0) return;
+    what += std::string(", then ") + name;
+    run(seed);
+  };
+  then("a wrong rank", run_wrong_rank_of_few_tokens);
+  then("a wrong rank with stalled blocks", run_wrong_rank_with_stalled_blocks);
+  then("a failure by the host", run_host_fails);
   return what;
 }
 
-std::string run_only_two_groups(uint64_t seed) {
+std::string run_part_scenarios(uint64_t seed) { return run_scenarios(seed); }
+std::string run_part_two_groups(uint64_t seed) {
   run_two_groups(seed);
   return "two groups";
 }
 
-std::string run_only_scenarios(uint64_t seed) { return run_scenarios(seed); }
-
-// What runs with each seed: everything, or a part of it.
+// What runs with each seed: everything, or a part.
 using RunSeed = std::string (*)(uint64_t seed);
 const std::map<std::string, RunSeed> kRunsOfSeeds = {
-    {"seeds", run_seed},    {"scenarios", run_only_scenarios}, {"failures", run_failures},
-    {"rounds", run_rounds}, {"rare_orders", run_rare_orders},  {"two_groups", run_only_two_groups},
+    {"seeds", run_seed},    {"scenarios", run_part_scenarios}, {"failures", run_failures},
+    {"rounds", run_rounds}, {"rare_orders", run_rare_orders},  {"two_groups", run_part_two_groups},
 };
 
 int run_seeds(RunSeed run_one, uint64_t first, uint64_t count, const std::string& settings) {

@@ -6,9 +6,9 @@
 // runs all parts, or one: "exchange", "all_to_all", "layouts", "balance", "dispatch_layout", "group_arrays", "expand".
 // "quick" is for the sanitizers, under which a kernel takes long.
 //
-//   emulated_exchange_test seeds FIRST COUNT [SETTINGS]
+//   emulated_exchange_test (seeds | scenarios | failures | rounds | rare_orders | two_groups) FIRST COUNT [SETTINGS]
 //
-// runs COUNT short exchanges, in each of which a seed decides everything (exchange_seeds.h). exchange_test, the program
+// runs COUNT short exchanges, or a part of each. A seed decides everything (exchange_seeds.h). exchange_test, the program
 // for GPUs, has no seeds.
 #include <algorithm>
 #include <cstdlib>
