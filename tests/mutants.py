@@ -10,8 +10,8 @@ tests/mutants.txt has all of them, and says how they are written. There are two 
 
 - Mutants of ffi/ run random exchanges between emulated GPUs (tests/native/exchange_seeds.h). One program has all of
   these mutants, and an environment variable chooses one. First, the seeds 1 to 100 run without a mutant, and must pass.
-  Then each mutant runs the seeds 1 to 200 until one fails; or a part of what a seed runs, with the seeds 1 to 1000. The
-  ten seeds around the one that fails must pass without the mutant.
+  Then each mutant runs the seeds 1 to 200, or its part of the seeds 1 to 1000, until one fails. The ten seeds around
+  this one must pass without the mutant.
 - Mutants of jax_ep/ run tests of pytest. The environment must have jax_ep with the emulated backend (cmake's
   JAX_EP_EMULATOR=ON).
 
@@ -266,7 +266,7 @@ def run_seeds(program: Path, number: int, part: str, *settings: str) -> str | No
         if failure is None:
             continue
         if not settings and run_without_mutant(command):
-            raise SystemExit(f"{part} {first} to {first + count - 1} fail without a mutant")
+            raise SystemExit(f"the seeds {first} to {first + count - 1} of {part} fail without a mutant")
         return describe_failure(failure, first, count, part)
     return None
 

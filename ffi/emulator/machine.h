@@ -147,7 +147,8 @@ bool barrier(int id, int num_threads, bool waits, bool predicate = false);
 // Called in each turn of a loop that polls: other threads run before the next look.
 void poll_pause();
 
-// Called at each access to memory that other threads use: an adversary may let others run first.
+// Called before each access to memory that others use, and after a wait for a bulk copy: the adversary may let other
+// threads run.
 void maybe_preempt();
 // A store calls this if its address is the last word that the thread has loaded. The adversary may stall the warp here.
 void may_stall_before_writing_back();

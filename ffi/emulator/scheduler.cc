@@ -16,7 +16,8 @@ constexpr double kHeldSettleShare = 0.0003;  // the fraction of the steps at whi
 constexpr uint32_t kLogLongestNs = 22;       // log2 of the longest delay of a launch
 constexpr int kSlowSkips = 40;
 constexpr uint64_t kFirstSkipNs = 1'000'000, kLongestEarlySkipNs = 125'000'000, kShareOfWait = 32;
-// Four times the longest time-out (ffi/cuda/group.cc). When time advances fast, a thread notices its time-out late.
+// Four times the longest time-out (ffi/cuda/group.cc), because skips grow, and so a thread may notice its time-out
+// late.
 constexpr uint64_t kLongestWaitNs = 4'000'000'000'000'000;
 // A device has more SMs than it reports, so that several launches fit beside one another as they do on a GPU of 132
 // SMs.

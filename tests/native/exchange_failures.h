@@ -178,14 +178,14 @@ void run_wrong_rank_with_stalled_blocks(uint64_t seed) {
 
 // Two launches of one group overlap on each device but one. The group must fail with kOverlap. Both launches are the
 // same operation, so no rank finds its peer in another operation. The blocks of the second launch enter
-//  - while the first launch still counts its entering blocks. The launches write to different buffers, which tells them
-//    apart.
-//  - or behind a block that has entered last and left: a sender of a low-latency combine, whose receivers wait. Then
+//  - before the first launch has opened the next epoch. The launches have different results, and so different tags.
+//  - or after that: the block that entered last has left, a sender of a low-latency combine, while receivers wait. Then
 //    only the number of blocks that have left shows the overlap. Launches with even and odd epochs have a number each.
 void run_overlap(int32_t num_ranks, int32_t cast, PlanOverrides blocks, std::mt19937& random) {
   constexpr int32_t kSmsForSenders = 24;  // enough for blocks that only send
   constexpr uint64_t kSendersLeaveNs = 50'000'000;
   const Settings former;
+  const int32_t former_tokens = num_tokens;
   const bool senders_leave = random() % 2;
   if (senders_leave) {
     blocks = {0, Variant::kLowLatency}, num_tokens = std::min(num_tokens, 2);
@@ -213,6 +213,7 @@ void run_overlap(int32_t num_ranks, int32_t cast, PlanOverrides blocks, std::mt1
   }
   session.wait();
   check_failed(session, FailureReason::kOverlap);
+  num_tokens = former_tokens;
 }
 
 // A peer notifies late, and then its rows never arrive. The operation has one time-out for both waits together. The

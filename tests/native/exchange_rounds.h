@@ -40,7 +40,7 @@ std::string run_rounds(uint64_t seed) {
                                                             {3, Variant::kThroughput},
                                                             {6, Variant::kThroughput, true, true}});
   emulator::set_num_sms(pick<int32_t>(random, {1, 2, 3, 6}));
-  // In one of four seeds, the epoch wraps around to 0, as in run_exchange().
+  // In one of four seeds, the epoch wraps around to 0, as in run_scenarios().
   const uint32_t newest_epoch = random() % 4 == 0 ? -(7 + random() % 4) : 0;
   {
     Session session(ranks.number, cast, blocks, kTimeout, newest_epoch, num_tokens, {}, ranks.node_size, 0,

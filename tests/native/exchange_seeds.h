@@ -167,7 +167,7 @@ std::string run_part_two_groups(uint64_t seed) {
 
 // What runs with each seed: everything, or a part.
 using RunSeed = std::string (*)(uint64_t seed);
-const std::map<std::string, RunSeed> kRunsOfSeeds = {
+const std::map<std::string, RunSeed> kPartsOfSeeds = {
     {"seeds", run_seed},    {"scenarios", run_part_scenarios}, {"failures", run_failures},
     {"rounds", run_rounds}, {"rare_orders", run_rare_orders},  {"two_groups", run_part_two_groups},
 };

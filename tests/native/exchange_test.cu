@@ -8,8 +8,8 @@
 //
 //   emulated_exchange_test (seeds | scenarios | failures | rounds | rare_orders | two_groups) FIRST COUNT [SETTINGS]
 //
-// runs COUNT short exchanges, or a part of each. A seed decides everything (exchange_seeds.h). exchange_test, the program
-// for GPUs, has no seeds.
+// runs COUNT short exchanges, or a part of each. A seed decides everything (exchange_seeds.h). exchange_test, the
+// program for GPUs, has no seeds.
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
@@ -240,7 +240,7 @@ int main(int argc, char** argv) {
   // With more hardware queues than streams, no two streams share one.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 #ifdef JAX_EP_EMULATOR
-  if (const auto run = kRunsOfSeeds.find(argc > 3 ? argv[1] : ""); run != kRunsOfSeeds.end()) {
+  if (const auto run = kPartsOfSeeds.find(argc > 3 ? argv[1] : ""); run != kPartsOfSeeds.end()) {
     return run_seeds(run->second, std::atoll(argv[2]), std::atoll(argv[3]), argc > 4 ? argv[4] : "");
   }
   if (argc > 3 && std::strcmp(argv[1], "many_ranks") == 0) {
