@@ -254,7 +254,7 @@ class _PairCounts:
     them to many small kernels. So this class counts inside blocks of rows, and adds the counts of all blocks before.
     """
 
-    _BLOCK_PAIRS = 128  # at most so many in a block, or K; each pair is compared with all pairs of its block
+    _BLOCK_PAIRS = 128  # a block has at most so many, or K; each pair is compared with all of its block
 
     def __init__(self, topk_idx: jax.Array, num_experts: int) -> None:
         num_rows, top_k = topk_idx.shape

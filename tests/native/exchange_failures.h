@@ -177,10 +177,12 @@ void run_wrong_rank_with_stalled_blocks(uint64_t seed) {
 }
 
 // Two launches of one group overlap on each device but one. The group must fail with kOverlap. Both launches are the
-// same operation, so no rank finds its peer in another operation. The blocks of the second launch enter
-//  - before the first launch has opened the next epoch. The launches have different results, and so different tags.
-//  - or after that: the block that entered last has left, a sender of a low-latency combine, while receivers wait. Then
-//    only the number of blocks that have left shows the overlap. Launches with even and odd epochs have a number each.
+// same operation, so no rank finds its peer in another operation. There are two cases:
+//  - The second launch enters before the first one has opened the next epoch. The launches have different results, and
+//    so different tags.
+//  - The second launch enters later: the block that entered last, a sender of a low-latency combine, has left, and
+//    receivers still wait. Then only the number of blocks that have left shows the overlap. Launches with even and odd
+//    epochs have a number each.
 void run_overlap(int32_t num_ranks, int32_t cast, PlanOverrides blocks, std::mt19937& random) {
   constexpr int32_t kSmsForSenders = 24;  // enough for blocks that only send
   constexpr uint64_t kSendersLeaveNs = 50'000'000;

@@ -100,6 +100,13 @@ std::string run_scenarios(uint64_t seed, bool must_fail = false) {
          std::to_string(static_cast<int32_t>(newest_epoch)) + ", scenarios" + scenarios;
 }
 
+// Runs this with the seed, unless a check has failed before, and adds its name to `what`.
+void then(std::string& what, const char* name, void (*run)(uint64_t), uint64_t seed) {
+  if (check::failures != 0) return;
+  what += std::string(", then ") + name;
+  run(seed);
+}
+
 std::string run_seed(uint64_t seed) {
   std::string what = run_scenarios(seed);
   if (check::failures == 0) what += ", then " + run_rare_orders(seed);
@@ -126,36 +133,19 @@ std::string run_seed(uint64_t seed) {
   if (check::failures == 0 && seed % 8 == 0) run_balance_without_gain();
   if (check::failures == 0 && seed % 16 == 13) what += run_many_ranks(seed);
   if (check::failures == 0 && seed % 2 == 1) what += ", then " + run_rounds(seed);
-  if (check::failures == 0 && seed % 4 == 1) {
-    what += ", then a wrong rank";
-    run_wrong_rank_of_few_tokens(seed);
-  }
-  if (check::failures == 0 && seed % 4 == 3) {
-    what += ", then a wrong rank with stalled blocks";
-    run_wrong_rank_with_stalled_blocks(seed);
-  }
-  if (check::failures == 0 && seed % 4 == 2) {
-    what += ", then two groups";
-    run_two_groups(seed);
-  }
-  if (check::failures == 0 && seed % 4 == 0) {
-    what += ", then a failure by the host";
-    run_host_fails(seed);
-  }
+  if (seed % 4 == 0) then(what, "a failure by the host", run_host_fails, seed);
+  if (seed % 4 == 1) then(what, "a wrong rank", run_wrong_rank_of_few_tokens, seed);
+  if (seed % 4 == 2) then(what, "two groups", run_two_groups, seed);
+  if (seed % 4 == 3) then(what, "a wrong rank with stalled blocks", run_wrong_rank_with_stalled_blocks, seed);
   return what;
 }
 
 // Four scenarios in which a group fails.
 std::string run_failures(uint64_t seed) {
   std::string what = run_scenarios(seed, true);
-  const auto then = [&](const char* name, void (*run)(uint64_t)) {
-    if (check::failures != 0) return;
-    what += std::string(", then ") + name;
-    run(seed);
-  };
-  then("a wrong rank", run_wrong_rank_of_few_tokens);
-  then("a wrong rank with stalled blocks", run_wrong_rank_with_stalled_blocks);
-  then("a failure by the host", run_host_fails);
+  then(what, "a failure by the host", run_host_fails, seed);
+  then(what, "a wrong rank", run_wrong_rank_of_few_tokens, seed);
+  then(what, "a wrong rank with stalled blocks", run_wrong_rank_with_stalled_blocks, seed);
   return what;
 }
 
